@@ -1,0 +1,1 @@
+"""Typed configuration: `schema.py` says what there is, `load.py` reads it."""

@@ -1,0 +1,112 @@
+"""From a YAML file and dotted overrides to a checked Config, with one clear message for everything that is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from megatron_stare.config.schema import Config
+from megatron_stare.errors import ConfigError
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
+    """Reads `path`, applies `key.sub=value` overrides and validates.
+
+    Raises:
+        ConfigError: missing file, bad YAML, unknown key (with a suggestion), value out of range.
+    """
+    tree = read_yaml(path)
+    for override in overrides:
+        apply_override(tree, override)
+    return validate(tree, str(path))
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The file's mapping. Raises ConfigError where there is none."""
+    path = Path(path)
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration ({error.strerror})", where=str(path)) from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"not valid YAML{line}: {getattr(error, 'problem', error)}", where=str(path)) from error
+    if not isinstance(tree, dict):
+        raise ConfigError("the configuration is not a mapping of sections", where=str(path))
+    return tree
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Sets one `key.sub=value`; the value is read as YAML, so `1e-6`, `true` and `[1, 2]` mean what they look like."""
+    key, eq, text = override.partition("=")
+    if not eq or not key:
+        raise ConfigError("an override has the form section.key=value", where=override)
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError("the value is not valid YAML", where=override) from error
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = float(value)  # YAML 1.1 reads 1e-6 as a string
+    *parents, leaf = key.split(".")
+    node = tree
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if isinstance(child, str) and parent == "algorithm":  # `algorithm: stare` is short for {name: stare}
+            child = node[parent] = {"name": child}
+        if not isinstance(child, dict):
+            raise ConfigError(f"{parent} is a value, not a section", where=override)
+        node = child
+    if key == "algorithm" and isinstance(value, str):
+        value = {"name": value}  # another method: settings of the one before would not fit it
+    node[leaf] = value
+
+
+def validate(tree: Mapping[str, Any], source: str) -> Config:
+    """Raises ConfigError naming the first thing that is wrong."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise config_error(error, Config, source) from error
+
+
+def config_error(error: ValidationError, model: type[BaseModel] | Iterable[str], source: str) -> ConfigError:
+    """Turns pydantic's report into one ConfigError. `model` says which keys exist, for suggestions."""
+    first = min(error.errors(), key=lambda e: e["type"] not in ("extra_forbidden", "unexpected_keyword_argument"))
+    loc = [str(part) for part in first["loc"]]
+    where = f"{source}: {'.'.join(loc)}" if loc else source
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        known = _keys_at(model, loc[:-1]) if isinstance(model, type) else list(model)
+        return unknown_key(loc[-1], known, where)
+    if first["type"] in ("missing", "missing_argument"):
+        return ConfigError("this key is required and missing", where=where)
+    message = first["msg"].removeprefix("Value error, ")
+    return ConfigError(f"{message} (got {first['input']!r})", where=where)
+
+
+def unknown_key(key: str, known: Iterable[str], where: str) -> ConfigError:
+    """The error for a name that is not one of `known`, with the nearest that is."""
+    known = sorted(known)
+    near = difflib.get_close_matches(key, known, n=1)
+    fix = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
+    return ConfigError(f"unknown name {key!r}", where=where, fix=fix)
+
+
+def _keys_at(model: type[BaseModel], loc: list[str]) -> list[str]:
+    for part in loc:
+        annotation = model.model_fields[part].annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            model = annotation
+    return list(model.model_fields)
+
+
+def dump_yaml(config: Config) -> str:
+    """The resolved configuration, readable by load_config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)

@@ -1,0 +1,149 @@
+"""The configuration of a run, as typed models. Every field carries its unit and meaning; unknown keys are refused."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class RunConfig(Section):
+    """What is run, for how long, and where its results go."""
+
+    name: str = Field("run", description="name of the run; part of the directory when `dir` is not given")
+    dir: str | None = Field(None, description="run directory; default runs/<name>-<time>")
+    seed: int = Field(1, ge=0, lt=2**31, description="seeds data order and sampling noise")
+    steps: int = Field(100, ge=1, description="training steps; one step is one rollout batch")
+    checkpoint_every: int = Field(50, ge=0, description="steps between checkpoints; 0: only after the last step")
+    keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints kept")
+    rollouts_every: int = Field(10, ge=1, description="steps between dumps of sampled rollouts")
+    rollouts_kept: int = Field(32, ge=0, description="samples written per dump")
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str = Field(description="Hugging Face folder the policy starts from")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="parameters and activations in training")
+
+
+class ParallelConfig(Section):
+    """How the trainer is laid out over ranks. World size = tensor * pipeline * context * data."""
+
+    tensor: int = Field(1, ge=1, description="tensor-parallel ranks")
+    pipeline: int = Field(1, ge=1, description="pipeline stages")
+    virtual_pipeline: int = Field(1, ge=1, description="model chunks a pipeline stage holds")
+    context: int = Field(1, ge=1, description="context-parallel ranks")
+    expert: int = Field(1, ge=1, description="expert-parallel ranks")
+    data: int = Field(1, ge=1, description="data-parallel replicas")
+    sequence: bool = Field(False, description="sequence parallelism over the tensor-parallel ranks")
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline * self.context * self.data
+
+
+class BatchConfig(Section):
+    """The rollout batch and how training walks through it."""
+
+    prompts: int = Field(32, ge=1, description="prompt groups a step")
+    samples_per_prompt: int = Field(8, description="responses a prompt (the group size of GRPO)")
+    micro_batch_tokens: int = Field(8192, ge=1, description="tokens a micro-batch, padding included")
+
+    @field_validator("samples_per_prompt")
+    @classmethod
+    def _a_group_needs_two(cls, value: int) -> int:
+        if value < 2:
+            raise ValueError("a group of one response has no spread, so its advantage is always zero; use at least 2")
+        return value
+
+
+class RolloutConfig(Section):
+    """Where responses come from and how they are sampled."""
+
+    engine: str = Field("local", description="'local' (transformers, in process) or a class path my_pkg.MyEngine")
+    engines: int = Field(1, ge=1, description="number of engines")
+    temperature: float = Field(1.0, gt=0, description="divides the logits, in rollout and training alike")
+    max_prompt_tokens: int = Field(1024, ge=1, description="longest prompt, tokens")
+    max_new_tokens: int = Field(1024, ge=1, description="longest response, tokens")
+    max_batch: int = Field(256, ge=1, description="responses the local engine decodes together")
+    threads: int = Field(1, ge=1, description="CPU threads of an engine")
+
+
+class DataConfig(Section):
+    """The prompts."""
+
+    source: str = Field("jsonl", description="'jsonl', 'arithmetic' or a class path")
+    path: str | None = Field(None, description='file of source \'jsonl\': one {"prompt": ..., "answer": ...} a line')
+    eval_path: str | None = Field(None, description="prompts of the evaluation, source 'jsonl'")
+    chat_template: bool = Field(False, description="wrap every prompt as a user turn with the tokenizer's template")
+
+
+class RewardConfig(Section):
+    """How answers are verified, in worker processes."""
+
+    verifier: str = Field("math", description="'math', 'arithmetic' or a function path my_pkg.my_module.verify")
+    workers: int = Field(1, ge=1, description="verifier processes")
+    timeout_s: float = Field(10.0, gt=0, description="wall-clock limit of one answer, seconds")
+    max_failure_rate: float = Field(
+        0.05, ge=0, le=1, description="share of a batch that may time out or crash before the run stops"
+    )
+
+
+class OptimizerConfig(Section):
+    """AdamW and its schedule."""
+
+    name: Literal["adam", "sgd"] = Field("adam", description="adam is AdamW")
+    lr: float = Field(1e-6, gt=0, description="peak learning rate")
+    min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
+    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up from 0")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="shape after the warm-up")
+    weight_decay: float = Field(0.01, ge=0, description="decoupled; norms and biases are spared")
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
+    beta2: float = Field(0.999, ge=0, lt=1, description="decay of the second moment")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+    clip_grad: float = Field(1.0, gt=0, description="largest global gradient norm")
+    distributed: bool = Field(False, description="Megatron's DistributedOptimizer: states sharded over data ranks")
+
+
+class EvalConfig(Section):
+    """Pass@1 on held-out problems, before and after training and in between."""
+
+    prompts: int = Field(0, ge=0, description="problems; 0: no evaluation")
+    every: int = Field(0, ge=0, description="steps between evaluations; 0: only before and after")
+    greedy: bool = Field(True, description="also decode greedily")
+
+
+class RuntimeConfig(Section):
+    """Processes and machines."""
+
+    runner: Literal["ray", "inline"] = Field("ray", description="'ray': actors; 'inline': everything in this process")
+    ray_address: str | None = Field(None, description="running Ray cluster to join; default: start one here")
+    object_store_mb: int = Field(128, ge=80, description="cap of a locally started Ray object store, MB")
+    trainer_threads: int = Field(1, ge=1, description="CPU threads of a trainer rank")
+    timeout_s: float = Field(1800.0, gt=0, description="limit of one collective or one remote call, seconds")
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    batch: BatchConfig = BatchConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: dict[str, Any] = Field({"name": "stare"}, description="method and its settings; see docs/algorithms.md")
+    optimizer: OptimizerConfig = OptimizerConfig()
+    eval: EvalConfig = EvalConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+
+    @field_validator("algorithm", mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value

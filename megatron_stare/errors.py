@@ -1,0 +1,46 @@
+"""Errors meant for the person at the keyboard. `cli.py` prints them without a traceback and exits with 2."""
+
+
+class UserError(Exception):
+    """Something the user can mend.
+
+    Args:
+        what: what is wrong, in one sentence.
+        where: the file, line or configuration key it is about.
+        fix: what to do.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
+        super().__init__(what, where, fix)  # positional args only, so that the error survives pickling
+        self.what, self.where, self.fix = what, where, fix
+
+    def __reduce__(self):  # type: ignore[no-untyped-def]
+        return (_rebuild, (type(self), self.what, self.where, self.fix))
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{text}\n  fix: {self.fix}" if self.fix else text
+
+
+def _rebuild(cls: type[UserError], what: str, where: str | None, fix: str | None) -> UserError:
+    return cls(what, where=where, fix=fix)
+
+
+class ConfigError(UserError):
+    """The configuration asks for something that cannot be honoured."""
+
+
+class DataError(UserError):
+    """A prompt, model or checkpoint file is missing or malformed."""
+
+
+class WeightVersionError(UserError):
+    """Tokens were sampled by weights other than the ones the trainer holds."""
+
+
+class RewardFailureError(UserError):
+    """Too many answers could not be verified for the reward to be trusted."""
+
+
+class NonFiniteError(UserError):
+    """A loss or gradient is not finite; the optimizer was not stepped."""

@@ -1,0 +1,93 @@
+"""What a method may ask about the whole batch, and what it is answered. Imports torch only.
+
+A method names its requests; `ops/statistics.py` answers them over the right process groups, so every method is exact
+over the global batch in every layout. Shape legend: N response positions held by this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The k masked positions of largest `key`, k = top_k_count(number masked, share); ties go to the lower index."""
+
+    key: Tensor  # [N] float32
+    index: Tensor  # [N] int64 in [0, 2^32), unique over the whole batch
+    mask: Tensor  # [N] bool
+    share: float
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Mean of `x` over the masked positions; 0 if there are none."""
+
+    x: Tensor  # [N]
+    mask: Tensor  # [N] bool
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Sum of `x` over the masked positions."""
+
+    x: Tensor  # [N]
+    mask: Tensor  # [N] bool
+
+
+@dataclass(frozen=True)
+class Count:
+    """Number of masked positions."""
+
+    mask: Tensor  # [N] bool
+
+
+Request = TopK | Mean | Sum | Count
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """The answer to TopK: everything at or above `key` is selected. All tensors are 0-dim and stay on the device."""
+
+    key: Tensor  # int64, the smallest selected ordering key (see ordering_key)
+    k: Tensor  # int64, how many are selected
+    n: Tensor  # int64, how many were masked
+    value: Tensor  # float32, the smallest selected value; +inf if k = 0
+
+    def select(self, key: Tensor, index: Tensor, mask: Tensor) -> Tensor:
+        """[N] bool: which of these positions are among the k."""
+        return mask & (ordering_key(key, index) >= self.key) & (self.k > 0)
+
+
+Statistics = dict[str, Tensor | Threshold]
+
+
+def ordering_key(x: Tensor, index: Tensor) -> Tensor:
+    """[N] int64, ordered as (x ascending, index descending) and unique where index is.
+
+    The high 32 bits are those of float32 `x` made monotone (negative numbers complemented), the low 32 the
+    complement of `index`, so that of two equal values the one with the lower index is the larger.
+    """
+    bits = (x.to(torch.float32) + 0.0).view(torch.int32).to(torch.int64)
+    monotone = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # signed order of floats, as int32 values
+    return (monotone << 32) | (0xFFFFFFFF - index)
+
+
+def value_of_key(key: Tensor) -> Tensor:
+    """The float32 that `ordering_key` was built from."""
+    high = key >> 32
+    return torch.where(high < 0, high ^ 0x7FFFFFFF, high).to(torch.int32).view(torch.float32)
+
+
+def top_k_count(n: Tensor, share: float) -> Tensor:
+    """k = 0 if n = 0 or share <= 0, else min(n, max(1, int(n share + 0.999999))): a ceiling that ignores float fuzz.
+
+    Source: STARE's released code (arXiv 2606.19236).
+    """
+    if share <= 0:
+        return torch.zeros_like(n)
+    k = (n.to(torch.float64) * share + 0.999999).floor().to(n.dtype)
+    return torch.minimum(k.clamp_min(1), n)
