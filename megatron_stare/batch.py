@@ -7,7 +7,7 @@ samples laid end to end. Samples stand in canonical order: prompt cursor first, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
@@ -156,7 +156,6 @@ class MicroBatchPlan:
     """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
-    padded_length: int = field(default=0)  # tokens; the longest sample, rounded up as the layout needs
 
     @property
     def micro_batches(self) -> int:

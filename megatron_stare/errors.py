@@ -14,7 +14,7 @@ class UserError(Exception):
         super().__init__(what, where, fix)  # positional args only, so that the error survives pickling
         self.what, self.where, self.fix = what, where, fix
 
-    def __reduce__(self):  # type: ignore[no-untyped-def]
+    def __reduce__(self):
         return (_rebuild, (type(self), self.what, self.where, self.fix))
 
     def __str__(self) -> str:

@@ -39,13 +39,21 @@ class Sum:
 
 
 @dataclass(frozen=True)
+class Max:
+    """Largest `x` of the masked positions; -inf if there are none."""
+
+    x: Tensor  # [N]
+    mask: Tensor  # [N] bool
+
+
+@dataclass(frozen=True)
 class Count:
     """Number of masked positions."""
 
     mask: Tensor  # [N] bool
 
 
-Request = TopK | Mean | Sum | Count
+Request = TopK | Mean | Sum | Max | Count
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,14 @@ class Threshold:
 
 
 Statistics = dict[str, Tensor | Threshold]
+
+
+def scalar(statistics: Statistics, name: str) -> Tensor:
+    """The 0-dim answer to a Mean, Sum, Max or Count."""
+    value = statistics[name]
+    if isinstance(value, Threshold):
+        raise TypeError(f"{name} is the answer to a TopK")
+    return value
 
 
 def ordering_key(x: Tensor, index: Tensor) -> Tensor:

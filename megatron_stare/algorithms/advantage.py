@@ -1,0 +1,42 @@
+"""Group-relative advantages: a response is judged against the others to the same prompt."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Spread = Literal["sample", "population", "none"]
+
+
+def group_advantages(
+    rewards: Tensor, groups: Tensor, counted: Tensor, *, spread: Spread = "sample", eps: float = 1e-6
+) -> Tensor:
+    """(r - mean) / (std + eps) within each prompt group. Source: GRPO, arXiv 2402.03300.
+
+    Args:
+        rewards: [B] float64.
+        groups: [B] int64 group numbers from 0.
+        counted: [B] bool; the others get advantage 0 and enter no moment.
+        spread: 'sample' divides by the standard deviation with n - 1 (GRPO as in verl and slime), 'population' with n,
+            'none' not at all (Dr. GRPO, arXiv 2503.20783).
+        eps: added to the standard deviation.
+
+    Returns:
+        [B] float64. A group with a single counted response keeps r / (1 + eps), as in verl.
+    """
+    number = int(groups.max()) + 1 if groups.numel() else 0
+    weight = counted.to(rewards.dtype)
+    rewards = torch.where(counted, rewards, 0.0)
+    size = torch.zeros(number, dtype=rewards.dtype).index_add_(0, groups, weight)
+    mean = torch.zeros_like(size).index_add_(0, groups, rewards * weight) / size.clamp_min(1)
+    single = size[groups] == 1
+    centred = torch.where(single, rewards, rewards - mean[groups])
+    if spread == "none":
+        return centred * weight
+    squares = torch.zeros_like(size).index_add_(0, groups, weight * (rewards - mean[groups]) ** 2)
+    freedom = size - 1 if spread == "sample" else size
+    std = (squares / freedom.clamp_min(1)).sqrt()
+    std = torch.where(size == 1, 1.0, std)
+    return weight * centred / (std[groups] + eps)

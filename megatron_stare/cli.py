@@ -1,0 +1,87 @@
+"""The command line: `megatron-stare train CONFIG key=value ...`. User errors exit with 2, without a traceback."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_stare import __version__
+from megatron_stare.config.load import dump_yaml, load_config
+from megatron_stare.errors import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command. Returns the exit code: 0 done, 2 a user error, 130 interrupted."""
+    args = parser().parse_args(argv)
+    try:
+        args.run(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the last checkpoint is intact, continue with --resume", file=sys.stderr)
+        return 130
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = argparse.ArgumentParser(prog="megatron-stare", description="Stable RL of reasoning models on Megatron.")
+    top.add_argument("--version", action="version", version=__version__)
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser(
+        "train",
+        help="train a policy",
+        description="Trains the policy that CONFIG describes. Settings are listed with units in docs/configuration.md.",
+        epilog="example: megatron-stare train configs/quickstart.yaml run.seed=2 algorithm=grpo",
+    )
+    train.add_argument("config", help="YAML file")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="dotted settings that replace the file's")
+    train.add_argument("--dry-run", action="store_true", help="check everything, print the resolved config and stop")
+    train.add_argument("--resume", action="store_true", help="continue the newest checkpoint of the run")
+    train.add_argument(
+        "--dump-step",
+        type=int,
+        metavar="N",
+        help="write step N's batch, weights, loss and gradients to the run directory",
+    )
+    train.set_defaults(run=_train)
+
+    report = commands.add_parser("report", help="write report.html of one or several runs")
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
+    report.add_argument("--out", type=Path, help="file to write; default report.html in the first run directory")
+    report.set_defaults(run=_report)
+    return top
+
+
+def _train(args: argparse.Namespace) -> None:
+    config = load_config(args.config, args.overrides)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers are forked and spawned around it
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models and tokenizers are local folders
+    if args.dry_run:
+        from megatron_stare.preflight import check
+
+        check(config)
+        print(dump_yaml(config), end="")
+        return
+    from megatron_stare.train import train  # imports torch and transformers: seconds
+
+    run_dir = train(config, resume=args.resume, dump_step=args.dump_step)
+    print(f"done: {run_dir}")
+
+
+def _report(args: argparse.Namespace) -> None:
+    from megatron_stare.observability.report import write_report
+
+    for run in args.runs:
+        if not (run / "metrics.jsonl").exists():
+            raise UserError("no metrics.jsonl: not a run directory", where=str(run))
+    print(write_report(args.runs, args.out or args.runs[0] / "report.html"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""The task of the quickstart: add three two-digit numbers, writing out two partial sums. Generated, never stored.
+
+Problem i of a stream is a pure function of (seed, split, i). Training and held-out problems cannot overlap: which split
+a triple belongs to is a fixed hash of it. Prompts go to rollout through `ArithmeticPrompts`; demonstrations go to the
+supervised warm-up that makes the quickstart's starting model; `ALPHABET` goes to its tokenizer. Free of torch until
+the first prompt is taken, so that tools stay light.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_stare.data.streams import Split, counter_hash, stream_seed
+
+if TYPE_CHECKING:
+    from megatron_stare.batch import Prompt
+    from megatron_stare.config.schema import Config
+
+ALPHABET = "0123456789+=;"
+"""Every character of prompts and demonstrations."""
+
+_EVAL_ONE_IN = 10
+_SLIPS = (-10, -2, -1, 1, 2, 10)  # a forgotten or doubled carry, or a miscount
+
+
+@dataclass(frozen=True)
+class Problem:
+    """a + b + c, each from 10 to 99."""
+
+    operands: tuple[int, int, int]
+
+    @property
+    def text(self) -> str:
+        """The prompt: '27+58+14='."""
+        return "+".join(map(str, self.operands)) + "="
+
+    @property
+    def answer(self) -> str:
+        """The sum: '99'."""
+        return str(sum(self.operands))
+
+
+def draw_problem(seed: int, split: Split, index: int) -> Problem:
+    """Problem number `index` of a stream. Problems repeat within a long stream, but never across splits."""
+    attempt = 0
+    while True:
+        draw = counter_hash(seed, split == "eval", index, attempt) % 90**3
+        problem = Problem((10 + draw // 90**2, 10 + draw // 90 % 90, 10 + draw % 90))
+        if split_of(problem) == split:
+            return problem
+        attempt += 1
+
+
+def split_of(problem: Problem) -> Split:
+    """Where a problem belongs, whatever the seed. Reorderings of a problem belong together: they are the same sum."""
+    return "eval" if counter_hash(*sorted(problem.operands)) % _EVAL_ONE_IN == 0 else "train"
+
+
+def demonstration(problem: Problem, seed: int, wrong_rate: float) -> str:
+    """A worked answer, such as '14+27=41;58+41=99': one of the twelve derivations, each as likely.
+
+    Args:
+        problem: what is solved.
+        seed: picks the derivation, together with the problem.
+        wrong_rate: probability that one of the two sums is off; what follows agrees with the wrong value, so the
+            final answer is wrong.
+    """
+    if not 0 <= wrong_rate <= 1:
+        raise ValueError(f"wrong_rate is a probability, got {wrong_rate}")
+    rest, last = divmod(counter_hash(seed, *problem.operands, 0), 3)
+    rest, swap_first = divmod(rest, 2)
+    rest, swap_second = divmod(rest, 2)
+    rest, slip_at = divmod(rest, 2)
+    slip = _SLIPS[rest % len(_SLIPS)]
+    wrong = counter_hash(seed, *problem.operands, 1) < wrong_rate * 2**64
+    slips = [slip * (wrong and slip_at == line) for line in range(2)]
+
+    pair = [x for position, x in enumerate(problem.operands) if position != last]
+    partial, first = _line(pair, bool(swap_first), slips[0])
+    _, second = _line([partial, problem.operands[last]], bool(swap_second), slips[1])
+    return f"{first};{second}"
+
+
+def _line(pair: list[int], swap: bool, slip: int) -> tuple[int, str]:
+    left, right = reversed(pair) if swap else pair
+    total = left + right + slip
+    return total, f"{left}+{right}={total}"
+
+
+class ArithmeticPrompts:
+    """A PromptSource of these problems.
+
+    Args:
+        config: of the run.
+        tokenizer: a transformers tokenizer.
+        split: 'train' depends on `run.seed`; 'eval' is the same for every run.
+
+    Raises:
+        ConfigError: a chat template is asked for and the tokenizer has none.
+        DataError: the prompts are longer than `rollout.max_prompt_tokens`.
+    """
+
+    def __init__(self, config: Config, tokenizer: Any, split: Split) -> None:
+        from megatron_stare.data.encode import PromptEncoder  # reads the configuration, which the task itself does not
+
+        self._split = split
+        self._seed = stream_seed(config.run.seed, split)
+        self._cursor = 0
+        self._encode = PromptEncoder(config, tokenizer)
+        self._encode(
+            draw_problem(self._seed, split, 0).text, f"{split} problem 0"
+        )  # a limit too low fails before the run
+
+    def take(self, n: int) -> list[Prompt]:
+        """The next `n` prompts."""
+        from megatron_stare.batch import Prompt  # imports torch
+
+        prompts = []
+        for cursor in range(self._cursor, self._cursor + n):
+            problem = draw_problem(self._seed, self._split, cursor)
+            prompt = Prompt(
+                cursor=cursor,
+                id=f"{self._split}-{cursor}",
+                text=problem.text,
+                answer=problem.answer,
+                token_ids=self._encode(problem.text, f"{self._split} problem {cursor}"),
+            )
+            prompts.append(prompt)
+        self._cursor += n
+        return prompts
+
+    def state(self) -> dict[str, int]:
+        """Prompts taken since the run began."""
+        return {"cursor": self._cursor}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Goes on after prompt `state["cursor"]`."""
+        self._cursor = state["cursor"]

@@ -1,0 +1,61 @@
+"""From the text of a prompt to the token ids that the policy continues. Text comes from a prompt source; the ids go
+into `Prompt.token_ids`. Every source encodes here, so that templates and the length limit mean the same everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_stare.config.schema import Config
+from megatron_stare.errors import ConfigError, DataError
+
+
+class PromptEncoder:
+    """Tokenizes prompts as `data.chat_template` and `rollout.max_prompt_tokens` say.
+
+    Args:
+        config: of the run.
+        tokenizer: a transformers tokenizer.
+
+    Raises:
+        ConfigError: a chat template is asked for and the tokenizer has none.
+    """
+
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._chat_template = config.data.chat_template
+        self._limit = config.rollout.max_prompt_tokens
+        if self._chat_template and not getattr(tokenizer, "chat_template", None):
+            raise ConfigError(
+                "the tokenizer has no chat template", where="data.chat_template", fix="data.chat_template=false"
+            )
+
+    def __call__(self, text: str, where: str) -> tuple[int, ...]:
+        """The token ids of `text`, at least one and at most `rollout.max_prompt_tokens`.
+
+        Args:
+            text: the problem as its source states it.
+            where: the line or id to name in an error.
+
+        Raises:
+            DataError: no tokens, or too many.
+        """
+        if self._chat_template:
+            ids = self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,  # transformers 5 would otherwise return a BatchEncoding
+            )
+        else:
+            # A BOS token, where a model wants one, is the template's business: raw text is encoded as it stands.
+            ids = self._tokenizer(text, add_special_tokens=False).input_ids
+        if not ids:
+            raise DataError("the prompt has no tokens, so there is nothing to continue", where=where)
+        if len(ids) > self._limit:
+            raise DataError(
+                f"the prompt has {len(ids)} tokens, the limit rollout.max_prompt_tokens is {self._limit}",
+                where=where,
+                fix=f"drop the prompt, or set rollout.max_prompt_tokens to at least {len(ids)}",
+            )
+        return tuple(ids)

@@ -1,0 +1,56 @@
+"""Where prompts come from: the protocol every source keeps, and the one that a configuration names.
+
+The driver takes prompts here, one batch of groups a step, and saves `state()` with every checkpoint.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from megatron_stare.batch import Prompt
+from megatron_stare.config.schema import Config
+from megatron_stare.data.streams import Split
+from megatron_stare.errors import ConfigError
+from megatron_stare.registry import resolve
+
+SOURCES = {
+    "jsonl": "megatron_stare.data.jsonl.JsonlPrompts",
+    "arithmetic": "megatron_stare.data.arithmetic.ArithmeticPrompts",
+}
+
+
+class PromptSource(Protocol):
+    """An endless, resumable stream of prompts.
+
+    A class of the user's own is built as `cls(config, tokenizer, split)`, like ours.
+    """
+
+    def take(self, n: int) -> list[Prompt]:
+        """The next `n` prompts, tokenized. `Prompt.cursor` goes up by one a prompt, from 0, and never repeats."""
+        ...
+
+    def state(self) -> dict[str, int]:
+        """All that `restore` needs to go on with the prompt after the last one taken."""
+        ...
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Goes to where `state` was saved. Raises DataError where the prompts are no longer the same."""
+        ...
+
+
+def make_source(config: Config, tokenizer: Any, split: Split) -> PromptSource:
+    """The source that `data.source` names, at its first prompt.
+
+    Args:
+        config: of the run; `run.seed` orders the training split, evaluation is the same for every seed.
+        tokenizer: a transformers tokenizer.
+        split: 'train' or 'eval'. Two sources of the 'eval' split yield the same problems in the same order.
+
+    Raises:
+        ConfigError: no such source, or one that lacks a setting.
+        DataError: its prompts are missing, malformed or too long.
+    """
+    factory = resolve(config.data.source, SOURCES, "data.source")
+    if not callable(factory):
+        raise ConfigError(f"{config.data.source!r} is not a class", where="data.source")
+    return factory(config, tokenizer, split)

@@ -1,0 +1,35 @@
+"""What makes a stream of prompts reproducible: the two splits, their seeds, and a hash used in place of an RNG.
+
+A hash of counters needs no state: problem 10^6 costs what problem 0 costs, and a resumed run has nothing to restore.
+Imports nothing, so that tools can use the tasks without torch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Split = Literal["train", "eval"]
+
+EVAL_SEED = 20_260_619  # any fixed number; runs of different seeds are evaluated on the same problems
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def stream_seed(run_seed: int, split: Split) -> int:
+    """The seed that orders a split: the run's own for training, one fixed for all runs for evaluation."""
+    return run_seed if split == "train" else EVAL_SEED
+
+
+def counter_hash(*counters: int) -> int:
+    """64 mixed bits that depend on every counter and on their order: splitmix64, chained.
+
+    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+    """
+    state = 0
+    for counter in counters:
+        z = ((state ^ (counter & _MASK)) + _GOLDEN) & _MASK
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+        state = z ^ (z >> 31)
+    return state

@@ -1,0 +1,66 @@
+"""Lets unpatched megatron-core run on a machine without CUDA.
+
+Everything is a reversible substitution inside one context, entered around each call into Megatron and refused where
+CUDA is available. docs/architecture.md lists what megatron-core asks of CUDA on the paths used here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CUDA_TYPES = {
+    "torch.FloatTensor": "torch.cuda.FloatTensor",
+    "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor",
+    "torch.HalfTensor": "torch.cuda.HalfTensor",
+}
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """`device="cuda"` means cpu, `.cuda()` is self, `.type()` answers with the CUDA names that optimizers look for."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            name = func(*args)
+            return _CUDA_TYPES.get(name, name)
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs = {**kwargs, "device": "cpu"}
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def cpu_backend() -> Iterator[None]:
+    """While open, megatron-core's CUDA calls mean the CPU. Every attribute is restored on exit.
+
+    Raises:
+        RuntimeError: CUDA is available, so nothing must be substituted.
+    """
+    if torch.cuda.is_available():
+        raise RuntimeError("cpu_backend() on a machine with CUDA would hide the GPU from Megatron")
+    with (
+        mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
+        mock.patch.object(torch.cuda, "synchronize", return_value=None),
+        _CudaMeansCpu(),
+    ):
+        yield
+
+
+def backend() -> contextlib.AbstractContextManager[None]:
+    """What every call into Megatron runs inside: nothing where there is CUDA, else the CPU substitutions."""
+    return contextlib.nullcontext() if torch.cuda.is_available() else cpu_backend()
+
+
+def device() -> torch.device:
+    """The device of this rank."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,0 +1,55 @@
+"""The policy, or its gradients, as whole Hugging Face tensors: gathered over tensor-parallel ranks, mapped back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_stare.megatron.layout import Layout
+from megatron_stare.megatron.model import named_parameters
+from megatron_stare.weights.mapping import rule_for, unshard
+from megatron_stare.weights.shape import ModelShape
+
+
+@torch.no_grad()
+def export_hf(
+    model: list[nn.Module],
+    shape: ModelShape,
+    layout: Layout,
+    of: Callable[[nn.Parameter], Tensor] = lambda parameter: parameter.detach(),
+) -> dict[str, Tensor]:
+    """Whole tensors by Hugging Face name, on the CPU of the ranks with tp_rank 0 (empty elsewhere).
+
+    Args:
+        of: what is exported of a parameter: itself, or its gradient. Must have the parameter's shape.
+    """
+    tensors: dict[str, Tensor] = {}
+    parameters = list(named_parameters(model))
+    mine = [of(parameter).contiguous() for _, parameter in parameters]
+    gathered = _gather(mine, layout)
+    if layout.tp_rank != 0:
+        return {}
+    for (name, _), shards in zip(parameters, gathered, strict=True):
+        rule = rule_for(name, shape.family)
+        tensors |= {hf: t.to("cpu", copy=True).contiguous() for hf, t in unshard(rule, shards, shape).items()}
+    return tensors
+
+
+def _gather(tensors: list[Tensor], layout: Layout) -> list[list[Tensor]]:
+    """Every tensor's shards of all tensor-parallel ranks, in one collective over a flat buffer a dtype."""
+    if layout.tp == 1:
+        return [[t] for t in tensors]
+    result: list[list[Tensor]] = [[] for _ in tensors]
+    for dtype in {t.dtype for t in tensors}:
+        chosen = [i for i, t in enumerate(tensors) if t.dtype == dtype]
+        flat = torch.cat([tensors[i].flatten() for i in chosen])
+        parts = flat.new_empty(layout.tp, flat.numel())
+        dist.all_gather_into_tensor(parts.view(-1), flat, group=layout.tp_group)
+        sizes = [tensors[i].numel() for i in chosen]
+        for part in parts:
+            for i, piece in zip(chosen, part.split(sizes), strict=True):
+                result[i].append(piece.view_as(tensors[i]))
+    return result

@@ -1,0 +1,90 @@
+"""Joins the process group and cuts it into Megatron's parallel groups. The only reader of Megatron's global state."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from torch.distributed import ProcessGroup
+
+from megatron_stare.config.schema import ParallelConfig
+from megatron_stare.megatron.cpu_backend import backend
+
+
+@dataclass(frozen=True)
+class Layout:
+    """This rank's place, and the groups it speaks to."""
+
+    rank: int
+    world: int
+    tp_rank: int
+    tp: int
+    pp_rank: int
+    pp: int
+    dp_rank: int
+    dp: int
+    tp_group: ProcessGroup
+    dp_group: ProcessGroup  # ranks that hold different tokens of the batch
+
+    @property
+    def last_stage(self) -> bool:
+        return self.pp_rank == self.pp - 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this is the one rank that reports results: last stage, first of its tensor and data groups."""
+        return self.last_stage and self.tp_rank == 0 and self.dp_rank == 0
+
+
+def join(parallel: ParallelConfig, rank: int, init_method: str, seed: int, timeout_s: float) -> Layout:
+    """Initialises torch.distributed (NCCL with CUDA, else gloo) and Megatron's groups. Call once per process.
+
+    Args:
+        init_method: where the ranks meet, 'tcp://host:port' or 'file:///path'.
+        seed: of Megatron's random states.
+        timeout_s: longest wait for a collective, seconds.
+    """
+    cuda = torch.cuda.is_available()
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        init_method=init_method,
+        rank=rank,
+        world_size=parallel.world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    with backend():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+            context_parallel_size=parallel.context,
+            expert_model_parallel_size=parallel.expert,
+        )
+        if cuda:
+            tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        else:
+            # without dropout nothing draws from the tracker; the CUDA one cannot exist here
+            torch.manual_seed(seed)
+            tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    return Layout(
+        rank=rank,
+        world=parallel.world_size,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp=parallel.tensor,
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp=parallel.pipeline,
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp=parallel_state.get_data_parallel_world_size(),
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        dp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+
+
+def leave() -> None:
+    """Destroys all groups, so that another layout may be joined in this process."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,214 @@
+"""Line charts over training steps as inline SVG.
+
+Comes from the metric series of one or more runs; goes into the HTML of `report.py`. Colours are CSS classes (c0, c1,
+...), so the page's light and dark palettes apply; the numbers under the pointer travel along as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+from megatron_stare.observability.scales import Points, nice_ticks, short, smooth, thin, tick_label
+
+WIDTH, HEIGHT = 560, 262
+LEFT, RIGHT, TOP, BOTTOM = 50, 14, 12, 40
+LANE = 7  # height of one run's gate lane, where several runs share a chart
+SMOOTH_FROM = 12  # points; a shorter series is drawn as it is
+OWN_COLOUR = -1  # of what belongs to no run: a target that all runs share
+HOVER_POINTS = 400  # positions the pointer can stop at
+
+
+@dataclass(frozen=True)
+class Line:
+    """One run's series in a chart. `colour` numbers the run."""
+
+    label: str
+    colour: int
+    steps: Sequence[float]
+    values: Sequence[float]
+
+    @property
+    def points(self) -> Points:
+        return list(zip(self.steps, self.values, strict=True))
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What to draw. `targets` are drawn dashed, with a band of `band` times the target to either side."""
+
+    title: str
+    unit: str
+    lines: Sequence[Line]
+    targets: Sequence[Line] = ()
+    band: float = 0.0
+    gates: Sequence[tuple[Line, Sequence[tuple[float, float]]]] = ()  # a run and where its gate is on
+    caption: str = ""
+    raw: bool = False  # few, separate measurements: dots, no smoothing
+    y_limit: float | None = None  # top of the plot; what lies above it is cut off
+
+
+@dataclass
+class _Frame:
+    """Maps steps and values to pixels."""
+
+    x_low: float
+    x_high: float
+    y_ticks: list[float]
+    bottom: float
+    parts: list[str] = field(default_factory=list)
+
+    def x(self, step: float) -> float:
+        share = (step - self.x_low) / (self.x_high - self.x_low)
+        return LEFT + min(1.0, max(0.0, share)) * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        low, high = self.y_ticks[0], self.y_ticks[-1]
+        return self.bottom - (value - low) / (high - low) * (self.bottom - TOP)
+
+
+def render(chart: Chart) -> str:
+    """The chart as an HTML <figure>; a quiet placeholder where no run has the metric."""
+    head = f"<h3>{escape(chart.title)} <span>{escape(chart.unit)}</span></h3>"
+    lines = [line for line in chart.lines if any(math.isfinite(v) for v in line.values)]
+    if not lines:
+        return f'<figure class="chart empty">{head}<p>not recorded</p></figure>'
+    frame = _frame(chart, lines)
+    _gates(frame, chart)
+    _grid(frame)
+    frame.parts.append(_clip(chart, frame))
+    for target in chart.targets:
+        _target(frame, target, chart.band)
+    for line in lines:
+        _line(frame, line, chart.raw)
+    frame.parts.append("</g>")
+    body = "".join(frame.parts)
+    caption = f"<figcaption>{escape(chart.caption)}</figcaption>" if chart.caption else ""
+    return (
+        f'<figure class="chart">{head}'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.title)} over training steps">'
+        f'{body}<line class="cursor" y1="{TOP}" y2="{frame.bottom:g}" hidden></line></svg>'
+        f'<script type="application/json">{_hover(frame, chart, lines)}</script>{caption}</figure>'
+    )
+
+
+def _frame(chart: Chart, lines: Sequence[Line]) -> _Frame:
+    steps = [step for line in lines for step in line.steps]
+    values = [v for line in lines for v in line.values if math.isfinite(v)]
+    values += [v * (1 + chart.band) for target in chart.targets for v in target.values if math.isfinite(v)]
+    low, high = min(values), max(values)
+    low = min(low, 0.0)  # so that heights compare and a small wobble does not look like a cliff
+    high = high if chart.y_limit is None else chart.y_limit
+    x_low, x_high = min(steps), max(steps)
+    if x_low < 0.05 * x_high:
+        x_low = 0  # counting starts at 1; an axis that does looks crooked
+    if x_low == x_high:
+        x_low, x_high = x_low - 1, x_high + 1
+    lanes = LANE * len(chart.gates) if len(chart.gates) > 1 else 0
+    return _Frame(x_low, x_high, nice_ticks(low, high if high > low else low + 1), HEIGHT - BOTTOM - lanes)
+
+
+def _clip(chart: Chart, frame: _Frame) -> str:
+    name = "clip-" + "".join(c if c.isalnum() else "-" for c in chart.title.lower())
+    # the margin keeps a line that runs along an edge at its full width
+    area = f'x="{LEFT - 4}" y="{TOP - 4}" width="{WIDTH - LEFT - RIGHT + 8}" height="{frame.bottom - TOP + 8:g}"'
+    return f'<clipPath id="{name}"><rect {area}/></clipPath><g clip-path="url(#{name})">'
+
+
+def _grid(frame: _Frame) -> None:
+    out = frame.parts
+    ticks = frame.y_ticks
+    for value in ticks:
+        y = frame.y(value)
+        kind = "axis" if value == ticks[0] else "grid"
+        out.append(f'<line class="{kind}" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        label = tick_label(value, ticks[1] - ticks[0])
+        out.append(f'<text class="tick" text-anchor="end" x="{LEFT - 8}" y="{y + 4:.1f}">{label}</text>')
+    steps = nice_ticks(frame.x_low, frame.x_high, 6, integer=True)
+    for step in steps:
+        if frame.x_low <= step <= frame.x_high:
+            x, label = frame.x(step), tick_label(step, steps[1] - steps[0])
+            out.append(
+                f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM + 4}"/>'
+            )
+            out.append(f'<text class="tick" text-anchor="middle" x="{x:.1f}" y="{HEIGHT - BOTTOM + 17}">{label}</text>')
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    out.append(f'<text class="tick name" text-anchor="middle" x="{middle}" y="{HEIGHT - 5}">training step</text>')
+
+
+def _gates(frame: _Frame, chart: Chart) -> None:
+    # One run: strips behind its line. Several: strips would mix, so every run has a lane in its colour below the plot.
+    for number, (line, spans) in enumerate(chart.gates):
+        alone = len(chart.gates) == 1
+        y = TOP if alone else frame.bottom + LANE * number + 2
+        height = frame.bottom - TOP if alone else LANE - 3
+        kind = "gate" if alone else f"lane c{line.colour}"
+        for low, high in spans:
+            x, x_end = frame.x(low), frame.x(high)
+            frame.parts.append(
+                f'<rect class="{kind}" x="{x:.1f}" width="{x_end - x:.1f}" y="{y:.1f}" height="{height:.1f}"/>'
+            )
+
+
+def _target(frame: _Frame, target: Line, band: float) -> None:
+    colour = "own" if target.colour == OWN_COLOUR else f"c{target.colour}"
+    for run in _unbroken(thin(target.points)):
+        if band:
+            edge = [(x, y * (1 + band)) for x, y in run] + [(x, y * (1 - band)) for x, y in reversed(run)]
+            frame.parts.append(f'<path class="band {colour}" d="{_path(frame, edge)}Z"/>')
+        frame.parts.append(f'<path class="target {colour}" d="{_path(frame, run)}"/>')
+
+
+def _line(frame: _Frame, line: Line, raw: bool) -> None:
+    smoothed = not raw and len(line.values) >= SMOOTH_FROM
+    colour = f"c{line.colour}"
+    for run in _unbroken(thin(line.points)):
+        if len(run) == 1 or raw:  # a lone point between gaps has no line to show it
+            frame.parts += [
+                f'<circle class="{colour}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="3"/>' for x, y in run
+            ]
+        if len(run) > 1:
+            frame.parts.append(f'<path class="{"raw" if smoothed else "line"} {colour}" d="{_path(frame, run)}"/>')
+    if smoothed:
+        for run in _unbroken(thin(list(zip(line.steps, smooth(line.values), strict=True)))):
+            if len(run) > 1:
+                frame.parts.append(f'<path class="line {colour}" d="{_path(frame, run)}"/>')
+
+
+def _unbroken(points: Points) -> list[Points]:
+    """The stretches between gaps."""
+    runs: list[Points] = [[]]
+    for point in points:
+        if math.isfinite(point[1]):
+            runs[-1].append(point)
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def _path(frame: _Frame, points: Points) -> str:
+    return "M" + "L".join(f"{frame.x(x):.1f} {frame.y(y):.1f}" for x, y in points)
+
+
+def _hover(frame: _Frame, chart: Chart, lines: Sequence[Line]) -> str:
+    steps = sorted({step for line in lines for step in line.steps})
+    stride = math.ceil(len(steps) / HOVER_POINTS)
+    stops = steps[::stride]
+
+    def column(line: Line) -> list[str]:
+        known = dict(line.points)
+        return [short(known.get(step)) for step in stops]
+
+    rows: list[dict[str, Any]] = [{"name": x.label, "colour": x.colour, "values": column(x)} for x in lines]
+    if len(lines) == 1:
+        rows += [{"name": "target", "colour": OWN_COLOUR, "values": column(target)} for target in chart.targets]
+        for _, spans in chart.gates:
+            on = ["on" if any(low <= step <= high for low, high in spans) else "off" for step in stops]
+            rows.append({"name": "gate", "colour": OWN_COLOUR, "values": on})
+    data = {"steps": stops, "x": [round(frame.x(step), 1) for step in stops], "rows": rows}
+    # "<" is all that could end the script element early; escaped, it is still JSON
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

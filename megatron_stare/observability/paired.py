@@ -1,0 +1,107 @@
+"""The statistics a report states about a run.
+
+Comes from metrics.jsonl (as `metrics.read_metrics` returns it) and from the per-problem results in eval.jsonl; goes to
+the figures at the head of the report. Plain Python, no arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import NormalDist, fmean, stdev
+from typing import Any
+
+BAND = 0.25  # entropy within this share of its target counts as on target
+RECENT = 20  # steps that "at the end" means
+
+
+def paired_interval(before: Sequence[float], after: Sequence[float], level: float = 0.95) -> tuple[float, float, float]:
+    """Mean of after - before over the same problems, with a normal-approximation confidence interval.
+
+    With d_i = after_i - before_i, mean d, sample standard deviation s (n - 1) and z the (1 + level)/2 quantile of the
+    standard normal (1.96 for 95 %): d ± z s / √n. Pairing removes the spread between easy and hard problems, which is
+    most of it. The approximation wants some 30 problems or more that are not all alike; where every d_i is equal the
+    interval has no width, which says nothing about unseen problems.
+
+    Returns:
+        mean difference, low, high; the last two NaN for a single pair.
+
+    Raises:
+        ValueError: no pairs, or lists of different lengths.
+    """
+    if len(before) != len(after):
+        raise ValueError(f"{len(before)} results before and {len(after)} after are not pairs")
+    if not before:
+        raise ValueError("no pairs")
+    if not 0 < level < 1:
+        raise ValueError(f"level must lie between 0 and 1, not {level}")
+    differences = [b - a for a, b in zip(before, after, strict=True)]
+    mean = fmean(differences)
+    if len(differences) == 1:
+        return mean, math.nan, math.nan
+    half = NormalDist().inv_cdf((1 + level) / 2) * stdev(differences) / math.sqrt(len(differences))
+    return mean, mean - half, mean + half
+
+
+def summary(metrics: Sequence[Mapping[str, Any]], last_share: float = 1 / 3) -> dict[str, float | None]:
+    """The figures of one run. What was not logged, or never finite, is None.
+
+    steps, last_step             how many, and the number of the last
+    wall_s, step_s               sum and mean of the step times, s
+    tokens_per_s                 mean
+    entropy_last_share           mean entropy over the last `last_share` of the steps, nats
+    entropy_target, _ratio       mean target over the same steps, and entropy over target
+    in_band_share                share of the same steps whose entropy is within BAND of the target
+    entropy_last, reward_last    means of the last RECENT steps
+    reward_first                 mean of the first RECENT steps
+    gate_on_share                of all steps that logged the gate
+    peak_memory_gb, max_abs_log_ratio, logprob_diff_max     largest of the run
+    reward_failures              sum of timeouts and crashes
+    """
+    tail = metrics[-max(1, math.ceil(len(metrics) * last_share)) :]
+    recent, first = metrics[-RECENT:], metrics[:RECENT]
+    entropy, target = _mean(tail, "entropy/mean"), _mean(tail, "entropy/target")
+    near = [
+        float(abs(row["entropy/mean"] - row["entropy/target"]) <= BAND * row["entropy/target"])
+        for row in tail
+        if _has(row, "entropy/mean") and _has(row, "entropy/target")
+    ]
+    times = _values(metrics, "time/step_s")
+    failures = _values(metrics, "reward/timeouts") + _values(metrics, "reward/crashes")
+    return {
+        "steps": float(len(metrics)),
+        "last_step": float(metrics[-1]["step"]) if metrics else None,
+        "wall_s": sum(times) if times else None,
+        "step_s": fmean(times) if times else None,
+        "tokens_per_s": _mean(metrics, "perf/tokens_per_s"),
+        "entropy_last_share": entropy,
+        "entropy_target": target,
+        "entropy_ratio": entropy / target if entropy is not None and target else None,
+        "in_band_share": fmean(near) if near else None,
+        "entropy_last": _mean(recent, "entropy/mean"),
+        "reward_first": _mean(first, "reward/mean"),
+        "reward_last": _mean(recent, "reward/mean"),
+        "gate_on_share": _mean(metrics, "stare/gate"),
+        "peak_memory_gb": _max(metrics, "memory/tree_pss_gb"),
+        "max_abs_log_ratio": _max(metrics, "ratio/max_abs_log"),
+        "logprob_diff_max": _max(metrics, "rollout/logprob_diff_max"),
+        "reward_failures": sum(failures) if failures else None,
+    }
+
+
+def _has(row: Mapping[str, Any], key: str) -> bool:
+    value = row.get(key)
+    return value is not None and math.isfinite(value)
+
+
+def _values(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    return [float(row[key]) for row in rows if _has(row, key)]
+
+
+def _mean(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    values = _values(rows, key)
+    return fmean(values) if values else None
+
+
+def _max(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    return max(_values(rows, key), default=None)

@@ -1,0 +1,108 @@
+"""Reads a run directory back for the report.
+
+Comes from config.yaml, metrics.jsonl and eval.jsonl; goes to `figures.py` and `report.py`. A run that is still going,
+was killed, or never evaluated is as welcome as a finished one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_stare.errors import DataError
+from megatron_stare.observability.jsonl import Record, read_jsonl
+from megatron_stare.observability.metrics import EVAL_FILE, METRICS_FILE, read_metrics
+
+CONFIG_FILE = "config.yaml"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What one run directory says."""
+
+    name: str
+    directory: Path
+    config_text: str
+    config: Mapping[str, Any]
+    metrics: Sequence[Mapping[str, Any]]
+    evals: Sequence[Record]
+
+    def setting(self, dotted: str) -> Any:
+        """A value of the configuration by dotted key; None where it is absent."""
+        node: Any = self.config
+        for part in dotted.split("."):
+            node = node.get(part) if isinstance(node, Mapping) else None
+        return node
+
+    def series(self, key: str) -> tuple[list[float], list[float]]:
+        """Steps and values of one metric, NaN where a step lacks it; empty lists where no step has it."""
+        if not any(math.isfinite(row.get(key, math.nan)) for row in self.metrics):
+            return [], []
+        return [float(row["step"]) for row in self.metrics], [row.get(key, math.nan) for row in self.metrics]
+
+    @property
+    def before(self) -> Record | None:
+        """The evaluation of the weights the run started from."""
+        return _last(self.evals, "base")
+
+    @property
+    def after(self) -> Record | None:
+        """The last evaluation of trained weights."""
+        return _last(self.evals, "trained")
+
+
+def read_run(directory: Path) -> RunRecord:
+    """Raises DataError where `directory` holds nothing a run writes, or config.yaml is not readable."""
+    directory = Path(directory)
+    config_path = directory / CONFIG_FILE
+    if not any((directory / name).exists() for name in (CONFIG_FILE, METRICS_FILE, EVAL_FILE)):
+        raise DataError(
+            f"not a run directory: it holds none of {CONFIG_FILE}, {METRICS_FILE}, {EVAL_FILE}", where=str(directory)
+        )
+    text = config_path.read_text(encoding="utf-8") if config_path.exists() else ""
+    try:
+        config = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise DataError("not valid YAML", where=str(config_path)) from error
+    config = config if isinstance(config, dict) else {}
+    run = config.get("run")
+    name = run.get("name") if isinstance(run, dict) else None
+    return RunRecord(
+        name=str(name or directory.resolve().name),
+        directory=directory,
+        config_text=text,
+        config=config,
+        metrics=_by_step(read_metrics(directory / METRICS_FILE)),
+        evals=_once(read_jsonl(directory / EVAL_FILE)),
+    )
+
+
+def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
+    """Several runs, under names that tell them apart: runs that share a name go by name and directory."""
+    runs = [read_run(directory) for directory in directories]
+    names = [run.name for run in runs]
+    return [
+        RunRecord(**{**vars(run), "name": f"{run.name} ({run.directory.resolve().name})"})
+        if names.count(run.name) > 1
+        else run
+        for run in runs
+    ]
+
+
+def _by_step(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    # One row a step: where a step was done twice, the later row belongs to the run that went on.
+    return [row for _, row in sorted({row["step"]: row for row in rows}.items())]
+
+
+def _once(evals: Sequence[Record]) -> list[Record]:
+    # A run killed after an evaluation and before a checkpoint repeats it; the later one counts.
+    return list({(record.get("step"), record.get("weights")): record for record in evals}.values())
+
+
+def _last(evals: Sequence[Record], weights: str) -> Record | None:
+    return next((record for record in reversed(evals) if record.get("weights") == weights), None)

@@ -1,0 +1,95 @@
+"""Numbers on their way into a picture: round tick marks, short labels, smoothing, and thinning of long series.
+
+Comes from metric series; goes to `charts.py` and `figures.py`. Knows nothing of SVG or HTML.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+Points = list[tuple[float, float]]  # (step, value); a NaN value is a gap in the line
+
+
+def nice_ticks(low: float, high: float, count: int = 5, integer: bool = False) -> list[float]:
+    """Tick marks at multiples of 1, 2 or 5 times a power of ten, about `count` of them, that enclose [low, high]."""
+    if high <= low:
+        pad = abs(low) * 0.1 or 0.5
+        low, high = low - pad, high + pad
+    raw = (high - low) / max(1, count)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+    if integer:
+        step = max(1.0, step)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+def tick_label(value: float, step: float) -> str:
+    """A tick's label with the decimals its spacing needs: 0.25, 1,200, 15k, 2e-5."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 10_000 and step >= 100:
+        return f"{value / 1000:,.{0 if step >= 1000 else 1}f}k"
+    if step < 1e-4:
+        mantissa, exponent = f"{value:.1e}".split("e")
+        return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+    return f"{value:,.{max(0, -math.floor(math.log10(step) + 1e-9))}f}"
+
+
+def short(value: float | None, digits: int = 3) -> str:
+    """A value for people: `digits` significant digits, thousands separated, en dash where there is none."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    magnitude = math.floor(math.log10(abs(value)))
+    if magnitude < -4:
+        return f"{value:.{digits}g}"
+    return f"{value:,.{max(0, digits - 1 - magnitude)}f}"
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """A centred Gaussian average about a sixtieth of the series wide. Gaps stay gaps and pull nothing down.
+
+    Centred, because a trailing average would draw every turn later than it happened.
+    """
+    x = np.asarray(values, dtype=float)
+    sigma = max(1.0, len(x) / 60)
+    reach = min(int(3 * sigma), max(0, (len(x) - 1) // 2))
+    kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / sigma) ** 2)
+    known = np.isfinite(x)
+    weight = np.convolve(known.astype(float), kernel, mode="same")
+    total = np.convolve(np.where(known, x, 0.0), kernel, mode="same")
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(known, total / weight, np.nan).tolist()
+
+
+def thin(points: Points, limit: int = 700) -> Points:
+    """At most about `limit` points with the same outline: of every bucket its lowest, its highest and a gap."""
+    if len(points) <= limit:
+        return points
+    size = math.ceil(2 * len(points) / limit)
+    kept: Points = []
+    for start in range(0, len(points), size):
+        bucket = points[start : start + size]
+        finite = [p for p in bucket if math.isfinite(p[1])]
+        chosen = {min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])} if finite else set()
+        gap = [p for p in bucket if not math.isfinite(p[1])][:1]
+        kept += sorted([*chosen, *gap], key=lambda p: p[0])
+    return kept
+
+
+def intervals_on(steps: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:
+    """Where a 0/1 series is on, as [from, to] in steps; every step covers half a step to either side."""
+    found: list[tuple[float, float]] = []
+    for step, value in zip(steps, values, strict=True):
+        if not value >= 0.5:
+            continue
+        if found and step - 0.5 <= found[-1][1]:
+            found[-1] = (found[-1][0], step + 0.5)
+        else:
+            found.append((step - 0.5, step + 0.5))
+    return found

@@ -1,0 +1,112 @@
+"""The trainer ranks and the rollout engines as the driver sees them: one object each, with the verbs of the algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron_stare.batch import RolloutBatch, SamplingParams
+from megatron_stare.errors import UserError
+from megatron_stare.ops.plan import plan_micro_batches
+from megatron_stare.orchestration.workers import Handle, Workers
+from megatron_stare.rollout.collect import split_over_engines
+from megatron_stare.rollout.engine import GenerateRequest, GenerateResult
+
+
+class SyncError(UserError):
+    """The engines do not hold the weights that were sent."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an update gives back: the step's metrics and the method's new state."""
+
+    metrics: dict[str, float]
+    state: dict[str, float]
+
+
+class TrainerGroup:
+    """All ranks of the Megatron trainer."""
+
+    def __init__(self, workers: Workers, data_parallel: int, micro_batch_tokens: int) -> None:
+        self._workers = workers
+        self._dp = data_parallel
+        self._budget = micro_batch_tokens
+
+    def score(self, batch: RolloutBatch) -> None:
+        """Log-probs and entropies of every response token under the current policy."""
+        plan = plan_micro_batches(batch.lengths.tolist(), self._dp, self._budget)
+        self._workers.call("score", self._workers.share(batch), plan)
+
+    def measure(self, state: dict[str, float]) -> None:
+        """The method's statistics over the whole scored batch: thresholds, counts, mean entropy, gate."""
+        self._workers.call("measure", state)
+
+    def update(self, dump_to: str | None = None) -> StepResult:
+        """Forward and backward of the weighted loss, and the optimizer step."""
+        reported = [result for result in self._workers.call("update", dump_to) if result is not None]
+        (metrics, state) = reported[0]
+        return StepResult(metrics, state)
+
+    def export(self) -> list[Handle]:
+        """The policy's tensors by Hugging Face name, as handles the engines can take."""
+        return self._workers.start("export")
+
+    def weights(self) -> dict:
+        """The policy's tensors by Hugging Face name, here."""
+        merged: dict = {}
+        for part in self._workers.wait(self.export()):
+            merged |= part
+        return merged
+
+    def save(self, folder: str) -> None:
+        """Writes a distributed checkpoint into an existing empty folder."""
+        self._workers.call("save", folder)
+
+    def load(self, folder: str) -> None:
+        """Continues from a distributed checkpoint."""
+        self._workers.call("load", folder)
+
+    def close(self) -> None:
+        self._workers.close()
+
+
+class EngineGroup:
+    """All rollout engines."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+
+    def generate(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[GenerateResult]:
+        """Every request's response, spread over the engines."""
+        shards = split_over_engines(requests, len(self._workers))
+        handles = [self._workers.start_on(i, "generate", shard, params) for i, shard in enumerate(shards) if shard]
+        return [result for results in self._workers.wait(handles) for result in results]
+
+    def update_weights(self, version: int, exported: Sequence[Handle]) -> None:
+        """Sends the policy to every engine; only an engine that holds all of it publishes the version.
+
+        Raises:
+            SyncError: two engines hold different weights.
+        """
+        self._workers.call("begin_weight_update", version)
+        for part in exported:
+            self._workers.call("update_weights", part)
+        checksums = self._workers.call("end_weight_update")
+        for i, held in enumerate(checksums):
+            differing = [name for name in checksums[0] if held.get(name) != checksums[0][name]]
+            if differing:
+                raise SyncError(f"engine {i} holds other values of {', '.join(differing[:3])} than engine 0")
+
+    def close(self) -> None:
+        self._workers.close()
+
+
+class Runner(Protocol):
+    """Places trainer ranks and engines, and takes them away again."""
+
+    trainers: TrainerGroup
+    engines: EngineGroup
+
+    def close(self) -> None: ...

@@ -1,0 +1,60 @@
+"""Runs everything in this process: one trainer rank and the engines, called one after another. For tests and study."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_stare.config.schema import Config
+from megatron_stare.errors import ConfigError
+from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.orchestration.engine_worker import EngineWorker
+from megatron_stare.orchestration.groups import EngineGroup, TrainerGroup
+from megatron_stare.orchestration.workers import Handle, Workers
+
+
+class InlineWorkers(Workers):
+    """Objects of this process; a handle is the result."""
+
+    def __init__(self, workers: Sequence[Any]) -> None:
+        self._workers = list(workers)
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def start_on(self, worker: int, method: str, *args: Any) -> Handle:
+        return getattr(self._workers[worker], method)(*args)
+
+    def wait(self, handles: Sequence[Handle]) -> list[Any]:
+        return list(handles)
+
+    def share(self, value: Any) -> Handle:
+        return value
+
+    def close(self) -> None:
+        while self._workers:
+            self._workers.pop().close()
+
+
+class InlineRunner:
+    """One rank, all engines, no other process."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises ConfigError for a layout of more than one rank."""
+        if config.parallel.world_size != 1:
+            raise ConfigError(
+                f"the inline runner has one process, the layout has {config.parallel.world_size} ranks",
+                where="runtime.runner",
+                fix="use runner: ray, or a layout of one rank",
+            )
+        self._rendezvous = tempfile.TemporaryDirectory()
+        trainer = Trainer(config, 0, f"file://{Path(self._rendezvous.name) / 'ranks'}")
+        self.trainers = TrainerGroup(InlineWorkers([trainer]), config.parallel.data, config.batch.micro_batch_tokens)
+        self.engines = EngineGroup(InlineWorkers([EngineWorker(config) for _ in range(config.rollout.engines)]))
+
+    def close(self) -> None:
+        self.engines.close()
+        self.trainers.close()
+        self._rendezvous.cleanup()

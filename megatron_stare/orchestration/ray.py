@@ -1,0 +1,151 @@
+"""Runs every trainer rank and every engine as a Ray actor of its own. The only file that imports ray."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from megatron_stare.config.schema import Config
+from megatron_stare.errors import UserError
+from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.orchestration.engine_worker import EngineWorker
+from megatron_stare.orchestration.groups import EngineGroup, TrainerGroup
+from megatron_stare.orchestration.workers import Handle, Workers
+
+
+class WorkerLostError(UserError):
+    """A worker process died or did not answer in time."""
+
+
+class Actor:
+    """Hosts one worker in a Ray actor. `method` runs any call on it, so that workers know nothing of Ray."""
+
+    def __init__(self) -> None:
+        self._worker: Any = None
+
+    def build(self, kind: type, *args: Any) -> None:
+        self._worker = kind(*args)
+
+    def address(self) -> str:
+        """host:port that is free on this node now, for the ranks to meet at."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"{host}:{probe.getsockname()[1]}"
+
+    def method(self, name: str, *args: Any) -> Any:
+        return getattr(self._worker, name)(*args)
+
+
+class RayWorkers(Workers):
+    """One actor a worker."""
+
+    def __init__(self, actors: Sequence[Any], what: str, timeout_s: float) -> None:
+        self._actors = list(actors)
+        self._what = what
+        self._timeout_s = timeout_s
+
+    def __len__(self) -> int:
+        return len(self._actors)
+
+    def start_on(self, worker: int, method: str, *args: Any) -> Handle:
+        return self._actors[worker].method.remote(method, *args)
+
+    def wait(self, handles: Sequence[Handle]) -> list[Any]:
+        return get(handles, self._what, self._timeout_s)
+
+    def share(self, value: Any) -> Handle:
+        return ray.put(value)
+
+    def close(self) -> None:
+        actors, self._actors = self._actors, []
+        with contextlib.suppress(Exception):  # they are killed next, whatever they say
+            ray.get([actor.method.remote("close") for actor in actors], timeout=10)
+        for actor in actors:
+            ray.kill(actor)
+
+
+def get(handles: Sequence[Handle], what: str, timeout_s: float) -> list[Any]:
+    """ray.get whose errors are the worker's own, or say which workers were lost."""
+    try:
+        # one by one as they finish, so that a rank's error is seen though another waits for it in a collective
+        pending = list(handles)
+        while pending:
+            done, pending = ray.wait(pending, num_returns=1, timeout=timeout_s)
+            if not done:
+                raise GetTimeoutError
+            ray.get(done)
+        return ray.get(list(handles))
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, UserError):
+            raise cause from None
+        raise
+    except RayActorError as error:
+        raise WorkerLostError(
+            f"a {what} process died: {str(error).splitlines()[0]}",
+            fix="look for its last words in the Ray logs (/tmp/ray/session_latest/logs); out of memory is the usual cause",
+        ) from error
+    except GetTimeoutError as error:
+        raise WorkerLostError(f"a {what} did not answer within {timeout_s:.0f} s", where="runtime.timeout_s") from error
+
+
+class RayRunner:
+    """Starts or joins Ray, then places ranks and engines."""
+
+    def __init__(self, config: Config) -> None:
+        runtime = config.runtime
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        ray.init(
+            address=runtime.ray_address,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            configure_logging=False,
+            **({} if runtime.ray_address else {"object_store_memory": runtime.object_store_mb * 2**20, "num_cpus": 64}),
+        )
+        self._started: list[Workers] = []
+        try:
+            self.trainers = TrainerGroup(self._trainers(config), config.parallel.data, config.batch.micro_batch_tokens)
+            self.engines = EngineGroup(self._engines(config))
+        except BaseException:
+            self.close()
+            raise
+
+    def _actors(self, count: int, threads: int, what: str, timeout_s: float) -> tuple[list[Any], RayWorkers]:
+        gpus = 1 if ray.cluster_resources().get("GPU") else 0
+        environment = {"OMP_NUM_THREADS": str(threads), "TORCHDYNAMO_DISABLE": "0" if gpus else "1"}
+        remote = ray.remote(num_cpus=1, num_gpus=gpus, runtime_env={"env_vars": environment})(Actor)
+        actors = [remote.remote() for _ in range(count)]
+        workers = RayWorkers(actors, what, timeout_s)
+        self._started.append(workers)
+        return actors, workers
+
+    def _trainers(self, config: Config) -> Workers:
+        timeout = config.runtime.timeout_s
+        actors, workers = self._actors(
+            config.parallel.world_size, config.runtime.trainer_threads, "trainer rank", timeout
+        )
+        (address,) = get([actors[0].address.remote()], "trainer rank", timeout)
+        builds = [actor.build.remote(Trainer, config, rank, f"tcp://{address}") for rank, actor in enumerate(actors)]
+        get(builds, "trainer rank", timeout)
+        return workers
+
+    def _engines(self, config: Config) -> Workers:
+        timeout = config.runtime.timeout_s
+        actors, workers = self._actors(config.rollout.engines, config.rollout.threads, "rollout engine", timeout)
+        get([actor.build.remote(EngineWorker, config) for actor in actors], "rollout engine", timeout)
+        return workers
+
+    def close(self) -> None:
+        """Ends the actors, and Ray where it was started here."""
+        for workers in self._started:
+            workers.close()
+        self._started = []
+        ray.shutdown()

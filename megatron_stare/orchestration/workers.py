@@ -1,0 +1,42 @@
+"""Workers behind one interface, wherever they live. Runners implement it; groups.py speaks through it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+# A call under way, or its result: ObjectRef with Ray, the value itself inline. May be given to other calls as an
+# argument, and then travels between the workers without passing through the driver.
+Handle = Any
+
+
+class Workers(ABC):
+    """A fixed number of equal workers."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def start_on(self, worker: int, method: str, *args: Any) -> Handle:
+        """Starts a call on one worker and returns at once where it can."""
+
+    @abstractmethod
+    def wait(self, handles: Sequence[Handle]) -> list[Any]:
+        """The results, in order. Raises what a worker raised."""
+
+    @abstractmethod
+    def share(self, value: Any) -> Handle:
+        """Puts a value where every worker can take it from, once."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the workers; they clean up first where they can. Closing twice is allowed."""
+
+    def start(self, method: str, *args: Any) -> list[Handle]:
+        """Starts a call on every worker."""
+        return [self.start_on(worker, method, *args) for worker in range(len(self))]
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Every worker's result."""
+        return self.wait(self.start(method, *args))

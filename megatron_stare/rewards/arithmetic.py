@@ -1,0 +1,21 @@
+"""The verifier of `data/arithmetic.py`. Runs in reward workers; imports nothing heavy."""
+
+from __future__ import annotations
+
+import re
+
+_LAST_INTEGER = re.compile(r"\s*(-?)0*([0-9]+)\s*")
+
+
+def verify(response: str, answer: str) -> float:
+    """1.0 if the response ends in '=' and the integer `answer`, with nothing after it but whitespace; else 0.0.
+
+    Raises:
+        ValueError: `answer` is not an integer.
+    """
+    _, equals, tail = response.rpartition("=")
+    match = _LAST_INTEGER.fullmatch(tail)
+    if not equals or not match:
+        return 0.0
+    # Compared as text: a policy can write more digits than int() accepts.
+    return float(match[1] + match[2] == str(int(answer)))

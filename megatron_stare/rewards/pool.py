@@ -1,0 +1,207 @@
+"""Scores answers in worker processes that may hang, crash or be killed without harm to the run.
+
+The driver hands in (response, answer) pairs after rollout and gets one Score each, in the same order. Workers are
+independent processes (`rewards/process.py`) that answer one by one over a socket; this side keeps a deadline for the
+answer each worker is at. Imports no torch, so it can live in any process.
+"""
+
+from __future__ import annotations
+
+import math
+import selectors
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megatron_stare.errors import ConfigError
+from megatron_stare.rewards.process import WorkerProcess
+
+_CHUNK = 32  # answers handed to a worker at a time: few enough to share out evenly, many enough to hide the round trip
+_START_LIMIT_S = 60.0  # to start Python and import the verifier
+_WHERE = "reward.verifier"
+
+
+@dataclass(frozen=True)
+class Score:
+    """What became of one answer. `reward` is None unless `status` is 'ok'; `detail` says why."""
+
+    reward: float | None
+    status: Literal["ok", "timeout", "crash"]
+    detail: str = ""
+
+
+@dataclass
+class _Slot:
+    """One worker and what it is at."""
+
+    process: WorkerProcess
+    deadline: float  # monotonic seconds: of starting, or of the first of `items`; infinite when idle
+    ready: bool = False
+    items: deque[int] = field(default_factory=deque)  # handed out and not yet answered, in order
+
+
+@dataclass
+class _Batch:
+    """One call of `score`: what is still to be handed out, and what is known."""
+
+    texts: Sequence[tuple[str, str]] = ()
+    queue: deque[int] = field(default_factory=deque)
+    scores: dict[int, Score] = field(default_factory=dict)
+
+
+class RewardPool:
+    """Worker processes that run one verifier. Use from one thread at a time; a context manager.
+
+    Args:
+        verifier: 'arithmetic', 'math' or the dotted path of a function (response, answer) -> reward.
+        workers: number of processes, at least 1.
+        timeout_s: wall-clock limit of one answer, seconds. Starting a worker does not count against it.
+
+    Raises:
+        ConfigError: the verifier cannot be loaded, or not within 60 seconds.
+    """
+
+    def __init__(self, verifier: str, workers: int, timeout_s: float) -> None:
+        self._verifier = verifier
+        self._timeout_s = timeout_s
+        self._selector = selectors.DefaultSelector()
+        self._slots: list[_Slot] = []
+        self._closed = False
+        try:
+            for _ in range(workers):
+                self._slots.append(_Slot(*self._start()))
+                self._watch(self._slots[-1])
+            nothing = _Batch()
+            while not all(slot.ready for slot in self._slots):
+                self._advance(nothing)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers as of now; a worker that was killed has a successor with another id."""
+        return [slot.process.pid for slot in self._slots]
+
+    def score(self, texts: Sequence[tuple[str, str]]) -> list[Score]:
+        """One Score for each (response, answer), in order.
+
+        Waits for the workers, at most `timeout_s` for each answer; an answer that hangs or takes its worker down costs
+        itself alone.
+
+        An exception, Ctrl-C included, closes the pool: workers may be in the middle of answers nobody waits for.
+
+        Raises:
+            ConfigError: a worker could not be started again.
+            ValueError: the pool is closed.
+        """
+        if self._closed:
+            raise ValueError("the reward pool is closed")
+        batch = _Batch(texts, deque(range(len(texts))))
+        try:
+            while len(batch.scores) < len(texts):
+                self._hand_out(batch)
+                self._advance(batch)
+        except BaseException:
+            self.close()
+            raise
+        return [batch.scores[item] for item in range(len(texts))]
+
+    def close(self) -> None:
+        """Kills the workers; when it returns there is none. May be called again."""
+        self._closed = True
+        for slot in self._slots:
+            slot.process.kill()
+        self._slots.clear()
+        self._selector.close()
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _hand_out(self, batch: _Batch) -> None:
+        """Gives every idle worker a share of what is left; shares shrink towards the end, so that none waits long."""
+        for slot in self._slots:
+            if not batch.queue:
+                return
+            if not slot.ready or slot.items:
+                continue
+            if not slot.process.alive:  # it died between two calls, and no answer is to blame
+                self._replace(slot)
+                continue
+            share = max(1, min(_CHUNK, len(batch.queue) // (2 * len(self._slots))))
+            slot.items.extend(batch.queue.popleft() for _ in range(share))
+            slot.deadline = time.monotonic() + self._timeout_s
+            slot.process.send([batch.texts[item] for item in slot.items])
+
+    def _advance(self, batch: _Batch) -> None:
+        """Waits until a worker speaks, ends or is out of time, and deals with it."""
+        now = time.monotonic()
+        for slot in self._slots:
+            self._watch(slot)
+        deadline = min(slot.deadline for slot in self._slots)
+        ready = self._selector.select(None if deadline == math.inf else max(0.0, deadline - now))
+        events = {key.fd: mask for key, mask in ready}
+        for slot in self._slots:
+            mask = events.get(slot.process.fileno(), 0)
+            if mask & selectors.EVENT_WRITE:
+                slot.process.flush()
+            if mask & selectors.EVENT_READ:
+                self._hear(slot, batch)
+            elif slot.deadline <= now:  # of before the wait: what came in time is heard first, even if we were slow
+                self._give_up(slot, batch)
+
+    def _hear(self, slot: _Slot, batch: _Batch) -> None:
+        messages, ended = slot.process.receive()
+        for message in messages:
+            if "ready" in message:
+                slot.ready = True
+            elif "failed" in message:
+                raise ConfigError(**message["failed"])
+            else:
+                batch.scores[slot.items.popleft()] = _score(message)
+            slot.deadline = time.monotonic() + self._timeout_s if slot.items else math.inf
+        if ended:
+            fate = slot.process.kill()
+            if not slot.ready:
+                raise ConfigError(f"the worker of {self._verifier!r} {fate} as it started", where=_WHERE)
+            self._lose(slot, batch, Score(None, "crash", f"the worker {fate}"))
+
+    def _give_up(self, slot: _Slot, batch: _Batch) -> None:
+        if not slot.ready:
+            raise ConfigError(f"verifier {self._verifier!r} did not load in {_START_LIMIT_S:g} s", where=_WHERE)
+        self._lose(slot, batch, Score(None, "timeout", f"no verdict within {self._timeout_s:g} s"))
+
+    def _lose(self, slot: _Slot, batch: _Batch, score: Score) -> None:
+        """Blames the answer the worker was at, returns the others to the front of the queue, starts a new worker."""
+        if slot.items:
+            batch.scores[slot.items.popleft()] = score
+        batch.queue.extendleft(reversed(slot.items))
+        self._replace(slot)
+
+    def _replace(self, slot: _Slot) -> None:
+        self._selector.unregister(slot.process)  # finds it by identity, should its socket be closed already
+        slot.process.kill()
+        slot.process, slot.deadline = self._start()
+        slot.ready = False
+        slot.items.clear()
+        self._watch(slot)
+
+    def _start(self) -> tuple[WorkerProcess, float]:
+        return WorkerProcess(self._verifier), time.monotonic() + _START_LIMIT_S
+
+    def _watch(self, slot: _Slot) -> None:
+        """Tells the selector what to wait for; free of system calls where nothing has changed."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if slot.process.sending else 0)
+        if slot.process.fileno() in self._selector.get_map():
+            self._selector.modify(slot.process, events)
+        else:
+            self._selector.register(slot.process, events)
+
+
+def _score(message: dict[str, Any]) -> Score:
+    return Score(message["reward"], "ok") if "reward" in message else Score(None, "crash", message["error"])

@@ -1,0 +1,79 @@
+"""The verifier process: `python -m megatron_stare.rewards.worker <verifier> <fd>`, started by `rewards/process.py`.
+
+It reads lists of [response, answer] from the socket `fd` and writes one message an answer, in order, as soon as it has
+it. Three kinds of message go out: {"ready": true} or {"failed": {...}} once, then {"reward": x} or {"error": text}.
+
+The verifier runs in the main thread, where signal handlers work. A second thread does nothing but read: it waits for
+the parent to send, and the end of the stream, which comes when the parent is gone, ends this process group even while
+a verifier hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from queue import SimpleQueue
+from typing import Any, SupportsFloat
+
+from megatron_stare.errors import ConfigError
+from megatron_stare.rewards.verifier import Verifier, make_verifier
+from megatron_stare.rewards.wire import Unpacker, pack
+
+_RECEIVE_BYTES = 1 << 16
+_DETAIL_CHARACTERS = 500  # of an exception's text; a sympy error can print a whole expression tree
+
+
+def main(verifier: str, fd: int) -> None:
+    """Serves until the parent closes its end of the socket `fd`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    # A send fails once the parent is gone, just before the reading thread would end the process.
+    with socket.socket(fileno=fd) as channel, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        channel.set_inheritable(False)  # a program that a verifier starts must not keep the stream open
+        inbox: SimpleQueue[tuple[str, str]] = SimpleQueue()
+        threading.Thread(target=_read, args=(channel, inbox), daemon=True).start()
+        try:
+            verify = make_verifier(verifier)
+        except ConfigError as error:
+            channel.sendall(pack({"failed": {"what": error.what, "where": error.where, "fix": error.fix}}))
+            return
+        channel.sendall(pack({"ready": True}))
+        while True:
+            channel.sendall(pack(judge(verify, *inbox.get())))
+
+
+def judge(verify: Verifier, response: str, answer: str) -> dict[str, Any]:
+    """{"reward": a finite float}, or {"error": why there is none}."""
+    try:
+        reward = verify(response, answer)
+        if not isinstance(reward, SupportsFloat):
+            return {"error": f"the verifier returned {type(reward).__name__}, not a number"}
+        value = float(reward)
+    except BaseException as error:  # SystemExit too: one answer must not take the process with it
+        return {"error": "".join(traceback.format_exception_only(error)).strip()[:_DETAIL_CHARACTERS]}
+    if not math.isfinite(value):
+        return {"error": f"the verifier returned {value}"}
+    return {"reward": value}
+
+
+def _read(channel: socket.socket, inbox: SimpleQueue[tuple[str, str]]) -> None:
+    """Moves what the parent sends into `inbox`; ends the process at the end of the stream."""
+    unpacker = Unpacker()
+    try:
+        while data := channel.recv(_RECEIVE_BYTES):
+            for chunk in unpacker.feed(data):
+                for response, answer in chunk:
+                    inbox.put((response, answer))
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # not a group leader when started by hand
+            os.killpg(os.getpid(), signal.SIGKILL)  # with whatever the verifier has started
+        os._exit(0)  # not sys.exit: that would end this thread only
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,122 @@
+"""Decodes one batch of requests with a transformers model: prefill, then a token a step until every row is finished.
+
+Called by LocalEngine with requests it has checked; returns the responses as plain lists.
+
+Shape legend: B rows of the batch, b rows still in it, P longest prompt, R longest response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_stare.batch import FinishReason, SamplingParams
+from megatron_stare.rollout.engine import GenerateRequest
+from megatron_stare.rollout.kv_cache import growing_cache
+from megatron_stare.rollout.sampling import choose_tokens, row_keys, uniforms
+
+_COMPACT_BELOW = 0.75  # share of live rows under which the finished ones are dropped: a copy of the cache has to pay
+
+
+@dataclass(frozen=True)
+class Decoded:
+    ids: list[int]
+    log_probs: list[float]  # nats
+    finish_reason: FinishReason
+
+
+@dataclass
+class _Prompts:
+    """The rows' prompts, left-padded to one length. No padding, no `mask`: attention is cheaper then."""
+
+    ids: Tensor  # [B, P]
+    positions: Tensor  # [B, P]
+    mask: Tensor | None  # [B, P] bool
+
+
+def decode_batch(model: Any, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[Decoded]:
+    """The responses of `requests`, decoded together; at most `params.max_new_tokens` tokens each.
+
+    The noise of a row is keyed on its request, so neither its companions nor the dropping of finished rows changes what
+    is drawn from a given distribution. (The distribution itself moves by float rounding, about 1e-7, with the shape of
+    the matrix products.)
+    """
+    keys = row_keys(params.seed, params.step, [r.prompt_cursor for r in requests], [r.sample_index for r in requests])
+    stop = torch.tensor(params.stop_token_ids, dtype=torch.int64)
+    ids = torch.zeros(len(requests), params.max_new_tokens, dtype=torch.int64)  # [B, R]
+    log_probs = torch.zeros(len(requests), params.max_new_tokens)  # [B, R]
+    lengths = torch.full((len(requests),), params.max_new_tokens)  # [B]
+    stopped = torch.zeros(len(requests), dtype=torch.bool)  # [B]
+
+    rows = torch.arange(len(requests))  # [b] which request each row of the running batch is
+    logits, cache, positions, mask = _prefill(model, requests, params.max_new_tokens)
+    for step in range(params.max_new_tokens):
+        noise = None if params.greedy else uniforms(keys, step)[rows]
+        tokens, ids_log_probs = choose_tokens(logits, params.temperature, noise)
+        # finished rows that are still in the batch write on; what they write lies beyond their length
+        ids[rows, step], log_probs[rows, step] = tokens, ids_log_probs
+        ends = torch.isin(tokens, stop) & ~stopped[rows]
+        lengths[rows[ends]] = step + 1
+        stopped[rows[ends]] = True
+        live = (~stopped[rows]).nonzero()[:, 0]
+        if step + 1 == params.max_new_tokens or not live.numel():
+            break
+        if live.numel() < _COMPACT_BELOW * rows.numel():
+            rows, tokens = rows[live], tokens[live]
+            positions, mask = positions[live], None if mask is None else mask[live]
+            cache.batch_select_indices(live)
+        positions = positions + 1
+        seen = None if mask is None else mask[:, : cache.get_seq_length() + 1]
+        logits = _forward(model, tokens[:, None], positions, seen, cache)
+    return _split(ids, log_probs, lengths, stopped)
+
+
+def _prefill(
+    model: Any, requests: Sequence[GenerateRequest], max_new_tokens: int
+) -> tuple[Tensor, Any, Tensor, Tensor | None]:
+    """Runs the prompts, each distinct one once: the samples of a group share it.
+
+    Returns:
+        [B, V] logits of the first token, the cache, [B, 1] position of the last prompt token, and the mask [B, P + R]
+        of the whole decode (None: nothing is padded).
+    """
+    distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(r.input_ids for r in requests))}
+    prompts = _pad(list(distinct))
+    cache = growing_cache(model.config)
+    logits = _forward(model, prompts.ids, prompts.positions, prompts.mask, cache)
+    source = torch.tensor([distinct[r.input_ids] for r in requests])
+    cache.batch_select_indices(source)
+    mask = prompts.mask
+    if mask is not None:
+        mask = torch.nn.functional.pad(mask[source], (0, max_new_tokens), value=True)
+    return logits[source], cache, prompts.positions[source, -1:], mask
+
+
+def _pad(prompts: Sequence[tuple[int, ...]]) -> _Prompts:
+    lengths = torch.tensor([len(p) for p in prompts])
+    longest = int(lengths.max())
+    ids = torch.tensor([(0,) * (longest - len(p)) + p for p in prompts])
+    positions = torch.arange(longest) - (longest - lengths)[:, None]
+    padded = positions < 0
+    return _Prompts(ids, positions.clamp_min(0), ~padded if padded.any() else None)
+
+
+def _forward(model: Any, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
+    """[b, V] logits of the last position."""
+    return model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    ).logits[:, -1]
+
+
+def _split(ids: Tensor, log_probs: Tensor, lengths: Tensor, stopped: Tensor) -> list[Decoded]:
+    rows = zip(ids.tolist(), log_probs.tolist(), lengths.tolist(), stopped.tolist(), strict=True)
+    return [Decoded(i[:n], p[:n], "stop" if s else "length") for i, p, n, s in rows]

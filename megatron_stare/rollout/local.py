@@ -1,0 +1,135 @@
+"""An engine in this process: a transformers model on the CPU, in float32. The fast default for models of a few million
+parameters; larger ones belong on a real server.
+
+Reads the Hugging Face folder's config only; weights come from the weight sync. Requests come from and results go to the
+driver through engine.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from megatron_stare.batch import SamplingParams
+from megatron_stare.errors import NonFiniteError
+from megatron_stare.rollout.decode import Decoded, decode_batch
+from megatron_stare.rollout.engine import Engine, GenerateRequest, GenerateResult, ModelInfo
+from megatron_stare.rollout.ledger import WeightLedger
+from megatron_stare.rollout.state import EngineState, advance, require
+from megatron_stare.rollout.stop import model_stop_token_ids, read_model_config
+from megatron_stare.rollout.validate import check_params, check_requests
+from megatron_stare.weights.checksum import tensor_checksum
+
+
+class LocalEngine(Engine):
+    """Batched decoding with a key/value cache.
+
+    Args:
+        model_path: Hugging Face folder; its weight files are not read.
+        max_batch: responses decoded together.
+        threads: CPU threads of torch, for the whole process; None leaves them alone.
+
+    Raises:
+        DataError: the folder has no usable config.
+    """
+
+    def __init__(self, model_path: str, max_batch: int = 256, threads: int | None = None) -> None:
+        if max_batch < 1:
+            raise ValueError(f"max_batch must be at least 1, not {max_batch}")
+        if threads is not None:
+            torch.set_num_threads(threads)
+        config = read_model_config(model_path)
+        self._vocab_size = int(config.vocab_size)
+        self._context_length = int(config.max_position_embeddings)
+        self._stop_token_ids = model_stop_token_ids(model_path)
+        self._max_batch = max_batch
+        with torch.random.fork_rng(devices=[]):  # random initial weights must not move the trainer's generator
+            self._model: nn.Module | None = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation="sdpa"
+            )
+        self._model.eval().requires_grad_(False)
+        # tied weights appear once, under the name of the embedding
+        self._parameters: dict[str, Tensor] = dict(self._model.named_parameters())
+        self._state = EngineState.DIRTY
+        self._version: int | None = None
+        self._ledger: WeightLedger | None = None
+
+    def generate(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[GenerateResult]:
+        """See Engine. Raises NonFiniteError where the logits are not finite."""
+        require(self._state, EngineState.HEALTHY, "generate")
+        check_params(params)
+        check_requests(requests, params, self.model_info())
+        # prompts of like length together: less padding, and equal prompts meet and are run once
+        order = sorted(range(len(requests)), key=lambda i: (len(requests[i].input_ids), requests[i].input_ids, i))
+        results: dict[int, GenerateResult] = {}
+        with torch.inference_mode():
+            for start in range(0, len(order), self._max_batch):
+                chunk = order[start : start + self._max_batch]
+                decoded = decode_batch(self._model, [requests[i] for i in chunk], params)
+                results |= {i: self._result(requests[i], d) for i, d in zip(chunk, decoded, strict=True)}
+        return [results[i] for i in range(len(requests))]
+
+    def begin_weight_update(self, version: int) -> None:
+        self._state = advance(self._state, EngineState.UPDATING)
+        self._version = None
+        self._ledger = WeightLedger(version, {name: p.shape for name, p in self._parameters.items()})
+
+    def update_weights(self, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+        ledger = self._open_session("update weights")
+        try:
+            for name, tensor in named_tensors:
+                ledger.receive(name, tensor)
+                self._parameters[name].copy_(tensor)
+        except Exception:
+            self._fail()
+            raise
+
+    def end_weight_update(self) -> dict[str, str]:
+        ledger = self._open_session("end the weight update")
+        try:
+            ledger.require_complete()
+            checksums = {n: tensor_checksum(self._parameters[n].to(dtype)) for n, dtype in ledger.received.items()}
+        except Exception:
+            self._fail()
+            raise
+        self._state = advance(self._state, EngineState.HEALTHY)
+        self._version, self._ledger = ledger.version, None
+        return checksums
+
+    def model_info(self) -> ModelInfo:
+        return ModelInfo(self._version, self._state, self._vocab_size, self._context_length, self._stop_token_ids)
+
+    def close(self) -> None:
+        if self._state is not EngineState.DEAD:
+            self._state = advance(self._state, EngineState.DEAD)
+        self._version = self._ledger = self._model = None
+        self._parameters = {}
+
+    def _open_session(self, action: str) -> WeightLedger:
+        require(self._state, EngineState.UPDATING, action)
+        assert self._ledger is not None
+        return self._ledger
+
+    def _fail(self) -> None:
+        self._state, self._ledger = advance(self._state, EngineState.DIRTY), None
+
+    def _result(self, request: GenerateRequest, decoded: Decoded) -> GenerateResult:
+        if not all(map(math.isfinite, decoded.log_probs)):
+            raise NonFiniteError(
+                f"the model's logits are not finite (weights of version {self._version})",
+                where=f"request {request.rid}",
+                fix="look at the gradient norm and learning rate of the last steps",
+            )
+        assert self._version is not None
+        return GenerateResult(
+            rid=request.rid,
+            output_ids=decoded.ids,
+            output_log_probs=decoded.log_probs,
+            weight_versions=[self._version] * len(decoded.ids),
+            finish_reason=decoded.finish_reason,
+            prompt_tokens=len(request.input_ids),
+        )

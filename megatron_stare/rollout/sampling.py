@@ -1,0 +1,85 @@
+"""Sampling whose noise is a function of (seed, step, prompt cursor, sample index, position) and of nothing else.
+
+So a response depends neither on what it was batched with, nor on the engine that drew it, nor on a restart. The keys
+come from the requests, the logits from decode.py, which takes tokens and log-probs back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_BLOCK = 1 << 22  # logits handled at once, so that the float64 copies of a large vocabulary stay near 100 MB
+
+
+def row_keys(seed: int, step: int, cursors: Sequence[int], sample_indices: Sequence[int]) -> NDArray[np.uint64]:
+    """[B] the part of the noise key that is the same at every position of a response."""
+    key = _absorb(np.zeros(len(cursors), dtype=np.uint64), seed)
+    key = _absorb(key, step)
+    key = _absorb(key, cursors)
+    return _absorb(key, sample_indices)
+
+
+def uniforms(keys: NDArray[np.uint64], position: int) -> Tensor:
+    """[B] float64 in [0, 1), multiples of 2^-53.
+
+    Args:
+        keys: [B] of row_keys.
+        position: of the token in its response, from 0.
+    """
+    return torch.from_numpy((_absorb(keys, position) >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+
+
+def _absorb(state: NDArray[np.uint64], word: int | Sequence[int]) -> NDArray[np.uint64]:
+    """splitmix64 of the state and one more word ([B] or one for all).
+
+    A bijection of the state for a given word, and of the word for a given state: keys that differ in one component
+    never collide.
+    """
+    z = (state ^ np.asarray(word, dtype=np.int64).view(np.uint64)) + _GOLDEN
+    z = (z ^ (z >> np.uint64(30))) * _MIX_1
+    z = (z ^ (z >> np.uint64(27))) * _MIX_2
+    return z ^ (z >> np.uint64(31))
+
+
+def choose_tokens(logits: Tensor, temperature: float, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    """One token a row, and how likely it was.
+
+    Args:
+        logits: [B, V].
+        temperature: divides the logits.
+        noise: [B] float64 in [0, 1), inverted through the cumulative distribution; None takes the likeliest token.
+
+    Returns:
+        [B] int64 tokens, and [B] float32 log-probs in nats of the temperature-scaled distribution. A token of
+        probability 0 is never drawn. Rows with NaN give a NaN log-prob.
+    """
+    rows = max(1, _BLOCK // logits.shape[-1])
+    if logits.shape[0] <= rows:
+        return _choose(logits, temperature, noise)
+    parts = [
+        _choose(logits[i : i + rows], temperature, None if noise is None else noise[i : i + rows])
+        for i in range(0, logits.shape[0], rows)
+    ]
+    return torch.cat([tokens for tokens, _ in parts]), torch.cat([log_probs for _, log_probs in parts])
+
+
+def _choose(logits: Tensor, temperature: float, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    scaled = logits.float() / temperature
+    if noise is None:
+        tokens = scaled.argmax(-1, keepdim=True)
+    else:
+        cdf = torch.softmax(scaled, -1, dtype=torch.float64).cumsum(-1)
+        total = cdf[:, -1:].contiguous()
+        # first index whose cdf exceeds the draw; a step of width 0 is never the first to exceed anything
+        tokens = torch.searchsorted(cdf, noise[:, None] * total, right=True)
+        # should u * total round up to total: the last index that has any probability, where the cdf reaches its end
+        tokens = torch.minimum(tokens, torch.searchsorted(cdf, total)).clamp_max(scaled.shape[-1] - 1)
+    return tokens[:, 0], torch.log_softmax(scaled, -1).gather(-1, tokens)[:, 0]

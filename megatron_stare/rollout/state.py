@@ -1,0 +1,59 @@
+"""The state machine of an engine, pure: which states exist and which may follow which.
+
+Every engine drives it from its weight-update session; the driver reads it before it sends prompts. There is no way from
+DIRTY or DEAD to HEALTHY but through UPDATING, that is through a complete weight sync.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class EngineState(Enum):
+    DIRTY = "dirty"  # the weights are not those of any version; refuses to generate
+    UPDATING = "updating"  # a weight-update session is open
+    HEALTHY = "healthy"  # holds all weights of one published version
+    DEAD = "dead"  # closed or lost; after a restart it is DIRTY
+
+
+_NEXT: dict[EngineState, frozenset[EngineState]] = {
+    EngineState.DIRTY: frozenset({EngineState.UPDATING, EngineState.DEAD}),
+    EngineState.UPDATING: frozenset({EngineState.HEALTHY, EngineState.DIRTY, EngineState.DEAD}),
+    EngineState.HEALTHY: frozenset({EngineState.UPDATING, EngineState.DIRTY, EngineState.DEAD}),
+    EngineState.DEAD: frozenset({EngineState.DIRTY}),
+}
+
+
+class EngineStateError(RuntimeError):
+    """An engine was asked for something its state does not allow; a fault of the caller, not of the user."""
+
+
+def advance(state: EngineState, to: EngineState) -> EngineState:
+    """`to`, where it may follow `state`.
+
+    Raises:
+        EngineStateError: it may not.
+    """
+    if to not in _NEXT[state]:
+        legal = ", ".join(sorted(s.name for s in _NEXT[state]))
+        raise EngineStateError(f"an engine cannot go from {state.name} to {to.name}; from there it goes to {legal}")
+    return to
+
+
+def require(state: EngineState, needed: EngineState, action: str) -> None:
+    """Refuses `action` unless `state` is `needed`.
+
+    Raises:
+        EngineStateError: naming the state and how the engine gets out of it.
+    """
+    if state is needed:
+        return
+    way_out = {
+        EngineState.DIRTY: "it needs a complete weight sync first",
+        EngineState.UPDATING: "a weight update is open; end it first",
+        EngineState.HEALTHY: "no weight update is open; begin one first",
+        EngineState.DEAD: "it is closed; make a new engine and sync it",
+    }[state]
+    if state is EngineState.DIRTY and needed is EngineState.UPDATING:
+        way_out = "no weight update is open, or the last one failed; begin a new one"
+    raise EngineStateError(f"cannot {action}: the engine is {state.name}, {way_out}")

@@ -1,0 +1,99 @@
+"""The training loop. It reads like the algorithm; everything it calls lives elsewhere.
+
+rollouts -> rewards -> group advantages -> log-prob and entropy pass -> statistics, gate, weights
+         -> forward and backward of the weighted loss -> optimizer step -> weight sync
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_stare.batch import RolloutBatch
+from megatron_stare.config.schema import Config
+from megatron_stare.errors import NonFiniteError
+from megatron_stare.evaluate import evaluate
+from megatron_stare.observability.report import write_report
+from megatron_stare.observability.step_metrics import Stopwatch, step_metrics
+from megatron_stare.orchestration.groups import StepResult
+from megatron_stare.session import Session
+from megatron_stare.weights.hf_folder import write_folder
+
+MAX_SKIPPED = 3  # consecutive steps without a finite gradient before the run stops
+
+
+def train(config: Config, *, resume: bool = False, dump_step: int | None = None) -> Path:
+    """Trains, and returns the run directory.
+
+    Args:
+        resume: continue the newest checkpoint of the run.
+        dump_step: the step whose batch, weights, loss and gradients are written out; None: no step.
+
+    Raises:
+        UserError: something the user can mend; the last checkpoint is intact.
+    """
+    with Session(config, resume) as run:
+        run.engines.update_weights(run.state.step, run.trainers.export())
+        if not resume:
+            measure_pass_rate(run)
+
+        for step in run.steps():
+            watch = Stopwatch()
+            with watch("rollout"):
+                prompts = run.source.take(config.batch.prompts)
+                samples = run.rollout(prompts, config.batch.samples_per_prompt, step=step)
+            with watch("reward"):
+                run.score(samples)
+                batch = RolloutBatch.from_samples(samples)
+                batch.advantages = run.method.advantages(batch.rewards, batch.groups, batch.scored)
+            with watch("score"):
+                run.trainers.score(batch)
+                run.trainers.measure(run.state.method)
+            with watch("update"):
+                dump_to = str(run.dir.path.resolve() / f"dump_step_{step}") if step == dump_step else None
+                result = run.trainers.update(dump_to)
+            with watch("sync"):
+                run.engines.update_weights(step, run.trainers.export())
+
+            advance(run, step, result)
+            metrics = step_metrics(batch, samples, result.metrics, watch)
+            run.writer.log(step, metrics)
+            run.printer.step(step, metrics)
+            if step % config.run.rollouts_every == 0:
+                run.writer.log_rollouts(step, samples, config.run.rollouts_kept)
+            last = step == config.run.steps
+            if last or (config.run.checkpoint_every and step % config.run.checkpoint_every == 0):
+                run.dir.save(run.state, run.trainers.save, config.run.keep_checkpoints)
+            if last or (config.eval.every and step % config.eval.every == 0):
+                measure_pass_rate(run)
+
+        write_folder(run.dir.path / "hf", run.trainers.weights(), companions_from=config.model.path)
+        run.printer.note(f"report {write_report([run.dir.path], run.dir.path / 'report.html')}")
+        return run.dir.path
+
+
+def advance(run: Session, step: int, result: StepResult) -> None:
+    """Moves the run's state on by one step. Raises NonFiniteError after MAX_SKIPPED steps without an update."""
+    updated = bool(result.metrics["update/finite"])
+    run.state.step, run.state.data, run.state.method = step, run.source.state(), result.state
+    run.state.skipped = 0 if updated else run.state.skipped + 1
+    if not updated:
+        run.printer.warn(f"step {step}: gradient norm {result.metrics['optimizer/grad_norm']}, no optimizer step taken")
+    if run.state.skipped >= MAX_SKIPPED:
+        raise NonFiniteError(
+            f"the gradient was not finite in {MAX_SKIPPED} steps in a row",
+            where=f"step {step}",
+            fix="lower optimizer.lr, and look at loss and log-prob metrics of the last steps; the weights are unharmed",
+        )
+
+
+def measure_pass_rate(run: Session) -> None:
+    """Evaluates the newest weights on the held-out problems and records it."""
+    if not run.eval_prompts:
+        return
+    record = evaluate(run.eval_prompts, run.rollout, run.score, step=run.state.step, greedy=run.config.eval.greedy)
+    run.writer.log_eval(record)
+    greedy = f", greedy {record['greedy']:.3f}" if record["greedy"] is not None else ""
+    run.printer.note(
+        f"pass@1 of the {record['weights']} policy on {record['problems']} held-out problems: "
+        f"sampled {record['pass1']:.3f}{greedy}"
+    )

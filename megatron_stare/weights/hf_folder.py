@@ -1,0 +1,85 @@
+"""Reads and writes Hugging Face folders tensor by tensor, so that no one needs to hold a whole model twice."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_stare.errors import DataError
+
+# what a folder holds besides weights, carried along when a policy is written
+COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+class HfFolder:
+    """The weights of a Hugging Face folder, by name, read slice by slice from safetensors."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Raises DataError where there are no readable safetensors."""
+        self.path = Path(path)
+        self._files: dict[str, Any] = {}
+        self._where = self._locate()
+
+    def _locate(self) -> dict[str, Path]:
+        index = self.path / "model.safetensors.index.json"
+        single = self.path / "model.safetensors"
+        if index.exists():
+            weights: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            return {name: self.path / file for name, file in weights.items()}
+        if not single.exists():
+            raise DataError(
+                "no model.safetensors and no model.safetensors.index.json",
+                where=str(self.path),
+                fix="save the model with save_pretrained(..., safe_serialization=True)",
+            )
+        return dict.fromkeys(self._open(single).keys(), single)
+
+    def _open(self, file: Path) -> Any:
+        if str(file) not in self._files:
+            try:
+                self._files[str(file)] = safe_open(file, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise DataError(f"cannot read the weights: {error}", where=str(file)) from error
+        return self._files[str(file)]
+
+    def names(self) -> set[str]:
+        return set(self._where)
+
+    def slice(self, name: str) -> Any:
+        """A lazily read tensor: indexing it reads just that part."""
+        if name not in self._where:
+            raise DataError(f"the tensor {name!r} is missing", where=str(self.path))
+        return self._open(self._where[name]).get_slice(name)
+
+
+def write_folder(path: str | Path, tensors: Mapping[str, Tensor], companions_from: str | Path) -> None:
+    """Writes a folder that `transformers` loads: weights, and config and tokenizer of `companions_from`.
+
+    It is written beside its place and moved there whole, so a killed write leaves nothing that looks complete.
+    """
+    path, source = Path(path), Path(companions_from)
+    staging = path.with_name(path.name + ".tmp")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    for name in COMPANIONS:
+        if (source / name).exists():
+            shutil.copy2(source / name, staging / name)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, staging / "model.safetensors", {"format": "pt"})
+    shutil.rmtree(path, ignore_errors=True)
+    staging.rename(path)

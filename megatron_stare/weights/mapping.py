@@ -1,0 +1,156 @@
+"""Which Hugging Face tensors a Megatron parameter is made of, and how it is cut over tensor-parallel ranks.
+
+One table a family serves loading, export and gradients. Names are those of one pipeline stage with layer numbers made
+global; both layer specs are known (local: norms of their own; Transformer Engine: norms fused into the next linear).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_stare.weights.shape import ModelShape
+
+# replicated: equal on every rank      vocab: rows cut, padded      column: rows cut      row: columns cut
+# qkv: q, k, v interleaved by query group, groups cut               gated: gate and up rows each cut, then stacked
+Layout = Literal["replicated", "vocab", "column", "row", "qkv", "gated"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A Megatron name (with {} for the layer) and the Hugging Face names it holds, in order."""
+
+    megatron: str
+    hf: tuple[str, ...]
+    layout: Layout
+
+
+_ATTENTION, _MLP = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
+_LAYER = "decoder.layers.{}."
+
+_DENSE = (
+    Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab"),
+    Rule("output_layer.weight", ("lm_head.weight",), "vocab"),
+    Rule("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated"),
+    Rule(_LAYER + "input_layernorm.weight", ("model.layers.{}.input_layernorm.weight",), "replicated"),
+    Rule(
+        _LAYER + "self_attention.linear_qkv.layer_norm_weight",
+        ("model.layers.{}.input_layernorm.weight",),
+        "replicated",
+    ),
+    Rule(
+        _LAYER + "self_attention.linear_qkv.weight",
+        (_ATTENTION + "q_proj.weight", _ATTENTION + "k_proj.weight", _ATTENTION + "v_proj.weight"),
+        "qkv",
+    ),
+    Rule(
+        _LAYER + "self_attention.linear_qkv.bias",
+        (_ATTENTION + "q_proj.bias", _ATTENTION + "k_proj.bias", _ATTENTION + "v_proj.bias"),
+        "qkv",
+    ),
+    Rule(_LAYER + "self_attention.linear_proj.weight", (_ATTENTION + "o_proj.weight",), "row"),
+    Rule(_LAYER + "self_attention.q_layernorm.weight", (_ATTENTION + "q_norm.weight",), "replicated"),
+    Rule(_LAYER + "self_attention.k_layernorm.weight", (_ATTENTION + "k_norm.weight",), "replicated"),
+    Rule(_LAYER + "pre_mlp_layernorm.weight", ("model.layers.{}.post_attention_layernorm.weight",), "replicated"),
+    Rule(
+        _LAYER + "mlp.linear_fc1.layer_norm_weight",
+        ("model.layers.{}.post_attention_layernorm.weight",),
+        "replicated",
+    ),
+    Rule(_LAYER + "mlp.linear_fc1.weight", (_MLP + "gate_proj.weight", _MLP + "up_proj.weight"), "gated"),
+    Rule(_LAYER + "mlp.linear_fc2.weight", (_MLP + "down_proj.weight",), "row"),
+)
+
+TABLES: dict[str, tuple[Rule, ...]] = {"qwen2": _DENSE, "qwen3": _DENSE}
+
+_NUMBER = re.compile(r"(?<=layers\.)\d+")
+
+
+def rule_for(name: str, family: str) -> Rule:
+    """The rule of a Megatron parameter (global layer number), with the layer filled in.
+
+    Raises:
+        KeyError: the family's table does not hold it.
+    """
+    found = _NUMBER.search(name)
+    layer = found.group() if found else ""
+    pattern = _NUMBER.sub("{}", name)
+    for rule in TABLES[family]:
+        if rule.megatron == pattern:
+            return Rule(name, tuple(hf.format(layer) for hf in rule.hf), rule.layout)
+    raise KeyError(f"{name} is not in the {family} table")
+
+
+def shard(rule: Rule, parts: Sequence[Tensor], shape: ModelShape, tp_rank: int, tp: int) -> Tensor:
+    """This rank's Megatron tensor from whole Hugging Face tensors.
+
+    Args:
+        parts: tensors (or lazily read safetensors slices) of rule.hf, in order.
+    """
+    match rule.layout:
+        case "replicated":
+            return parts[0][:]
+        case "vocab":
+            rows = shape.padded_vocab(tp) // tp
+            mine = parts[0][tp_rank * rows : (tp_rank + 1) * rows]
+            padding = mine.new_zeros(rows - mine.shape[0], *mine.shape[1:])
+            return torch.cat([mine, padding])
+        case "column":
+            return _rows(parts[0], tp_rank, tp)
+        case "row":
+            columns = _size(parts[0])[1] // tp
+            return parts[0][:, tp_rank * columns : (tp_rank + 1) * columns]
+        case "gated":
+            return torch.cat([_rows(part, tp_rank, tp) for part in parts])
+        case "qkv":
+            q, k, v = (_rows(part, tp_rank, tp) for part in parts)
+            return _interleave(q, k, v, shape.kv_heads // tp, shape.head_dim)
+
+
+def unshard(rule: Rule, shards: Sequence[Tensor], shape: ModelShape) -> dict[str, Tensor]:
+    """Whole Hugging Face tensors by name, from the Megatron tensors of all ranks in order. Also maps gradients."""
+    tp = len(shards)
+    match rule.layout:
+        case "replicated":
+            parts = [shards[0]]
+        case "vocab":
+            parts = [torch.cat(list(shards))[: shape.vocab_size]]
+        case "column":
+            parts = [torch.cat(list(shards))]
+        case "row":
+            parts = [torch.cat(list(shards), dim=1)]
+        case "gated":
+            halves = [part.chunk(2) for part in shards]
+            parts = [torch.cat([half[i] for half in halves]) for i in range(2)]
+        case "qkv":
+            split = [_separate(part, shape.kv_heads // tp, shape.head_dim) for part in shards]
+            parts = [torch.cat([one[i] for one in split]) for i in range(3)]
+    return dict(zip(rule.hf, parts, strict=True))
+
+
+def _size(part: Tensor) -> Sequence[int]:
+    return part.get_shape() if hasattr(part, "get_shape") else part.shape  # safetensors slices have get_shape
+
+
+def _rows(part: Tensor, tp_rank: int, tp: int) -> Tensor:
+    rows = _size(part)[0] // tp
+    return part[tp_rank * rows : (tp_rank + 1) * rows]
+
+
+def _interleave(q: Tensor, k: Tensor, v: Tensor, groups: int, head_dim: int) -> Tensor:
+    """Rows of q, k, v (heads in order) as Megatron wants them: for each query group its q heads, its k, its v."""
+    rest = q.shape[1:]
+    grouped = [x.reshape(groups, -1, head_dim, *rest) for x in (q, k, v)]
+    return torch.cat(grouped, dim=1).reshape(-1, *rest)
+
+
+def _separate(qkv: Tensor, groups: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    rest = qkv.shape[1:]
+    grouped = qkv.reshape(groups, -1, head_dim, *rest)
+    q, k, v = grouped.split([grouped.shape[1] - 2, 1, 1], dim=1)
+    return q.reshape(-1, *rest), k.reshape(-1, *rest), v.reshape(-1, *rest)

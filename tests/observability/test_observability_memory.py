@@ -1,0 +1,71 @@
+"""The memory of a process tree, measured on real processes."""
+
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from megatron_stare.observability import memory
+from megatron_stare.observability.memory import tree_pss_bytes
+
+MB = 2**20
+pytestmark = pytest.mark.skipif(tree_pss_bytes() is None, reason="needs Linux's /proc/<pid>/smaps_rollup")
+
+# Writes to every page, for untouched memory takes no room; then holds it until stdin closes.
+HOLD = "import sys; x = b'x' * ({mb} << 20); print('ready', flush=True); sys.stdin.read()"
+NEST = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {inner!r}]); p.wait()"
+
+
+@pytest.fixture
+def start():
+    children = []
+
+    def run(code):
+        child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        children.append(child)
+        assert child.stdout.readline() == "ready\n"
+        return child
+
+    yield run
+    for child in children:
+        child.communicate()  # closes stdin, which lets it end
+
+
+def test_grandchildren_count(start):
+    before = tree_pss_bytes()
+    child = start(NEST.format(inner=HOLD.format(mb=64)))
+    assert tree_pss_bytes() - before > 60 * MB
+    assert 64 * MB < tree_pss_bytes(child.pid) < 128 * MB
+
+
+def test_extra_roots_count_once(start):
+    first, second = start(HOLD.format(mb=32)), start(HOLD.format(mb=32))
+    alone = tree_pss_bytes(first.pid)
+    both = tree_pss_bytes(first.pid, extra_pids=[second.pid])
+    assert both - alone > 30 * MB
+    assert tree_pss_bytes(first.pid, extra_pids=[first.pid, second.pid, second.pid]) == pytest.approx(both, rel=0.02)
+
+
+def test_shared_pages_are_not_counted_twice():
+    everyone = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    assert tree_pss_bytes() <= sum(p.memory_info().rss for p in everyone) * 1.02
+
+
+def test_processes_that_are_gone_count_as_nothing(start):
+    child = start(HOLD.format(mb=1))
+    child.stdin.close()
+    child.wait()
+    child.stdin = None
+    assert tree_pss_bytes(child.pid) == 0
+    assert tree_pss_bytes(2**22 + 1) == 0  # above the largest pid there can be
+
+
+def test_a_process_that_vanishes_between_listing_and_reading(monkeypatch):
+    monkeypatch.setattr(memory, "_tree", lambda pid: {pid, 2**22 + 1})
+    assert tree_pss_bytes() > MB
+
+
+def test_none_without_proc(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "_PROC", tmp_path)
+    assert tree_pss_bytes() is None

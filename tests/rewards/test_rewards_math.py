@@ -1,0 +1,68 @@
+"""The mathematics verifier: where the answer must stand, and what counts as equal."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from megatron_stare.rewards import math as math_verifier
+from megatron_stare.rewards.math import last_boxed, self_test, verify
+
+
+def test_known_answers():
+    assert self_test() == []
+
+
+def test_self_test_reports_a_parser_that_fails(monkeypatch):
+    monkeypatch.setattr(math_verifier, "parse_math", lambda *args, **options: [])
+    assert any("'0.5' earns 0.0, expected 1.0" in line for line in self_test())
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"\boxed{1} then \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{\sqrt{2}}}.", r"\frac{1}{\sqrt{2}}"),
+        (r"\boxed {3}", "3"),
+        (r"\boxed{\left\{1, 2\right.}", r"\left\{1, 2\right."),
+        (r"\boxed{\boxed{4}}", "4"),
+        (r"\boxed{1} and \boxed{2", None),
+        (r"\boxed{1\}", None),
+        (r"\boxed 5", None),
+        ("", None),
+    ],
+)
+def test_last_boxed(text, content):
+    assert last_boxed(text) == content
+
+
+@pytest.mark.parametrize(
+    ("given", "answer", "reward"),
+    [
+        ("$42$", "42", 1.0),
+        ("42", "$42$", 1.0),
+        ("42", r"\boxed{42}", 1.0),
+        (r"\$42", "42", 1.0),
+        ("x = 5", "5", 1.0),
+        ("50\\%", "50", 1.0),
+        (r"10\text{ cm}", "10", 1.0),
+        ("Paris", "Paris", 1.0),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}", 1.0),
+        (r"$41$ or $42$", "42", 0.0),
+        ("0.33", "1/3", 0.0),
+        (r"\frac{", "1/2", 0.0),
+        ("anything", "", 0.0),
+    ],
+)
+def test_reward(given, answer, reward):
+    assert verify(f"The answer is \\boxed{{{given}}}.", answer) == reward
+
+
+def test_works_outside_the_main_thread():
+    # Where math-verify's own time limit raises, and its callers used to grade everything as wrong.
+    rewards = []
+    thread = threading.Thread(target=lambda: rewards.append(verify(r"\boxed{\frac{1}{2}}", "0.5")))
+    thread.start()
+    thread.join()
+    assert rewards == [1.0]

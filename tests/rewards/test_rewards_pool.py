@@ -1,0 +1,199 @@
+"""The reward pool against verifiers that hang, crash, lie and print. Every process, kill and crash is real."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_stare.errors import ConfigError
+from megatron_stare.rewards.pool import RewardPool, Score
+
+OBEY = "verifiers_for_tests.obey"
+RIGHT, WRONG = ("yes", "yes"), ("no", "yes")
+OK, ZERO = Score(1.0, "ok"), Score(0.0, "ok")
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """A pool that tests may hurt; it has to recover for the next one."""
+    with RewardPool(OBEY, workers=2, timeout_s=0.5) as pool:
+        yield pool
+
+
+def gone(pid: int, within_s: float) -> bool:
+    """Whether the process, of which we need not be the parent, ends in time."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], within_s)[0])
+    finally:
+        os.close(handle)
+
+
+def test_scores_come_back_in_order(pool):
+    texts = [RIGHT if i % 3 else WRONG for i in range(500)]
+    assert pool.score(texts) == [OK if i % 3 else ZERO for i in range(500)]
+    assert pool.score([]) == []
+    assert pool.score([RIGHT]) == [OK]
+
+
+@pytest.mark.parametrize("how", ["hang", "spin"])
+def test_a_hang_costs_itself_alone(pool, how):
+    before = pool.pids
+    scores = pool.score([RIGHT] * 100 + [(how, "")] + [WRONG] * 100)
+    assert scores[:100] == [OK] * 100
+    assert scores[100] == Score(None, "timeout", "no verdict within 0.5 s")
+    assert scores[101:] == [ZERO] * 100
+    assert len(set(before) & set(pool.pids)) == 1
+    assert all(gone(pid, 0) for pid in set(before) - set(pool.pids))
+
+
+def test_several_hangs_in_one_share(pool):
+    scores = pool.score([RIGHT, ("hang", ""), ("hang", ""), RIGHT] * 2)
+    assert [score.status for score in scores] == ["ok", "timeout", "timeout", "ok"] * 2
+
+
+@pytest.mark.parametrize(
+    ("how", "detail"),
+    [
+        ("exit", "the worker exited with code 3"),
+        ("kill", "the worker was killed by SIGKILL"),
+        ("sys.exit", "SystemExit: leaving"),
+        ("raise", "ValueError: no such unit: furlong"),
+        ("nan", "the verifier returned nan"),
+        ("inf", "the verifier returned inf"),
+        ("text", "the verifier returned str, not a number"),
+        ("none", "the verifier returned NoneType, not a number"),
+    ],
+)
+def test_a_crash_costs_itself_alone(pool, how, detail):
+    scores = pool.score([RIGHT] * 40 + [(how, "")] + [WRONG] * 40)
+    assert scores == [OK] * 40 + [Score(None, "crash", detail)] + [ZERO] * 40
+
+
+def test_every_answer_crashing_is_still_an_answer_each(pool):
+    assert {score.status for score in pool.score([("exit", "")] * 5)} == {"crash"}
+    assert pool.score([RIGHT]) == [OK]
+
+
+def test_numbers_of_other_kinds_and_interrupts_are_harmless(pool):
+    assert [score.reward for score in pool.score([("true", ""), ("int", ""), ("interrupt", "interrupt")])] == [1, 2, 1]
+
+
+def test_prints_go_to_stderr(capfd):
+    with RewardPool(OBEY, workers=1, timeout_s=5) as pool:
+        assert pool.score([("print", "print")]) == [OK]
+    assert capfd.readouterr() == ("", "noise\n")
+
+
+def test_a_worker_that_died_between_calls_costs_nothing(pool):
+    for pid in pool.pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert pool.score([RIGHT] * 10) == [OK] * 10
+
+
+def test_long_and_broken_texts_arrive(pool):
+    long = "9" * 300_000  # a share of these is more than a socket holds
+    assert pool.score([(long, long), ("\ud800é\n\0", "\ud800é\n\0")] * 20) == [OK] * 40
+
+
+def test_what_a_verifier_started_dies_with_it(tmp_path):
+    with RewardPool(OBEY, workers=1, timeout_s=2) as pool:
+        (score,) = pool.score([(f"child {tmp_path / 'pid'}", "")])
+    assert score.status == "timeout"
+    assert gone(int((tmp_path / "pid").read_text()), within_s=5)
+
+
+def test_256_short_answers_are_quick():
+    with RewardPool("arithmetic", workers=2, timeout_s=5) as pool:
+        texts = [("27+58=85;85+14=99", "99")] * 256
+        pool.score(texts)
+
+        def seconds():
+            start = time.perf_counter()
+            assert pool.score(texts) == [OK] * 256
+            return time.perf_counter() - start
+
+        assert min(seconds() for _ in range(5)) < 0.05  # the best: the machine may be busy with something else
+
+
+@pytest.mark.parametrize(
+    ("verifier", "complaint"),
+    [
+        ("arithmetics", "did you mean 'arithmetic'"),
+        ("no_such_module.verify", "cannot import 'no_such_module'"),
+        ("verifiers_for_tests.no_such_function", "has no 'no_such_function'"),
+        ("verifiers_for_tests.not_a_function", "is not a function"),
+        ("verifier_that_raises.verify", "RuntimeError: licence file not found"),
+        ("verifier_that_exits.verify", "exited with code 7 as it started"),
+    ],
+)
+def test_a_verifier_that_cannot_be_loaded_is_refused_at_once(verifier, complaint):
+    with pytest.raises(ConfigError, match=complaint) as error:
+        RewardPool(verifier, workers=2, timeout_s=1)
+    assert error.value.where == "reward.verifier"
+
+
+def test_close_leaves_no_process():
+    pool = RewardPool(OBEY, workers=3, timeout_s=1)
+    pids = pool.pids
+    pool.close()
+    pool.close()
+    assert len(pids) == 3
+    assert all(gone(pid, 0) for pid in pids)
+    with pytest.raises(ValueError, match="closed"):
+        pool.score([RIGHT])
+
+
+def test_ctrl_c_closes_the_pool():
+    pool = RewardPool(OBEY, workers=2, timeout_s=60)
+    pids = pool.pids
+    main = threading.get_ident()
+    timer = threading.Timer(0.1, lambda: signal.pthread_kill(main, signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        pool.score([("hang", "")] * 4)
+    timer.join()
+    assert all(gone(pid, 0) for pid in pids)
+
+
+def test_workers_leave_when_the_parent_is_killed(tmp_path):
+    # One worker is idle, the other hangs in its verifier after starting a process: all three have to go.
+    os.mkfifo(tmp_path / "pid")
+    script = f"""
+from megatron_stare.rewards.pool import RewardPool
+pool = RewardPool({OBEY!r}, workers=2, timeout_s=600)
+print(*pool.pids, flush=True)
+pool.score([("child {tmp_path / "pid"}", "")])
+"""
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
+    with parent:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        pids.append(int((tmp_path / "pid").read_text()))  # waits for the verifier to have written it
+        parent.kill()
+    assert len(pids) == 3
+    assert all(gone(pid, within_s=5) for pid in pids)
+
+
+def test_the_pool_and_its_workers_do_without_torch():
+    script = """
+import sys
+import megatron_stare.rewards.pool, megatron_stare.rewards.worker, megatron_stare.rewards.math
+import megatron_stare.rewards.arithmetic
+sys.exit("torch" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

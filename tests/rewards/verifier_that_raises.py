@@ -1,0 +1,3 @@
+"""A verifier module that cannot be imported."""
+
+raise RuntimeError("licence file not found")

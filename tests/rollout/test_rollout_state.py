@@ -1,0 +1,92 @@
+"""The engine's state machine, and the bookkeeping of a weight-update session."""
+
+import pytest
+import torch
+
+from megatron_stare.rollout.engine import WeightUpdateError
+from megatron_stare.rollout.ledger import WeightLedger
+from megatron_stare.rollout.state import EngineState, EngineStateError, advance, require
+from megatron_stare.weights.checksum import tensor_checksum
+
+DIRTY, UPDATING, HEALTHY, DEAD = EngineState
+LEGAL = {
+    (DIRTY, UPDATING),
+    (DIRTY, DEAD),
+    (UPDATING, HEALTHY),
+    (UPDATING, DIRTY),
+    (UPDATING, DEAD),
+    (HEALTHY, UPDATING),
+    (HEALTHY, DIRTY),
+    (HEALTHY, DEAD),
+    (DEAD, DIRTY),
+}
+
+
+@pytest.mark.parametrize("state", EngineState)
+@pytest.mark.parametrize("to", EngineState)
+def test_only_legal_transitions_are_made(state, to):
+    if (state, to) in LEGAL:
+        assert advance(state, to) is to
+    else:
+        with pytest.raises(EngineStateError, match=f"from {state.name} to {to.name}"):
+            advance(state, to)
+
+
+def test_healthy_is_reached_through_a_weight_update_alone():
+    assert [s for s, to in LEGAL if to is HEALTHY] == [UPDATING]
+
+
+@pytest.mark.parametrize(
+    ("state", "needed", "hint"),
+    [
+        (DIRTY, HEALTHY, "complete weight sync"),
+        (DIRTY, UPDATING, "begin a new one"),
+        (UPDATING, HEALTHY, "end it first"),
+        (HEALTHY, UPDATING, "begin one first"),
+        (DEAD, HEALTHY, "closed"),
+    ],
+)
+def test_a_refusal_says_the_way_out(state, needed, hint):
+    require(needed, needed, "act")
+    with pytest.raises(EngineStateError, match=hint):
+        require(state, needed, "act")
+
+
+def test_the_ledger_wants_every_parameter_once_in_its_shape():
+    ledger = WeightLedger(3, {"a": torch.Size([2, 3]), "b": torch.Size([4])})
+    ledger.receive("a", torch.zeros(2, 3, dtype=torch.bfloat16))
+    with pytest.raises(WeightUpdateError, match="sent twice"):
+        ledger.receive("a", torch.zeros(2, 3))
+    with pytest.raises(WeightUpdateError, match="no parameter 'c'"):
+        ledger.receive("c", torch.zeros(1))
+    with pytest.raises(WeightUpdateError, match=r"sent as \[5\], the model has \[4\]"):
+        ledger.receive("b", torch.zeros(5))
+    with pytest.raises(WeightUpdateError, match="1 of 2 parameters were not sent in the update to version 3: b"):
+        ledger.require_complete()
+    ledger.receive("b", torch.zeros(4))
+    ledger.require_complete()
+    assert ledger.received == {"a": torch.bfloat16, "b": torch.float32}
+
+
+def test_the_checksum_sees_every_bit_the_order_the_dtype_and_the_shape():
+    x = torch.arange(6, dtype=torch.float32)
+    seen = {
+        tensor_checksum(t)
+        for t in (
+            x,
+            x.flip(0),
+            x.reshape(2, 3),
+            x.bfloat16(),
+            x.view(torch.int32),
+            x.index_fill(0, torch.tensor(0), -0.0),
+        )
+    }
+    assert len(seen) == 6
+    assert all(len(c) == 16 and int(c, 16) >= 0 for c in seen)
+
+
+def test_the_checksum_is_of_the_values_whatever_the_strides():
+    x = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    assert tensor_checksum(x.T) == tensor_checksum(x.T.contiguous()) != tensor_checksum(x)
+    assert tensor_checksum(torch.zeros(0)) != tensor_checksum(torch.zeros(()))
+    assert tensor_checksum(x.requires_grad_()) == tensor_checksum(x.detach())
