@@ -57,6 +57,7 @@ def settings(run: RunRecord) -> list[tuple[str, str]]:
     parallel = {key: run.setting(f"parallel.{key}") for key in ("tensor", "pipeline", "context", "expert", "data")}
     layout = ", ".join(f"{key} {size}" for key, size in parallel.items() if size not in (None, 1))
     algorithm = run.setting("algorithm") or {}
+    algorithm = {"name": algorithm} if isinstance(algorithm, str) else algorithm  # the short form, written by hand
     extra = ", ".join(f"{key} {_plain(value)}" for key, value in algorithm.items() if key != "name")
     prompts, samples = run.setting("batch.prompts"), run.setting("batch.samples_per_prompt")
     rows = [

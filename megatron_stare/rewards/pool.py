@@ -131,6 +131,7 @@ class RewardPool:
             if not slot.ready or slot.items:
                 continue
             if not slot.process.alive:  # it died between two calls, and no answer is to blame
+                self._stop(slot)
                 self._replace(slot)
                 continue
             share = max(1, min(_CHUNK, len(batch.queue) // (2 * len(self._slots))))
@@ -166,7 +167,7 @@ class RewardPool:
                 batch.scores[slot.items.popleft()] = _score(message)
             slot.deadline = time.monotonic() + self._timeout_s if slot.items else math.inf
         if ended:
-            fate = slot.process.kill()
+            fate = self._stop(slot)
             if not slot.ready:
                 raise ConfigError(f"the worker of {self._verifier!r} {fate} as it started", where=_WHERE)
             self._lose(slot, batch, Score(None, "crash", f"the worker {fate}"))
@@ -174,6 +175,7 @@ class RewardPool:
     def _give_up(self, slot: _Slot, batch: _Batch) -> None:
         if not slot.ready:
             raise ConfigError(f"verifier {self._verifier!r} did not load in {_START_LIMIT_S:g} s", where=_WHERE)
+        self._stop(slot)
         self._lose(slot, batch, Score(None, "timeout", f"no verdict within {self._timeout_s:g} s"))
 
     def _lose(self, slot: _Slot, batch: _Batch, score: Score) -> None:
@@ -183,9 +185,11 @@ class RewardPool:
         batch.queue.extendleft(reversed(slot.items))
         self._replace(slot)
 
+    def _stop(self, slot: _Slot) -> str:
+        self._selector.unregister(slot.process)
+        return slot.process.kill()
+
     def _replace(self, slot: _Slot) -> None:
-        self._selector.unregister(slot.process)  # finds it by identity, should its socket be closed already
-        slot.process.kill()
         slot.process, slot.deadline = self._start()
         slot.ready = False
         slot.items.clear()

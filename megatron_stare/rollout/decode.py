@@ -19,7 +19,7 @@ from megatron_stare.rollout.engine import GenerateRequest
 from megatron_stare.rollout.kv_cache import growing_cache
 from megatron_stare.rollout.sampling import choose_tokens, row_keys, uniforms
 
-_COMPACT_BELOW = 0.75  # share of live rows under which the finished ones are dropped: a copy of the cache has to pay
+_COMPACT_BELOW = 0.5  # share of live rows under which the finished ones are dropped: a copy of the cache has to pay
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ def decode_batch(model: Any, requests: Sequence[GenerateRequest], params: Sampli
     logits, cache, positions, mask = _prefill(model, requests, params.max_new_tokens)
     for step in range(params.max_new_tokens):
         noise = None if params.greedy else uniforms(keys, step)[rows]
-        tokens, ids_log_probs = choose_tokens(logits, params.temperature, noise)
+        tokens, token_log_probs = choose_tokens(logits, params.temperature, noise)
         # finished rows that are still in the batch write on; what they write lies beyond their length
-        ids[rows, step], log_probs[rows, step] = tokens, ids_log_probs
+        ids[rows, step], log_probs[rows, step] = tokens, token_log_probs
         ends = torch.isin(tokens, stop) & ~stopped[rows]
         lengths[rows[ends]] = step + 1
         stopped[rows[ends]] = True

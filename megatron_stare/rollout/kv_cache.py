@@ -50,6 +50,7 @@ def _append(room: Tensor | None, held: Tensor, new: Tensor) -> tuple[Tensor, Ten
     if room is None or room.shape[-2] < total:
         batch, heads, _, width = new.shape
         room = torch.empty(batch, heads, max(2 * length, total + 32), width, dtype=new.dtype, device=new.device)
-        room[:, :, :length] = held if length else new[:, :, :0]
+        if length:
+            room[:, :, :length] = held
     room[:, :, length:total] = new
     return room, room[:, :, :total]

@@ -9,9 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 
 from megatron_stare.errors import DataError
+from megatron_stare.rollout.model_config import read_model_config
 
 
 def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
@@ -40,16 +41,6 @@ def model_stop_token_ids(model_path: str) -> tuple[int, ...]:
     if (Path(model_path) / "generation_config.json").is_file():
         ids |= set(_as_ids(GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id))
     return tuple(sorted(ids))
-
-
-def read_model_config(model_path: str) -> Any:
-    """The folder's transformers config. Raises DataError where there is none: nothing is looked up on the network."""
-    if not (Path(model_path) / "config.json").is_file():
-        raise DataError("no config.json here", where=model_path, fix="point model.path to a Hugging Face model folder")
-    try:
-        return AutoConfig.from_pretrained(model_path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise DataError(f"config.json does not load: {error}", where=model_path) from error
 
 
 def _as_ids(value: int | Iterable[int] | None) -> tuple[int, ...]:

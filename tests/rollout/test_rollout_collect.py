@@ -95,7 +95,7 @@ def test_every_token_must_be_of_the_expected_version(tokenizer):
     check_versions(sampled(result("5:0", [2, EOS]), result("5:1", [], reason="abort")), 2)
     mixed = sampled(result("5:0", [2, EOS]), result("5:1", [2, 3, EOS], weight_versions=[1, 2, 2]))
     with pytest.raises(
-        WeightVersionError, match="holds version 2, .* version 1: 1 tokens, version 2: 4 tokens"
+        WeightVersionError, match=r"holds version 2, .* version 1: 1 tokens, version 2: 4 tokens"
     ) as error:
         check_versions(mixed, 2)
     assert "sync the weights" in str(error.value)

@@ -34,7 +34,7 @@ def test_the_hash_is_the_documented_one():
 
 @pytest.mark.parametrize("walk", ["position", "sample", "cursor", "step", "seed"])
 def test_uniform_along_every_component(walk):
-    n = 20_000
+    n = 5_000
     zeros, ramp = [0] * n, list(range(n))
     if walk == "position":
         u = np.array([uniforms(row_keys(1, 1, [1], [1]), p).item() for p in range(n)])
@@ -87,13 +87,13 @@ def test_draws_follow_the_scaled_distribution(temperature):
     torch.testing.assert_close(log_probs, want.log()[tokens])
 
 
-@pytest.mark.parametrize("u", [0.0, 2.0**-53, 0.5, 1 - 2.0**-53])
-def test_tokens_of_probability_zero_are_never_drawn(u):
+@pytest.mark.parametrize(("u", "token"), [(0.0, 2), (2.0**-53, 2), (0.9, 4), (1 - 2.0**-53, 4)])
+def test_tokens_of_probability_zero_are_never_drawn(u, token):
     """Also at the very ends of the noise, where the impossible tokens sit here."""
     inf = float("inf")
     logits = torch.tensor([[-inf, -inf, 0.0, -inf, 1.0, -inf], [-inf, -800.0, 0.0, -inf, 0.1, -800.0]])
     tokens, _ = choose_tokens(logits, 1.0, torch.full((2,), u, dtype=torch.float64))
-    assert tokens.tolist() == ([[2, 2], [4, 4]][u > 0.5] if u != 0.5 else [4, 4])
+    assert tokens.tolist() == [token, token]
 
 
 def test_no_rounding_of_the_total_leaves_the_vocabulary():

@@ -1,0 +1,103 @@
+"""The distributed select against sorting, over shapes, ties, signs and ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_stare.ops.statistics import answer, gather_statistics
+from megatron_stare.statistics import Count, Max, Mean, Sum, Threshold, TopK, ordering_key, scalar, value_of_key
+
+floats = st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0, 1.0, 1.0, 2.5])
+
+
+def expected(x: Tensor, mask: Tensor, k: int) -> set[int]:
+    """The k masked positions of largest x, the lower index first among equals."""
+    candidates = sorted((i for i in range(len(x)) if mask[i]), key=lambda i: (-float(x[i]), i))
+    return set(candidates[:k])
+
+
+def chosen(threshold: Threshold, x: Tensor, index: Tensor, mask: Tensor) -> set[int]:
+    return set(index[threshold.select(x, index, mask)].tolist())
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=st.lists(st.tuples(floats, st.booleans()), min_size=0, max_size=40), share=st.floats(0, 1))
+def test_one_rank_equals_sorting(rows: list[tuple[float, bool]], share: float) -> None:
+    x = torch.tensor([value for value, _ in rows], dtype=torch.float32)
+    mask = torch.tensor([flag for _, flag in rows], dtype=torch.bool)
+    index = torch.arange(len(rows))
+    threshold = answer({"t": TopK(x, index, mask, share)}, None)["t"]
+    assert isinstance(threshold, Threshold)
+    n = int(mask.sum())
+    k = 0 if n == 0 or share <= 0 else min(n, max(1, int(n * share + 0.999999)))
+    assert (int(threshold.n), int(threshold.k)) == (n, k)
+    want = expected(x + 0.0, mask, k)
+    assert chosen(threshold, x, index, mask) == want
+    if k:
+        assert float(threshold.value) == min(float(x[i]) for i in want)
+
+
+@given(st.lists(floats, min_size=2, max_size=2), st.integers(0, 2**32 - 1))
+def test_ordering_key_orders_like_the_floats(pair: list[float], index: int) -> None:
+    x = torch.tensor(pair, dtype=torch.float32)
+    low, high = ordering_key(x, torch.tensor([index, index])).tolist()
+    assert (low < high) == bool(x[0] < x[1])
+    assert (low == high) == bool(x[0] == x[1])
+    assert torch.equal(value_of_key(torch.tensor([low, high])), x + 0.0)
+
+
+def shared_batch(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(0, 12, (97,), generator=generator).float() / 4 - 1  # many ties
+    mask = torch.rand(97, generator=generator) < 0.7
+    owner = torch.randint(0, 3, (97,), generator=generator)  # of four ranks the last holds nothing
+    return x, mask, owner
+
+
+def _part(rank: int, init: str, world: int, seed: int, share: float) -> tuple[set[int], dict[str, float]]:
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
+    x, mask, owner = shared_batch(seed)
+    here = owner == rank
+    index = torch.arange(97)[here]
+    requests = {
+        "top": TopK(x[here], index, mask[here], share),
+        "other": TopK(-x[here], index, mask[here], 0.5),
+        "mean": Mean(x[here], mask[here]),
+        "sum": Sum(x[here], mask[here]),
+        "max": Max(x[here], mask[here]),
+        "count": Count(mask[here]),
+    }
+    answers = gather_statistics(lambda known: requests, dist.group.WORLD)
+    dist.destroy_process_group()
+    top = answers["top"]
+    assert isinstance(top, Threshold)
+    numbers = {name: float(scalar(answers, name)) for name in ("mean", "sum", "max", "count")}
+    return chosen(top, x[here], index, mask[here]), numbers
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("seed", "share"), [(0, 0.1), (1, 0.33), (2, 1.0)])
+def test_four_ranks_select_what_one_would(ranks, seed: int, share: float) -> None:
+    results = ranks.run(_part, 4, 4, seed, share)
+    x, mask, _ = shared_batch(seed)
+    n = int(mask.sum())
+    k = min(n, max(1, int(n * share + 0.999999)))
+    parts = [part for part, _ in results]
+    assert set().union(*parts) == expected(x, mask, k)
+    assert sum(len(part) for part in parts) == k
+    for _, numbers in results:
+        assert numbers["count"] == n
+        assert numbers["mean"] == pytest.approx(float(x[mask].double().mean()), abs=1e-12)
+        assert numbers["sum"] == pytest.approx(float(x[mask].double().sum()), abs=1e-12)
+        assert numbers["max"] == float(x[mask].max())
+
+
+def test_a_method_that_never_stops_asking_is_stopped() -> None:
+    mask = torch.ones(2, dtype=torch.bool)
+    with pytest.raises(RuntimeError, match="still asking"):
+        gather_statistics(lambda known: {f"again{len(known)}": Count(mask)}, None)

@@ -1,0 +1,76 @@
+"""Runs a function on several gloo ranks, in processes that are kept between tests because importing Megatron is slow."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 120
+
+
+class RankPool:
+    """Processes that become rank 0..world-1 of a new process group for every call."""
+
+    def __init__(self) -> None:
+        self._context = mp.get_context("spawn")
+        self._workers: list[tuple[Any, Any]] = []
+
+    def run(self, function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+        """function(rank, init_method, *args) on every rank; the results in order of rank.
+
+        `function` must be importable from a test module, and joins and leaves the group itself.
+        """
+        while len(self._workers) < world:
+            here, there = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(there, list(sys.path)), daemon=True)
+            process.start()
+            there.close()
+            self._workers.append((process, here))
+        with tempfile.TemporaryDirectory() as folder:
+            init = f"file://{Path(folder) / 'ranks'}"
+            for rank, (_, pipe) in enumerate(self._workers[:world]):
+                pipe.send((function.__module__, function.__qualname__, (rank, init, *args)))
+            results = []
+            for rank, (_, pipe) in enumerate(self._workers[:world]):
+                if not pipe.poll(TIMEOUT_S):
+                    self.close()
+                    raise TimeoutError(f"rank {rank} of {function.__qualname__} did not answer")
+                ok, value = pipe.recv()
+                if not ok:
+                    self.close()  # the other ranks may wait for this one forever
+                    raise AssertionError(f"rank {rank}:\n{value}")
+                results.append(value)
+        return results
+
+    def close(self) -> None:
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._workers = []
+
+
+def _serve(pipe: Any, path: list[str]) -> None:
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    sys.path[:] = path
+    import importlib
+
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            module, name, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, getattr(importlib.import_module(module), name)(*args)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
