@@ -23,7 +23,7 @@ class Rollout(Protocol):
 def evaluate(
     prompts: list[Prompt], rollout: Rollout, score: Callable[[list[Sample]], Any], *, step: int, greedy: bool
 ) -> dict[str, Any]:
-    """One evaluation, as eval.jsonl keeps it. A problem whose verifier failed counts as wrong, and `failures` counts it.
+    """One evaluation, as eval.jsonl keeps it. A problem whose verifier failed counts as wrong and among `failures`.
 
     Args:
         step: training steps behind the weights.

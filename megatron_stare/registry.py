@@ -30,11 +30,12 @@ def resolve(name: str, known: Mapping[str, str], where: str) -> Any:
         raise unknown_key(name, known, where)
     module, _, attribute = known.get(name, name).rpartition(".")
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except ImportError as error:
-        raise ConfigError(f"cannot import {module!r}: {error}", where=where) from error
-    except AttributeError as error:
-        raise ConfigError(f"{module!r} has no {attribute!r}", where=where) from error
+        imported = importlib.import_module(module)
+    except Exception as error:  # whatever a user's module raises while it is imported
+        raise ConfigError(f"cannot import {module!r}: {type(error).__name__}: {error}", where=where) from error
+    if not hasattr(imported, attribute):
+        raise unknown_key(attribute, (n for n in vars(imported) if not n.startswith("_")), where)
+    return getattr(imported, attribute)
 
 
 def build_method(settings: Mapping[str, Any], where: str = "algorithm") -> Method:

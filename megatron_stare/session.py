@@ -1,4 +1,4 @@
-"""Everything a run holds open - workers, verifiers, prompts, files - built in order, closed in reverse, whatever happens."""
+"""Everything a run holds open - workers, verifiers, prompts, files - built in order and closed in reverse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a function on several gloo ranks, in processes that are kept between tests because importing Megatron is slow."""
+"""Runs a function on several gloo ranks, in processes kept between tests because importing Megatron is slow."""
 
 from __future__ import annotations
 

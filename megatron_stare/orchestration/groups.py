@@ -1,4 +1,4 @@
-"""The trainer ranks and the rollout engines as the driver sees them: one object each, with the verbs of the algorithm."""
+"""Trainer ranks and rollout engines as the driver sees them: one object each, with the verbs of the algorithm."""
 
 from __future__ import annotations
 

@@ -18,6 +18,8 @@ from megatron_stare.orchestration.engine_worker import EngineWorker
 from megatron_stare.orchestration.groups import EngineGroup, TrainerGroup
 from megatron_stare.orchestration.workers import Handle, Workers
 
+LOOPBACK = "127.0.0.1"
+
 
 class WorkerLostError(UserError):
     """A worker process died or did not answer in time."""
@@ -90,26 +92,29 @@ def get(handles: Sequence[Handle], what: str, timeout_s: float) -> list[Any]:
     except RayActorError as error:
         raise WorkerLostError(
             f"a {what} process died: {str(error).splitlines()[0]}",
-            fix="look for its last words in the Ray logs (/tmp/ray/session_latest/logs); out of memory is the usual cause",
+            fix="its last words are in /tmp/ray/session_latest/logs; out of memory is the usual cause",
         ) from error
     except GetTimeoutError as error:
         raise WorkerLostError(f"a {what} did not answer within {timeout_s:.0f} s", where="runtime.timeout_s") from error
+
+
+def start_ray(config: Config) -> None:
+    """Joins the cluster of runtime.ray_address, or starts one here that only this machine can reach."""
+    common = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    if config.runtime.ray_address:
+        ray.init(address=config.runtime.ray_address, **common)
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the coming default, whose notice Ray prints
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # idle workers would take memory from ours
+    ray.init(object_store_memory=config.runtime.object_store_mb * 2**20, _node_ip_address=LOOPBACK, **common)
 
 
 class RayRunner:
     """Starts or joins Ray, then places ranks and engines."""
 
     def __init__(self, config: Config) -> None:
-        runtime = config.runtime
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        ray.init(
-            address=runtime.ray_address,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            configure_logging=False,
-            **({} if runtime.ray_address else {"object_store_memory": runtime.object_store_mb * 2**20, "num_cpus": 64}),
-        )
+        start_ray(config)
         self._started: list[Workers] = []
         try:
             self.trainers = TrainerGroup(self._trainers(config), config.parallel.data, config.batch.micro_batch_tokens)
@@ -121,7 +126,8 @@ class RayRunner:
     def _actors(self, count: int, threads: int, what: str, timeout_s: float) -> tuple[list[Any], RayWorkers]:
         gpus = 1 if ray.cluster_resources().get("GPU") else 0
         environment = {"OMP_NUM_THREADS": str(threads), "TORCHDYNAMO_DISABLE": "0" if gpus else "1"}
-        remote = ray.remote(num_cpus=1, num_gpus=gpus, runtime_env={"env_vars": environment})(Actor)
+        # on a CPU a worker waits more than it computes; Ray is not to refuse three workers on two cores
+        remote = ray.remote(num_cpus=1 if gpus else 0, num_gpus=gpus, runtime_env={"env_vars": environment})(Actor)
         actors = [remote.remote() for _ in range(count)]
         workers = RayWorkers(actors, what, timeout_s)
         self._started.append(workers)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_stare.batch import FinishReason, SamplingParams
+from megatron_stare.errors import UserError
 from megatron_stare.rollout.state import EngineState
 
 
@@ -53,7 +54,7 @@ class ModelInfo:
     stop_token_ids: tuple[int, ...]  # of the model's folder; the tokenizer's are not known here
 
 
-class WeightUpdateError(RuntimeError):
+class WeightUpdateError(UserError):
     """A weight update was not the complete set of the model's parameters; the engine is DIRTY."""
 
 

@@ -40,7 +40,10 @@ def test_groups_do_not_mix() -> None:
     assert got[1] < 0 < got[3]
 
 
-@pytest.mark.parametrize(("advantage", "ratio", "gradient"), [(1.0, 2.0, 0.0), (1.0, 1.1, 1.0), (-1.0, 0.5, 0.0), (-1.0, 2.0, 1.0), (-1.0, 20.0, 0.0)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "gradient"),
+    [(1.0, 2.0, 0.0), (1.0, 1.1, 1.0), (-1.0, 0.5, 0.0), (-1.0, 2.0, 1.0), (-1.0, 20.0, 0.0)],
+)
 def test_where_the_clip_takes_the_gradient(advantage: float, ratio: float, gradient: float) -> None:
     log_prob = torch.tensor([ratio]).log().requires_grad_()
     out = clipped_surrogate(log_prob, torch.zeros(1), torch.tensor([advantage]), low=0.2, high=0.28, dual=10.0)

@@ -136,7 +136,11 @@ def test_group_advantages() -> None:
     group = VECTORS["grpo_advantage"]
     rewards = torch.tensor(group["reward"], dtype=torch.float64)
     groups, counted = torch.zeros(len(rewards), dtype=torch.int64), torch.ones(len(rewards), dtype=torch.bool)
-    for spread, key in (("sample", "std_ddof1_eps1e6"), ("population", "std_population_eps1e6"), ("none", "dr_grpo_mean_only")):
+    for spread, key in (
+        ("sample", "std_ddof1_eps1e6"),
+        ("population", "std_population_eps1e6"),
+        ("none", "dr_grpo_mean_only"),
+    ):
         close(group_advantages(rewards, groups, counted, spread=spread), group[key])
 
 

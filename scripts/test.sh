@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Sets up .venv, then checks format, lint and types and runs the tests. Arguments go to pytest.
+#   bash scripts/test.sh             everything but the slow tests
+#   bash scripts/test.sh --slow      the slow tests alone
+#   bash scripts/test.sh tests/ops   some of them
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
+cd "$ROOT"
+
+selection=(-m "not slow and not gpu")
+if [ "${1:-}" = --slow ]; then
+    selection=(-m slow)
+    shift
+fi
+"$PYTHON" -m ruff format --check .
+"$PYTHON" -m ruff check .
+"$PYTHON" -m mypy
+exec "$PYTHON" -m pytest "${selection[@]}" "$@"
