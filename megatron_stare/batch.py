@@ -111,6 +111,10 @@ class RolloutBatch:
         )
 
 
+# fields of TokenBatch that describe the whole batch, not one position each
+_WHOLE_BATCH = ("num_sequences", "sequence_lengths", "groups", "rewards", "num_groups", "max_length", "step")
+
+
 @dataclass
 class TokenBatch:
     """What a method sees: response positions laid end to end ([N]), whatever part of the batch they are.
@@ -131,18 +135,33 @@ class TokenBatch:
     num_sequences: int  # B of the whole batch
     current_entropy: Tensor | None = None  # [N] with gradient, in the training pass of methods that ask for it
     sequence_lengths: Tensor | None = None  # [B] loss positions of each sample of the whole batch
+    selection_log_prob: Tensor | None = None  # [N] what surprisals and selections read; None: old_log_prob
+    reference_log_prob: Tensor | None = None  # [N] under the reference policy, for methods that ask for it
+    sum_p2: Tensor | None = None  # [N] sum of p^2 over the vocabulary, for the entropy sensitivity
+    sum_p2_log_p: Tensor | None = None  # [N] sum of p^2 ln p over the vocabulary
+    groups: Tensor | None = None  # [B] int64 prompt group of each sample of the whole batch
+    rewards: Tensor | None = None  # [B] as the verifier gave them, before shaping
+    num_groups: int = 0  # prompt groups of the whole batch
+    max_length: int = 0  # positions of the longest response of the whole batch
+    step: int = 0  # keys seeded draws
 
     @property
     def surprisal(self) -> Tensor:
         """[N] s = max(-ln p, 0) + 0.0 of the sampled token, detached; the sum turns -0.0 into 0.0."""
-        return (-self.old_log_prob.detach()).clamp_min(0) + 0.0
+        return (-self.selected_by).clamp_min(0) + 0.0
+
+    @property
+    def selected_by(self) -> Tensor:
+        """[N] the log-prob that selections read, detached: the same in the requests and in every micro-batch."""
+        chosen = self.old_log_prob if self.selection_log_prob is None else self.selection_log_prob
+        return chosen.detach()
 
     def select(self, rows: Tensor) -> TokenBatch:
         """The same record for some of its positions ([n] int64)."""
         per_token = {
             f.name: value[rows]
             for f in fields(self)
-            if f.name not in ("num_sequences", "sequence_lengths") and (value := getattr(self, f.name)) is not None
+            if f.name not in _WHOLE_BATCH and (value := getattr(self, f.name)) is not None
         }
         return replace(self, **per_token)
 

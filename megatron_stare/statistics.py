@@ -7,19 +7,50 @@ over the global batch in every layout. Shape legend: N response positions held b
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+Interpolation = Literal["linear", "lower", "higher"]
+
 
 @dataclass(frozen=True)
 class TopK:
-    """The k masked positions of largest `key`, k = top_k_count(number masked, share); ties go to the lower index."""
+    """The k masked positions of largest `key`; ties go to the lower index.
+
+    k = top_k_count(number masked, share), or min(number masked, count) where a `count` is given.
+    """
 
     key: Tensor  # [N] float32
     index: Tensor  # [N] int64 in [0, 2^32), unique over the whole batch
     mask: Tensor  # [N] bool
-    share: float
+    share: float = 0.0
+    count: Tensor | None = None  # 0-dim, the same on every rank
+
+
+@dataclass(frozen=True)
+class Quantile:
+    """The q-quantile of `x`, read as float32, over the masked positions; NaN if there are none.
+
+    It stands at position (n - 1) q of the sorted values; between two of them `interpolation` decides, as in numpy.
+    Comparing `x` with the answer: both as float32 values, or a token that is the quantile may fall below it.
+    """
+
+    x: Tensor  # [N]
+    mask: Tensor  # [N] bool
+    q: float  # in [0, 1]
+    interpolation: Interpolation = "linear"
+
+
+@dataclass(frozen=True)
+class SegmentSum:
+    """[number] float64 sums of `x` by segment over the masked positions; 0 for a segment without any."""
+
+    x: Tensor  # [N]
+    segment: Tensor  # [N] int64 in [0, number)
+    number: int  # the same on every rank
+    mask: Tensor  # [N] bool
 
 
 @dataclass(frozen=True)
@@ -53,7 +84,7 @@ class Count:
     mask: Tensor  # [N] bool
 
 
-Request = TopK | Mean | Sum | Max | Count
+Request = TopK | Quantile | SegmentSum | Mean | Sum | Max | Count
 
 
 @dataclass(frozen=True)
@@ -74,7 +105,12 @@ Statistics = dict[str, Tensor | Threshold]
 
 
 def scalar(statistics: Statistics, name: str) -> Tensor:
-    """The 0-dim answer to a Mean, Sum, Max or Count."""
+    """The 0-dim answer to a Mean, Sum, Max, Count or Quantile."""
+    return tensor(statistics, name)
+
+
+def tensor(statistics: Statistics, name: str) -> Tensor:
+    """Any answer but that to a TopK."""
     value = statistics[name]
     if isinstance(value, Threshold):
         raise TypeError(f"{name} is the answer to a TopK")
@@ -90,6 +126,14 @@ def ordering_key(x: Tensor, index: Tensor) -> Tensor:
     bits = (x.to(torch.float32) + 0.0).view(torch.int32).to(torch.int64)
     monotone = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # signed order of floats, as int32 values
     return (monotone << 32) | (0xFFFFFFFF - index)
+
+
+def threshold(statistics: Statistics, name: str) -> Threshold:
+    """The answer to a TopK."""
+    value = statistics[name]
+    if not isinstance(value, Threshold):
+        raise TypeError(f"{name} is not the answer to a TopK")
+    return value
 
 
 def value_of_key(key: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Prompts: where they come from, in order, resumable."""

@@ -8,7 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -66,6 +70,7 @@ def transformer_config(shape: ModelShape, parallel: ParallelConfig, dtype: str) 
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=False,  # every parameter is loaded
         calculate_per_token_loss=True,  # with num_tokens 0 Megatron divides by nothing
+        finalize_model_grads_func=finalize_model_grads,  # without it gradients are not reduced over any group
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=has_transformer_engine(),

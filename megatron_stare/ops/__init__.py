@@ -1,0 +1,1 @@
+"""Operators over sharded tensors and ranks, and the cutting of a batch into micro-batches."""

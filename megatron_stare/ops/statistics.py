@@ -17,7 +17,9 @@ from megatron_stare.statistics import (
     Count,
     Max,
     Mean,
+    Quantile,
     Request,
+    SegmentSum,
     Statistics,
     Sum,
     Threshold,
@@ -50,10 +52,12 @@ def gather_statistics(ask: Callable[[Statistics], Mapping[str, Request]], group:
 
 
 def answer(requests: Mapping[str, Request], group: ProcessGroup | None) -> Statistics:
-    """One round: a single all-reduce for all sums and counts, one for all maxima, six for all selects together."""
+    """One round: an all-reduce for all sums and counts, one for all sums by segment, one for all maxima, six for all
+    selects and quantiles together."""
     sums = _sums(requests, group)
     answers: Statistics = {}
-    selects: dict[str, TopK] = {}
+    selects: dict[str, TopK | Quantile] = {}
+    segments: dict[str, SegmentSum] = {}
     maxima: dict[str, Max] = {}
     for name, request in requests.items():
         total, count = sums[name]
@@ -66,8 +70,12 @@ def answer(requests: Mapping[str, Request], group: ProcessGroup | None) -> Stati
                 answers[name] = count
             case Max():
                 maxima[name] = request
-            case TopK():
+            case SegmentSum():
+                segments[name] = request
+            case TopK() | Quantile():
                 selects[name] = request
+    if segments:
+        answers |= _segment_sums(segments, group)
     if maxima:
         answers |= _maxima(maxima, group)
     if selects:
@@ -105,10 +113,63 @@ def _maxima(requests: Mapping[str, Max], group: ProcessGroup | None) -> Statisti
     return {name: table[i] for i, name in enumerate(requests)}
 
 
-def _select(requests: Mapping[str, TopK], counts: Mapping[str, Tensor], group: ProcessGroup | None) -> Statistics:
-    n = torch.stack([counts[name] for name in requests])
-    k = torch.stack([top_k_count(counts[name], request.share) for name, request in requests.items()])
-    keys = [ordering_key(request.key.detach(), request.index) for request in requests.values()]
-    found = kth_largest(keys, [request.mask for request in requests.values()], k, group)
-    value = torch.where(k > 0, value_of_key(found), float("inf"))
-    return {name: Threshold(key=found[i], k=k[i], n=n[i], value=value[i]) for i, name in enumerate(requests)}
+def _segment_sums(requests: Mapping[str, SegmentSum], group: ProcessGroup | None) -> Statistics:
+    rows = []
+    for request in requests.values():
+        # where, not multiplication: a masked position may hold inf or NaN
+        x = torch.where(request.mask, request.x.detach().to(torch.float64), 0.0)
+        rows.append(torch.zeros(request.number, dtype=torch.float64, device=x.device).index_add_(0, request.segment, x))
+    table = torch.cat(rows)
+    if group is not None:
+        all_reduce(table, group=group)
+    return dict(zip(requests, table.split([len(row) for row in rows]), strict=True))
+
+
+def _select(
+    requests: Mapping[str, TopK | Quantile], counts: Mapping[str, Tensor], group: ProcessGroup | None
+) -> Statistics:
+    """A TopK is one order statistic, a Quantile two, so all of them are one call of the select."""
+    keys, masks, k = [], [], []
+    for name, request in requests.items():
+        n = counts[name]
+        if isinstance(request, TopK):
+            keys.append(ordering_key(request.key.detach(), request.index))
+            masks.append(request.mask)
+            given = request.count
+            k.append(top_k_count(n, request.share) if given is None else torch.minimum(given.to(n.dtype), n))
+        else:
+            # ties need no order here: equal values are equal answers
+            key = ordering_key(request.x.detach(), torch.zeros_like(request.mask, dtype=torch.int64))
+            place = _place(request, n)
+            keys += [key, key]
+            masks += [request.mask, request.mask]
+            # the j-th smallest from 0 is the (n - j)-th largest
+            k += [n - place.floor().to(n.dtype), n - place.ceil().to(n.dtype)]
+    counted = torch.stack(k)
+    found = kth_largest(keys, masks, counted, group)
+    answers: Statistics = {}
+    row = 0
+    for name, request in requests.items():
+        if isinstance(request, TopK):
+            value = torch.where(counted[row] > 0, value_of_key(found[row]), float("inf"))
+            answers[name] = Threshold(key=found[row], k=counted[row], n=counts[name], value=value)
+            row += 1
+        else:
+            low, high = value_of_key(found[row]).to(torch.float64), value_of_key(found[row + 1]).to(torch.float64)
+            answers[name] = _interpolate(request, counts[name], low, high)
+            row += 2
+    return answers
+
+
+def _place(request: Quantile, n: Tensor) -> Tensor:
+    """Where the quantile stands among the n sorted values, 0-dim float64; 0 if there are none."""
+    return (n - 1).clamp_min(0).to(torch.float64) * request.q
+
+
+def _interpolate(request: Quantile, n: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    if request.interpolation == "linear":
+        place = _place(request, n)
+        value = torch.where(low == high, low, low + (high - low) * (place - place.floor()))
+    else:
+        value = low if request.interpolation == "lower" else high
+    return torch.where(n > 0, value, float("nan"))

@@ -1,0 +1,96 @@
+"""Everything a user can get wrong is one clear error on stderr, exit code 2, no traceback, nothing started."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from runs import ROOT
+
+from megatron_stare.cli import main
+
+QUICKSTART = str(ROOT / "configs/quickstart.yaml")
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The error of a command that must be refused."""
+    assert main(["train", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+def dry(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    return run(capsys, QUICKSTART, f"model.path={ROOT / 'assets/tiny-adder'}", *overrides, "--dry-run")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.lrr=1", "did you mean 'lr'"),
+        ("optimzer.lr=1", "did you mean 'optimizer'"),
+        ("algorithm=stair", "did you mean 'stare'"),
+        ("algorithm.amplfy=2", "did you mean 'amplify'"),
+        ("algorithm.share=0", "share must lie in (0, 1]"),
+        ("parallel.tensor=3", "cannot be cut over 3 tensor-parallel ranks"),
+        ("parallel.tensor=4", "2 key-value heads cannot be cut over 4"),
+        ("batch.samples_per_prompt=1", "use at least 2"),
+        ("batch.micro_batch_tokens=20", "at least 48"),
+        ("rollout.max_new_tokens=1000", "exceed the model's 128 positions"),
+        ("optimizer.lr=fast", "optimizer.lr"),
+        ("optimizer.lr=-1", "greater than 0"),
+        ("model.path=/nowhere", "cannot read the model's config.json"),
+        ("model.dtype=bfloat16", "use float32 on a CPU"),
+        ("run.steps", "section.key=value"),
+        ("run.seed.x=1", "is a value, not a section"),
+    ],
+)
+def test_refused_before_anything_starts(capsys: pytest.CaptureFixture[str], override: str, message: str) -> None:
+    assert message in dry(capsys, override)
+
+
+def test_missing_and_broken_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "cannot read the configuration" in run(capsys, str(tmp_path / "none.yaml"))
+    (tmp_path / "broken.yaml").write_text("run: [1\n")
+    assert "not valid YAML line" in run(capsys, str(tmp_path / "broken.yaml"))
+    (tmp_path / "empty.yaml").write_text("run: {}\n")
+    assert "model: this key is required and missing" in run(capsys, str(tmp_path / "empty.yaml"))
+
+
+def test_data_errors_name_the_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    common = ["data.source=jsonl", f"run.dir={tmp_path / 'run'}", f"model.path={ROOT / 'assets/tiny-adder'}"]
+    assert "data.path" in run(capsys, QUICKSTART, *common)
+    assert "none.jsonl" in run(capsys, QUICKSTART, *common, f"data.path={tmp_path / 'none.jsonl'}")
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n')
+    assert f"{broken}:2" in run(capsys, QUICKSTART, *common, f"data.path={broken}", "eval.prompts=0")
+    long = tmp_path / "long.jsonl"
+    long.write_text('{"prompt": "10+10+10+10+10+10=", "answer": "60"}\n')
+    message = run(capsys, QUICKSTART, *common, f"data.path={long}", "eval.prompts=0")
+    assert "18 tokens" in message
+    assert "16" in message
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/version").exists(), reason="needs /proc")
+def test_a_run_directory_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    # /proc refuses writes to everyone, root included
+    message = run(capsys, QUICKSTART, "run.dir=/proc/run", f"model.path={ROOT / 'assets/tiny-adder'}")
+    assert "the run directory cannot be written" in message
+
+
+def test_dry_run_prints_what_it_would_do_and_does_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = f"model.path={ROOT / 'assets/tiny-adder'}"
+    assert main(["train", QUICKSTART, path, "algorithm=grpo", "run.seed=7", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "name: grpo" in printed
+    assert "seed: 7" in printed
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "resolved.yaml").write_text(printed)
+    assert main(["train", str(tmp_path / "resolved.yaml"), "--dry-run"]) == 0
+    assert capsys.readouterr().out == printed

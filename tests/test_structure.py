@@ -1,0 +1,92 @@
+"""The house keeps its shape: imports run downwards, files stay short, loss code never waits for the host."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "megatron_stare"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# a package may import those of lower levels, and itself
+LEVELS = {
+    "errors": 0,
+    "batch": 0,
+    "statistics": 0,
+    "config": 1,
+    "algorithms": 1,
+    "registry": 2,
+    "weights": 2,
+    "ops": 2,
+    "data": 3,
+    "rewards": 3,
+    "rollout": 3,
+    "megatron": 3,
+    "observability": 3,
+    "orchestration": 4,
+    "run_state": 4,
+    "evaluate": 4,
+    "preflight": 4,
+    "session": 5,
+    "train": 6,
+    "cli": 7,
+}
+ONLY_IN = {
+    "ray": {"orchestration/ray.py"},
+    "megatron.core": {"megatron/"},
+    "transformers": {"rollout/", "preflight.py"},
+}
+
+
+def imports(file: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def unit(path: str) -> str:
+    return path.split("/")[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_file(file: Path) -> None:
+    here = str(file.relative_to(PACKAGE))
+    source = file.read_text()
+    assert len(source.splitlines()) <= 450, "a second reason to exist?"
+    assert ast.get_docstring(ast.parse(source)), "say what the file is for"
+    if unit(here) == "__init__":
+        return
+    for name in imports(file):
+        for guarded, places in ONLY_IN.items():
+            if name == guarded or name.startswith(guarded + "."):
+                assert any(here == place or (place.endswith("/") and here.startswith(place)) for place in places), name
+        if name.startswith("megatron_stare.") and (other := name.split(".")[1]) in LEVELS:
+            assert other == unit(here) or LEVELS[other] < LEVELS[unit(here)], f"{here} imports {other}"
+
+
+def test_algorithms_and_ops_do_not_know_each_other() -> None:
+    for file in FILES:
+        here = unit(str(file.relative_to(PACKAGE)))
+        for name in imports(file):
+            assert not (here == "algorithms" and name.startswith("megatron_stare.ops"))
+            assert not (here == "ops" and name.startswith("megatron_stare.algorithms"))
+
+
+def test_the_driver_reads_like_the_algorithm() -> None:
+    assert len((PACKAGE / "train.py").read_text().splitlines()) <= 130
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f.parent.name in ("algorithms", "ops")], ids=lambda f: f.name)
+def test_loss_code_does_not_wait_for_the_host(file: Path) -> None:
+    calls = {
+        node.func.attr
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    }
+    assert not calls & {"item", "tolist", "cpu", "synchronize"}

@@ -1,0 +1,89 @@
+"""Whole runs: what they leave behind, a frozen weight sync, and a driver that is killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+from runs import command, environment, metrics, model, train
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytestmark = pytest.mark.distributed
+
+
+def test_a_run_leaves_everything_it_promises(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    done = train(model(), f"run.dir={run_dir}", "run.rollouts_every=1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "step 2/2" in done.stdout
+    names = {p.name for p in run_dir.iterdir()}
+    assert {
+        "config.yaml",
+        "metrics.jsonl",
+        "eval.jsonl",
+        "tensorboard",
+        "rollouts",
+        "checkpoints",
+        "hf",
+        "report.html",
+    } <= names
+    rows = metrics(run_dir)
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["ratio/max_abs_log"] == 0.0  # one plan serves both passes: on policy, exactly
+        assert row["rollout/logprob_diff_max"] < 1e-4
+        assert row["update/finite"] == 1.0
+    assert [json.loads(line)["weights"] for line in (run_dir / "eval.jsonl").open()] == ["base", "trained"]
+    policy = AutoModelForCausalLM.from_pretrained(run_dir / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "hf")
+    ids = tokenizer("10+20+30=", return_tensors="pt").input_ids
+    assert tokenizer.decode(policy.generate(ids, max_new_tokens=24, do_sample=False)[0]).startswith("10+20+30=")
+    again = train(model(), f"run.dir={run_dir}", cwd=tmp_path)
+    assert again.returncode == 2
+    assert "there is a run in this directory already" in again.stderr
+
+
+def test_a_frozen_weight_sync_stops_the_run(tmp_path: Path) -> None:
+    done = train(model(), f"run.dir={tmp_path / 'run'}", "rollout.engine=engines.FrozenEngine", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "the trainer holds version 1, but the rollout was sampled by version 0" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
+    settings = {"run.steps": 5, "run.checkpoint_every": 2, "eval.prompts": 0}
+    whole = train(model(), f"run.dir={tmp_path / 'whole'}", cwd=tmp_path, **settings)
+    assert whole.returncode == 0, whole.stderr
+    cut = tmp_path / "cut"
+    arguments = [model(), f"run.dir={cut}"]
+    process = subprocess.Popen(
+        command(*arguments, **settings), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:  # after step 3: one step past the checkpoint of step 2
+        if line.lstrip().startswith("step 3/5"):
+            break
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive, [p.cmdline() for p in alive]  # actors and Ray go with the driver
+
+    # what a save that was killed leaves behind must not be taken for a checkpoint
+    half = cut / "checkpoints" / "step_000004.tmp"
+    half.mkdir()
+    (half / "run_state.json").write_text("{}")
+    resumed = train(*arguments, "--resume", cwd=tmp_path, **settings)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "continuing after step 2" in resumed.stdout
+    assert not half.exists()
+    assert metrics(cut) == metrics(tmp_path / "whole")
+
+    changed = train(*arguments, "--resume", "optimizer.lr=1e-5", cwd=tmp_path, **settings)
+    assert changed.returncode == 2
+    assert "optimizer.lr: the run was started with 0.0003, now it is 1e-05" in changed.stderr
