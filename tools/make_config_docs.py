@@ -1,0 +1,89 @@
+"""Writes docs/configuration.md from the typed configuration, so that the page cannot say anything else than the code.
+
+python tools/make_config_docs.py            # writes the page
+python tools/make_config_docs.py --check    # exits 1 if it is out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from megatron_stare.config.schema import Config
+
+PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
+
+INTRO = """# Configuration
+
+A run is one YAML file of the sections below; any setting may be replaced on the command line as `section.key=value`.
+Unknown keys are refused with a suggestion. `--dry-run` prints the whole resolved configuration; the same text is written to
+`config.yaml` in the run directory. This page is made by `tools/make_config_docs.py`.
+
+`algorithm` holds `name` (a method's short name, or the dotted path of your own) and the method's own settings, which
+are the documented fields of its class in `megatron_stare/algorithms/`. `algorithm: stare` is short for `algorithm: {name: stare}`.
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Writes docs/configuration.md.")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the page is out of date")
+    args = parser.parse_args()
+    text = page()
+    if args.check:
+        return int(PAGE.read_text() != text)
+    PAGE.write_text(text)
+    return 0
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [INTRO]
+    for name, info in Config.model_fields.items():
+        section = info.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            parts.append(f"## {name}\n\n{(section.__doc__ or '').strip()}\n\n{table(section)}")
+    return "\n".join(parts)
+
+
+def table(section: type[BaseModel]) -> str:
+    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for key, info in section.model_fields.items():
+        default = "required" if info.is_required() else f"`{spelled(info.default)}`"
+        rows.append(f"| `{key}` | {kind(info)} | {default} | {info.description} |")
+    return "\n".join(rows) + "\n"
+
+
+def kind(info: FieldInfo) -> str:
+    """The type and its bounds, as a reader of YAML would say it."""
+    annotation = info.annotation
+    if get_origin(annotation) is Literal:
+        return " \\| ".join(f"`{spelled(choice)}`" for choice in get_args(annotation))
+    names = {int: "integer", float: "number", str: "text", bool: "true \\| false", type(None): "null"}
+    options = get_args(annotation) or (annotation,)
+    bounds = [b for b in (bound(m) for m in info.metadata) if b]
+    return " or ".join(names.get(option, str(option)) for option in options) + (
+        f" {', '.join(bounds)}" if bounds else ""
+    )
+
+
+def bound(limit: Any) -> str:
+    for attribute, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
+        if (value := getattr(limit, attribute, None)) is not None:
+            return f"{sign} {value}"
+    return ""
+
+
+def spelled(value: Any) -> str:
+    """As YAML writes it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
