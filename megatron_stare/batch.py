@@ -112,7 +112,9 @@ class RolloutBatch:
 
 
 # fields of TokenBatch that describe the whole batch, not one position each
-_WHOLE_BATCH = ("num_sequences", "sequence_lengths", "groups", "rewards", "num_groups", "max_length", "step")
+_WHOLE_BATCH = frozenset(
+    ("num_sequences", "sequence_lengths", "groups", "rewards", "penalties", "num_groups", "max_length", "step")
+)
 
 
 @dataclass
@@ -141,6 +143,7 @@ class TokenBatch:
     sum_p2_log_p: Tensor | None = None  # [N] sum of p^2 ln p over the vocabulary
     groups: Tensor | None = None  # [B] int64 prompt group of each sample of the whole batch
     rewards: Tensor | None = None  # [B] as the verifier gave them, before shaping
+    penalties: Tensor | None = None  # [B] what shaping added to them; None: nothing
     num_groups: int = 0  # prompt groups of the whole batch
     max_length: int = 0  # positions of the longest response of the whole batch
     step: int = 0  # keys seeded draws

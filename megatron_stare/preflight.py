@@ -29,13 +29,20 @@ def check_layout(config: Config, shape: ModelShape) -> None:
     for key in ("pipeline", "virtual_pipeline", "context", "expert"):
         if getattr(parallel, key) != 1:
             raise ConfigError(f"{key} parallelism is not supported yet", where=f"parallel.{key}", fix="set it to 1")
-    for what, number in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads), ("ffn", shape.ffn)):
-        if number % parallel.tensor:
+    tp = parallel.tensor
+    for what, number in (("attention heads", shape.heads), ("feed-forward columns", shape.ffn)):
+        if number % tp:
             raise ConfigError(
-                f"{number} {what} cannot be cut over {parallel.tensor} tensor-parallel ranks",
+                f"{number} {what} cannot be cut over {tp} tensor-parallel ranks",
                 where="parallel.tensor",
                 fix=f"use a divisor of {number}",
             )
+    if shape.kv_heads % tp and tp % shape.kv_heads:
+        raise ConfigError(
+            f"{shape.kv_heads} key-value heads cannot be cut over or shared by {tp} tensor-parallel ranks",
+            where="parallel.tensor",
+            fix=f"use a divisor or a multiple of {shape.kv_heads}",
+        )
 
 
 def check_lengths(config: Config, shape: ModelShape) -> None:

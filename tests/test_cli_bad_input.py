@@ -35,7 +35,7 @@ def dry(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
         ("algorithm.amplfy=2", "did you mean 'amplify'"),
         ("algorithm.share=0", "share must lie in (0, 1]"),
         ("parallel.tensor=3", "cannot be cut over 3 tensor-parallel ranks"),
-        ("parallel.tensor=4", "2 key-value heads cannot be cut over 4"),
+        ("parallel.pipeline=2", "pipeline parallelism is not supported yet"),
         ("batch.samples_per_prompt=1", "use at least 2"),
         ("batch.micro_batch_tokens=20", "at least 48"),
         ("rollout.max_new_tokens=1000", "exceed the model's 128 positions"),

@@ -21,11 +21,12 @@ PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 INTRO = """# Configuration
 
 A run is one YAML file of the sections below; any setting may be replaced on the command line as `section.key=value`.
-Unknown keys are refused with a suggestion. `--dry-run` prints the whole resolved configuration; the same text is written to
-`config.yaml` in the run directory. This page is made by `tools/make_config_docs.py`.
+Unknown keys are refused with a suggestion. `--dry-run` prints the whole resolved configuration; the same text is
+written to `config.yaml` in the run directory. This page is made by `tools/make_config_docs.py`.
 
 `algorithm` holds `name` (a method's short name, or the dotted path of your own) and the method's own settings, which
-are the documented fields of its class in `megatron_stare/algorithms/`. `algorithm: stare` is short for `algorithm: {name: stare}`.
+are the documented fields of its class in `megatron_stare/algorithms/`. `algorithm: stare` is short for
+`algorithm: {name: stare}`.
 """
 
 

@@ -24,7 +24,8 @@ def group_advantages(
         eps: added to the standard deviation.
 
     Returns:
-        [B] float64. A group with a single counted response keeps r / (1 + eps), as in verl.
+        [B] float64. A group with a single counted response keeps r / (1 + eps), as in verl. Where all rewards of a
+        group are equal exactly 0, whatever the rounding of their mean: selections leave such tokens out.
     """
     number = int(groups.max()) + 1 if groups.numel() else 0
     weight = counted.to(rewards.dtype)
@@ -33,6 +34,7 @@ def group_advantages(
     mean = torch.zeros_like(size).index_add_(0, groups, rewards * weight) / size.clamp_min(1)
     single = size[groups] == 1
     centred = torch.where(single, rewards, rewards - mean[groups])
+    centred = torch.where(all_equal(rewards, groups, counted, number)[groups] & ~single, 0.0, centred)
     if spread == "none":
         return centred * weight
     squares = torch.zeros_like(size).index_add_(0, groups, weight * (rewards - mean[groups]) ** 2)
@@ -40,3 +42,11 @@ def group_advantages(
     std = (squares / freedom.clamp_min(1)).sqrt()
     std = torch.where(size == 1, 1.0, std)
     return weight * centred / (std[groups] + eps)
+
+
+def all_equal(x: Tensor, groups: Tensor, counted: Tensor, number: int) -> Tensor:
+    """[number] bool: whether the counted `x` [B] of a group are all the same; True for an empty group."""
+    infinite = torch.full((number,), torch.inf, dtype=x.dtype, device=x.device)
+    low = infinite.scatter_reduce(0, groups, torch.where(counted, x, torch.inf), "amin")
+    high = (-infinite).scatter_reduce(0, groups, torch.where(counted, x, -torch.inf), "amax")
+    return low >= high

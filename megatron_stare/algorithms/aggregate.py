@@ -1,7 +1,7 @@
 """From token losses to one number: the coefficient every token's loss is multiplied by before summing.
 
 Coefficients come from counts over the whole optimizer-step batch, so the sum over ranks and micro-batches is the same
-in every layout.
+in every layout (but for 'micro_batch_mean', which is there to compare with code that works that way).
 """
 
 from __future__ import annotations
@@ -13,22 +13,74 @@ from torch import Tensor
 
 from megatron_stare.batch import TokenBatch
 
-Aggregation = Literal["token_mean", "sequence_mean"]
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "dr_grpo", "dr_grpo_verl", "micro_batch_mean"]
+PER_SEQUENCE = ("sequence_mean", "sequence_sum", "dr_grpo")  # those that count the responses of the batch
+BY_CONSTANT = ("dr_grpo", "dr_grpo_verl")  # those that divide by a length given in the settings
 
 
-def coefficients(batch: TokenBatch, aggregation: Aggregation, tokens: Tensor) -> Tensor:
+def coefficients(
+    batch: TokenBatch,
+    aggregation: Aggregation,
+    tokens: Tensor,
+    *,
+    lengths: Tensor | None = None,
+    length_norm: int | None = None,
+) -> Tensor:
     """[N] float32; 0 outside batch.mask.
 
     Args:
-        aggregation: 'token_mean' 1 / N (DAPO, STARE); 'sequence_mean' 1 / (B n_i), the mean over responses of their
-            token means (GRPO).
-        tokens: N, loss positions of the whole batch, 0-dim.
+        batch: its mask says which tokens count.
+        aggregation: with B responses of n_i counted tokens, N in all:
+            'token_mean' 1 / N (DAPO, STARE; with a mask the mean over kept tokens);
+            'sequence_mean' 1 / (B n_i), the mean over responses of their token means (GRPO);
+            'sequence_sum' 1 / B; 'dr_grpo' 1 / (B L_max) (Dr. GRPO, arXiv 2503.20783);
+            'dr_grpo_verl' 1 / L_max, as verl's seq-mean-token-sum-norm, which forgets B;
+            'micro_batch_mean' (b / B) / N of the micro-batch of b responses, as verl's legacy actor.
+        tokens: N of the whole batch, 0-dim.
+        lengths: [B] n_i of the whole batch; None: batch.sequence_lengths and batch.num_sequences.
+        length_norm: L_max.
     """
-    if aggregation == "token_mean":
-        each = 1.0 / tokens.clamp_min(1).to(torch.float32).expand(batch.mask.shape)
+    float32 = torch.float32
+    if aggregation == "micro_batch_mean":
+        each = (_sequences_here(batch) / max(batch.num_sequences, 1)) / batch.mask.sum().clamp_min(1).to(float32)
+    elif aggregation == "token_mean":
+        each = 1.0 / tokens.clamp_min(1).to(float32)
+    elif aggregation == "dr_grpo_verl":
+        each = torch.full_like(tokens, 1.0 / _constant(length_norm), dtype=float32)
     else:
-        if batch.sequence_lengths is None:
-            raise ValueError("sequence_mean needs sequence_lengths")
-        lengths = batch.sequence_lengths[batch.sequence].clamp_min(1)
-        each = 1.0 / (max(batch.num_sequences, 1) * lengths.to(torch.float32))
+        responses = _responses(batch, lengths)
+        if aggregation == "sequence_mean":
+            each = 1.0 / (responses * _lengths(batch, lengths)[batch.sequence].clamp_min(1).to(float32))
+        elif aggregation == "sequence_sum":
+            each = 1.0 / responses
+        else:
+            each = 1.0 / (responses * _constant(length_norm))
     return torch.where(batch.mask, each, 0.0)
+
+
+def _lengths(batch: TokenBatch, lengths: Tensor | None) -> Tensor:
+    found = batch.sequence_lengths if lengths is None else lengths
+    if found is None:
+        raise ValueError("sequence_mean needs sequence_lengths")
+    return found
+
+
+def _responses(batch: TokenBatch, lengths: Tensor | None) -> Tensor:
+    """B, 0-dim float32: the responses with a token that counts."""
+    if lengths is None:
+        return torch.tensor(max(batch.num_sequences, 1), dtype=torch.float32, device=batch.mask.device)
+    return (lengths > 0).sum().clamp_min(1).to(torch.float32)
+
+
+def _sequences_here(batch: TokenBatch) -> Tensor:
+    """Responses with a counted token among these positions, 0-dim."""
+    if batch.sequence_lengths is None:
+        raise ValueError("micro_batch_mean needs sequence_lengths")
+    seen = torch.zeros_like(batch.sequence_lengths).index_add_(0, batch.sequence, batch.mask.to(torch.int64))
+    return (seen > 0).sum()
+
+
+def _constant(length_norm: int | None) -> int:
+    if length_norm is None:
+        raise ValueError("aggregation by a constant length needs length_norm")
+    return length_norm

@@ -1,8 +1,9 @@
 """The contract between a method and the trainer.
 
-A step goes: `advantages` from rewards (whole batch) -> log-prob pass -> `requests`, answered over all ranks ->
-`control` updates the method's state -> `token_loss` and `coefficients`, micro-batch by micro-batch. The training loss
-is the sum over tokens of coefficient times token loss. Shape legend: B samples, N response positions at hand.
+A step goes: `response_advantages` from shaped rewards (whole batch) -> log-prob pass -> `requests`, answered over all
+ranks -> `control` updates the method's state -> `token_loss` and `coefficients`, micro-batch by micro-batch. The
+training loss is the sum over tokens of coefficient times token loss. Shape legend: B samples, N response positions at
+hand.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from megatron_stare.batch import TokenBatch
+from megatron_stare.batch import RolloutBatch, TokenBatch
 from megatron_stare.statistics import Count, Request, Statistics
 
 State = dict[str, Tensor]  # 0-dim float64 tensors: what a method remembers from step to step
@@ -22,7 +23,7 @@ State = dict[str, Tensor]  # 0-dim float64 tensors: what a method remembers from
 
 @dataclass(frozen=True)
 class TokenTerms:
-    """`loss` [N], one value a token before aggregation; `shares`: 0/1 flags [N] logged as shares of the loss tokens."""
+    """`loss` [N], one value a token before aggregation; `shares` [N]: logged as means over the loss tokens."""
 
     loss: Tensor
     shares: Mapping[str, Tensor] = field(default_factory=dict)
@@ -34,6 +35,32 @@ class Method(ABC):
 
     # token: a token's loss depends on its own log-prob alone; sequence: on its whole response
     coupling: ClassVar[Literal["token", "sequence"]] = "token"
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """Whether the training pass must give `TokenBatch.current_entropy`, with gradient."""
+        return False
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the batch must be scored by the reference policy (`TokenBatch.reference_log_prob`)."""
+        return False
+
+    def carries_loss(self, batch: RolloutBatch) -> Tensor:
+        """[B] bool: the responses whose sampled tokens carry loss; the others leave N and every quantile."""
+        return batch.scored
+
+    def enters_moments(self, batch: RolloutBatch) -> Tensor:
+        """[B] bool: the responses that the advantages of the others are measured against."""
+        return batch.scored
+
+    def shaped_rewards(self, batch: RolloutBatch) -> Tensor:
+        """[B] float64 rewards with length penalties added."""
+        return batch.rewards
+
+    def response_advantages(self, batch: RolloutBatch) -> Tensor:
+        """[B] advantages of a scored rollout batch."""
+        return self.advantages(self.shaped_rewards(batch), batch.groups, self.enters_moments(batch))
 
     @abstractmethod
     def advantages(self, rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The clipped policy-gradient surrogate that GRPO, DAPO and STARE share."""
+"""The policy-gradient surrogates: clipped by token or by response, and CISPO's weighted likelihood."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from megatron_stare.batch import TokenBatch
 
 LOG_RATIO_LIMIT = 20.0  # exp of more would overflow bf16 sums; the same bound as verl's
 
@@ -33,7 +35,16 @@ def clipped_surrogate(
         high: upper clip distance.
         dual: the dual clip, above 1; None: off.
     """
-    ratio = (log_prob - old_log_prob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return clip(ratio(log_prob, old_log_prob), advantage, low=low, high=high, dual=dual)
+
+
+def ratio(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
+    """[N] p / p_old."""
+    return (log_prob - old_log_prob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def clip(ratio: Tensor, advantage: Tensor, *, low: float, high: float, dual: float | None) -> Surrogate:
+    """The clipped surrogate of any ratio, a token's or its response's; [N] each, or [B]."""
     free = ratio * advantage
     bounded = ratio.clamp(1 - low, 1 + high) * advantage
     objective = torch.minimum(free, bounded)
@@ -44,3 +55,26 @@ def clipped_surrogate(
         objective = torch.where(below, floor, objective)
         clipped = clipped | below
     return Surrogate(loss=-objective, clipped=clipped)
+
+
+def weighted_likelihood(
+    log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, *, low: float, high: float
+) -> Surrogate:
+    """CISPO (arXiv 2506.13585): J = sg[clip(r, 1 - low, 1 + high)] A ln p. No token loses its gradient; `clipped` says
+    whose weight was bounded. low = 1 is no lower bound."""
+    free = ratio(log_prob, old_log_prob).detach()
+    weight = free.clamp(1 - low, 1 + high)
+    return Surrogate(loss=-weight * advantage * log_prob, clipped=weight != free)
+
+
+def response_mean(x: Tensor, batch: TokenBatch) -> Tensor:
+    """[N] mean of x over the masked tokens of the response a token belongs to; differentiable.
+
+    Right only where a response stands whole in the tokens at hand: methods that use it are sequence-coupled.
+    """
+    if batch.sequence_lengths is None:
+        raise ValueError("a mean by response needs sequence_lengths")
+    zeros = torch.zeros(batch.sequence_lengths.shape[0], dtype=x.dtype, device=x.device)
+    total = zeros.index_add(0, batch.sequence, torch.where(batch.mask, x, 0.0))
+    count = zeros.index_add(0, batch.sequence, batch.mask.to(x.dtype))
+    return (total / count.clamp_min(1))[batch.sequence]

@@ -107,14 +107,16 @@ def shard(rule: Rule, parts: Sequence[Tensor], shape: ModelShape, tp_rank: int, 
             return parts[0][:, tp_rank * columns : (tp_rank + 1) * columns]
         case "gated":
             return torch.cat([_rows(part, tp_rank, tp) for part in parts])
-        case "qkv":
+        case "qkv" if shape.kv_heads % tp == 0:
             q, k, v = (_rows(part, tp_rank, tp) for part in parts)
             return _interleave(q, k, v, shape.kv_heads // tp, shape.head_dim)
+        case "qkv":  # fewer groups than ranks: Megatron cuts a group's rows, whatever head they belong to
+            whole = _interleave(*(part[:] for part in parts), shape.kv_heads, shape.head_dim)
+            return _rows(whole, tp_rank, tp)
 
 
 def unshard(rule: Rule, shards: Sequence[Tensor], shape: ModelShape) -> dict[str, Tensor]:
     """Whole Hugging Face tensors by name, from the Megatron tensors of all ranks in order. Also maps gradients."""
-    tp = len(shards)
     match rule.layout:
         case "replicated":
             parts = [shards[0]]
@@ -128,8 +130,7 @@ def unshard(rule: Rule, shards: Sequence[Tensor], shape: ModelShape) -> dict[str
             halves = [part.chunk(2) for part in shards]
             parts = [torch.cat([half[i] for half in halves]) for i in range(2)]
         case "qkv":
-            split = [_separate(part, shape.kv_heads // tp, shape.head_dim) for part in shards]
-            parts = [torch.cat([one[i] for one in split]) for i in range(3)]
+            parts = list(_separate(torch.cat(list(shards)), shape.kv_heads, shape.head_dim))
     return dict(zip(rule.hf, parts, strict=True))
 
 

@@ -71,8 +71,15 @@ def truth(path: Path, batch: RolloutBatch) -> tuple[Tensor, Tensor, dict[str, Te
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("sizes", "budget"),
-    [({}, 10_000), ({}, 30), ({"tensor": 2}, 40), ({"data": 2}, 30), ({"tensor": 2, "data": 2}, 30)],
-    ids=["one", "one-small-micro-batches", "tp2", "dp2", "tp2dp2"],
+    [
+        ({}, 10_000),
+        ({}, 30),
+        ({"tensor": 2}, 40),
+        ({"tensor": 4}, 40),
+        ({"data": 2}, 30),
+        ({"tensor": 2, "data": 2}, 30),
+    ],
+    ids=["one", "one-small-micro-batches", "tp2", "tp4-shared-kv", "dp2", "tp2dp2"],
 )
 def test_equal_to_transformers(ranks, tmp_path: Path, family: str, sizes: dict, budget: int) -> None:
     parallel = ParallelConfig(**sizes)

@@ -1,0 +1,128 @@
+"""Importance correction: the engine that sampled and the trainer that scored are not quite the same policy.
+
+    r = p_train / p_rollout = exp(ln p_old - ln p_rollout)
+    R = r (token), the product of r (sequence), or exp(mean ln r) (geometric), over the response's tokens
+
+    truncate   weight min(R, high)                 TIS
+    clip       weight clip(R, low, high)           CIS
+    icepop     weight R inside [low, high], else 0; the token stays in the denominator
+    mask       weight R, tokens outside [low, high] leave loss and denominator        MIS
+
+The weight is detached and multiplies the policy loss after clipping. Sources: truncated importance sampling,
+fengyao.notion.site (off-policy-rl); masked and sequence levels, "When Speed Kills Stability" (Liu, Li et al. 2025);
+modes and veto as in slime's mis.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from megatron_stare.algorithms.surrogate import LOG_RATIO_LIMIT
+from megatron_stare.batch import TokenBatch
+from megatron_stare.statistics import Mean, Request, SegmentSum, Statistics, scalar, tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """Settings of the importance correction.
+
+    mode: what happens outside the bounds.
+    level: whose ratio it is.
+    low, high: bounds of the ratio; `truncate` uses only `high`.
+    reject: (low, high); tokens whose own ratio lies outside leave loss and denominator, whatever the mode. null: none.
+    veto: a response with any token ratio below this leaves altogether. null: none.
+    normalise: divide the weights by their mean over the kept tokens of the whole batch.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+    leaves_count: ClassVar[bool] = True
+
+    mode: Literal["truncate", "clip", "mask", "icepop"] = "truncate"
+    level: Literal["token", "sequence", "geometric"] = "token"
+    low: float = 0.5
+    high: float = 2.0
+    reject: tuple[float, float] | None = None
+    veto: float | None = None
+    normalise: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low < self.high:
+            raise ValueError("correction: low must be at least 0 and below high")
+        if self.reject is not None and not 0 <= self.reject[0] < self.reject[1]:
+            raise ValueError("correction: reject must be [low, high] with 0 <= low < high")
+        if self.veto is not None and not 0 < self.veto < 1:
+            raise ValueError("correction: veto must lie between 0 and 1, or be null")
+        if self.normalise and self.level == "geometric":
+            # geometric ratios all stand near 1; slime refuses the pair too
+            raise ValueError("correction: normalise does not go with level geometric; use token or sequence")
+
+    def requests(self, batch: TokenBatch, known: Statistics) -> Mapping[str, Request]:
+        asked: dict[str, Request] = {}
+        if self.level != "token":
+            log_ratio = _log_ratio(batch)
+            asked["correction/log_ratio"] = _by_response(log_ratio, batch)
+            asked["correction/length"] = _by_response(torch.ones_like(log_ratio), batch)
+        if self.veto is not None:
+            asked["correction/vetoes"] = _by_response((_log_ratio(batch).exp() < self.veto).to(torch.float32), batch)
+        return asked
+
+    def keep(self, batch: TokenBatch, known: Statistics) -> Tensor | None:
+        if any(name not in known for name in self.requests(batch, known)):
+            return None
+        keep = torch.ones_like(batch.mask)
+        if self.mode == "mask":
+            level = self._ratio(batch, known)
+            keep = keep & (level >= self.low) & (level <= self.high)
+        if self.reject is not None:
+            own = _log_ratio(batch).exp()
+            keep = keep & (own >= self.reject[0]) & (own <= self.reject[1])
+        if self.veto is not None:
+            keep = keep & (tensor(known, "correction/vetoes")[batch.sequence] == 0)
+        return keep
+
+    def final_requests(self, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
+        """What is asked once it is known which tokens stay."""
+        return {"correction/mean": Mean(self._weight(kept, known), kept.mask)} if self.normalise else {}
+
+    def weights(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
+        """[N] detached factors on the policy loss."""
+        weight = self._weight(batch, statistics)
+        return weight / scalar(statistics, "correction/mean").to(weight.dtype) if self.normalise else weight
+
+    def _weight(self, batch: TokenBatch, known: Statistics) -> Tensor:
+        level = self._ratio(batch, known)
+        match self.mode:
+            case "truncate":
+                return level.clamp_max(self.high)
+            case "clip":
+                return level.clamp(self.low, self.high)
+            case "icepop":
+                return torch.where((level >= self.low) & (level <= self.high), level, 0.0)
+            case "mask":
+                return level
+
+    def _ratio(self, batch: TokenBatch, known: Statistics) -> Tensor:
+        """[N] R, of the token or of its response."""
+        own = _log_ratio(batch)
+        if self.level == "token":
+            return own.exp()
+        total = tensor(known, "correction/log_ratio")
+        if self.level == "geometric":
+            total = total / tensor(known, "correction/length").clamp_min(1)
+        return total.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().to(own.dtype)[batch.sequence]
+
+
+def _log_ratio(batch: TokenBatch) -> Tensor:
+    """[N] ln r, detached."""
+    return (batch.old_log_prob - batch.rollout_log_prob).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def _by_response(x: Tensor, batch: TokenBatch) -> SegmentSum:
+    if batch.sequence_lengths is None:
+        raise ValueError("correction by response needs sequence_lengths")
+    return SegmentSum(x, batch.sequence, batch.sequence_lengths.shape[0], batch.mask)

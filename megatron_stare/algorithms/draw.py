@@ -1,0 +1,35 @@
+"""A seeded draw that is the same in every layout: the number belongs to the token, not to the order of drawing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_WORD = 2**64
+
+
+def uniform(seed: int, step: int, index: Tensor) -> Tensor:
+    """[N] float32 in [0, 1), 24 bits: a counter hash (splitmix64) of seed, step and canonical token index [N] int64."""
+    salt = _mix(_mix(seed) + step)
+    z = index * _signed(_GOLDEN) + _signed(salt)  # int64 arithmetic wraps, on CPU and GPU alike
+    z = (z ^ _shift(z, 30)) * _signed(_MIX1)
+    z = (z ^ _shift(z, 27)) * _signed(_MIX2)
+    z = z ^ _shift(z, 31)
+    return _shift(z, 40).to(torch.float32) / 2**24
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    """Logical shift to the right."""
+    return (z >> bits) & (2 ** (64 - bits) - 1)
+
+
+def _signed(word: int) -> int:
+    return word - _WORD if word >= _WORD // 2 else word
+
+
+def _mix(z: int) -> int:
+    z = (z + _GOLDEN) % _WORD
+    z = (z ^ (z >> 30)) * _MIX1 % _WORD
+    z = (z ^ (z >> 27)) * _MIX2 % _WORD
+    return z ^ (z >> 31)

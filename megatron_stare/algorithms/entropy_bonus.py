@@ -1,0 +1,71 @@
+"""The entropy bonus: loss - c H, with gradient through H; c fixed, or steered to a target (Skywork-OR1, 2505.22312).
+
+    step k uses      c_k if the entropy was below target after step k - 1, else 0
+    afterwards       c <- clip(c + delta if H_k < target else c - delta, min, max)
+
+The state moves after the step, so the bonus acts one step late, as published. The first step uses the initial c.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from megatron_stare.batch import TokenBatch
+from megatron_stare.statistics import Mean, Request, Statistics, scalar
+
+# names of the state and of the statistic; strings of their own, so that a method's own state cannot collide
+COEF, OPEN, USED, MEASURE = "entropy_bonus/coef", "entropy_bonus/open", "entropy_bonus/used", "entropy_bonus/measure"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntropyBonus:
+    """Settings of the entropy bonus.
+
+    coef: c, or what it starts from if there is a target.
+    target: nats; null: c is fixed.
+    delta, coef_min, coef_max: step and bounds of c while it is steered.
+    measure: 'entropy' is the mean entropy; 'surprisal' is its estimate from sampled tokens, as the released code does.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    coef: float = 0.0
+    target: float | None = None
+    delta: float = 1e-4
+    coef_min: float = 0.0
+    coef_max: float = 0.005
+    measure: Literal["entropy", "surprisal"] = "entropy"
+
+    def __post_init__(self) -> None:
+        if self.target is None and self.coef <= 0:
+            raise ValueError("entropy_bonus: give a coef above 0, or a target to steer it by")
+        if self.coef < 0 or self.coef_min < 0 or self.coef_max < self.coef_min or self.delta <= 0:
+            raise ValueError("entropy_bonus: needs coef >= 0, delta > 0 and 0 <= coef_min <= coef_max")
+
+    def initial_state(self) -> dict[str, float]:
+        return {COEF: self.coef, OPEN: 1.0, USED: self.coef}
+
+    def requests(self, batch: TokenBatch) -> Mapping[str, Request]:
+        if self.target is None:
+            return {}
+        return {MEASURE: Mean(batch.entropy if self.measure == "entropy" else batch.surprisal, batch.mask)}
+
+    def control(self, state: dict[str, torch.Tensor], statistics: Statistics) -> dict[str, torch.Tensor]:
+        """USED is what this step multiplies by; COEF and OPEN are what the next one starts from."""
+        if self.target is None:
+            return state
+        entropy = scalar(statistics, MEASURE)
+        finite, below = entropy.isfinite(), entropy < self.target
+        move = torch.where(below, self.delta, -self.delta)
+        moved = (state[COEF] + move).clamp(self.coef_min, self.coef_max)
+        return {
+            **state,
+            USED: state[COEF] * state[OPEN],
+            # a batch without a finite entropy says nothing: keep what was
+            COEF: torch.where(finite, moved, state[COEF]),
+            OPEN: torch.where(finite, below.to(torch.float64), state[OPEN]),
+        }

@@ -1,0 +1,55 @@
+"""Filters: what takes tokens out of the loss, one after the other, before a method's own statistics are asked for.
+
+A filter may itself ask for statistics; the next one sees only the tokens it left. So an order is fixed by
+construction: importance rejection, then a method's mask, then its quantiles over the tokens kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_stare.batch import TokenBatch
+from megatron_stare.statistics import Request, Statistics
+
+
+class Filter(Protocol):
+    """One step of the chain."""
+
+    @property
+    def leaves_count(self) -> bool:
+        """Whether tokens taken out also leave the denominator of the loss."""
+
+    def requests(self, batch: TokenBatch, known: Statistics) -> Mapping[str, Request]:
+        """Statistics of the tokens that earlier filters left."""
+
+    def keep(self, batch: TokenBatch, known: Statistics) -> Tensor | None:
+        """[N] bool, the tokens that stay; None while the statistics it rests on are not known."""
+
+
+@dataclass(frozen=True)
+class Narrowed:
+    """What filters leave of a batch."""
+
+    kept: TokenBatch  # its mask: tokens whose policy loss counts
+    counted: Tensor  # [N] bool, tokens in the denominator
+    asked: dict[str, Request]
+    complete: bool  # False: more rounds of statistics are needed
+
+
+def narrow(filters: Iterable[Filter], batch: TokenBatch, known: Statistics) -> Narrowed:
+    """Applies the filters in turn, as far as `known` allows."""
+    kept, counted = batch, batch.mask
+    asked: dict[str, Request] = {}
+    for each in filters:
+        asked.update(each.requests(kept, known))
+        keep = each.keep(kept, known)
+        if keep is None:
+            return Narrowed(kept, counted, asked, complete=False)
+        kept = replace(kept, mask=kept.mask & keep)
+        if each.leaves_count:
+            counted = counted & keep
+    return Narrowed(kept, counted, asked, complete=True)

@@ -1,0 +1,46 @@
+"""A penalty for leaving the reference policy, as a term of the loss.
+
+With d = ln p_ref - ln p of the sampled token, per token (Schulman's estimators, joschu.net/blog/kl-approx.html):
+
+    k1 = -d        k2 = d^2 / 2        k3 = e^d - d - 1  (GRPO, arXiv 2402.03300)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from megatron_stare.algorithms.surrogate import LOG_RATIO_LIMIT
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceKl:
+    """Settings of the KL term.
+
+    coef: its weight; 0: the reference policy is not loaded.
+    estimator: all three have the right mean on-policy, but as a loss only the gradient of k2 is that of KL(p || p_ref);
+        k3's is that of the reverse direction near it, and k1's has mean zero: it logs, it does not hold back.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    coef: float
+    estimator: Estimator = "k3"
+
+    def __post_init__(self) -> None:
+        if self.coef < 0:
+            raise ValueError("reference_kl: coef must be at least 0")
+
+
+def kl_estimate(log_prob: Tensor, reference_log_prob: Tensor, estimator: Estimator) -> Tensor:
+    """[N] differentiable through log_prob."""
+    d = (reference_log_prob.detach() - log_prob).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    if estimator == "k1":
+        return -d
+    if estimator == "k2":
+        return d.square() / 2
+    return d.exp() - d - 1

@@ -1,0 +1,110 @@
+"""What a response's length does to its reward, and which responses and groups count. Whole batch, on the host.
+
+Shape legend: B responses, G prompt groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from megatron_stare.algorithms.advantage import all_equal
+
+# keep: as any other; mask: no loss, but the others are still judged against it; drop: as if it had not been sampled
+Truncated = Literal["keep", "mask", "drop"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlong:
+    """DAPO's soft overlong punishment (arXiv 2503.14476), added to the reward before the advantage:
+
+        min(-(n - (max_length - cache)) / cache * factor, 0)
+
+    max_length: tokens, the longest response allowed. cache: tokens before it over which the penalty grows from 0.
+    factor: the penalty at max_length.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    max_length: int = 20480
+    cache: int = 4096
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.cache <= self.max_length or self.factor <= 0:
+            raise ValueError("overlong: needs 0 < cache <= max_length and factor above 0")
+
+    def penalty(self, lengths: Tensor) -> Tensor:
+        """[B] float64, at most 0, from response lengths [B]."""
+        over = lengths.to(torch.float64) - (self.max_length - self.cache)
+        return (-over / self.cache * self.factor).clamp_max(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthPenalty:
+    """Group Relative Overlong Punishment (GROP; GTPO and GRPO-S, arXiv 2508.04349, appendix D).
+
+    A group is easy if its share of correct responses is at least `easy_from`, hard if at most 1 - easy_from, else
+    medium. With L = max((shortest + longest) / 2, mean) over the lengths of its correct responses (easy) or of all
+    (medium), a correct response of length n gets 0 below L, -(n - L) / (2 L) up to 2 L and -1/2 beyond. None in a hard
+    group, nor in a medium one with at most as many right as wrong, for which the paper says nothing.
+
+    easy_from: gamma_1; the paper gives no number. correct_from: the reward from which a response is correct.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    easy_from: float = 0.75
+    correct_from: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0.5 < self.easy_from <= 1:
+            raise ValueError("length_penalty: easy_from must lie in (0.5, 1]")
+
+    def regimes(self, correct: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
+        """[G] int64: 0 hard, 1 medium, 2 easy."""
+        size, right = _per_group(counted, groups), _per_group(counted & correct, groups)
+        share = right / size.clamp_min(1)
+        return torch.where(share >= self.easy_from, 2, torch.where(share <= 1 - self.easy_from, 0, 1))
+
+    def penalty(self, lengths: Tensor, correct: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
+        """[B] float64, at most 0.
+
+        Args:
+            lengths: [B] int64 tokens of each response.
+            correct: [B] bool.
+            groups: [B] int64 from 0.
+            counted: [B] bool, the responses that count.
+        """
+        regime = self.regimes(correct, groups, counted)
+        size, right = _per_group(counted, groups), _per_group(counted & correct, groups)
+        n = lengths.to(torch.float64)
+        limit = _typical_length(n, groups, counted & (correct | (regime == 1)[groups]), len(size))[groups]
+        applies = (regime == 2) | ((regime == 1) & (2 * right > size))
+        ramp = torch.where(n < limit, 0.0, torch.where(n < 2 * limit, -0.5 * (n - limit) / limit, -0.5))
+        return torch.where(applies[groups] & correct & counted, ramp, 0.0)
+
+
+def _per_group(flags: Tensor, groups: Tensor) -> Tensor:
+    """[G] float64 counts."""
+    number = int(groups.max()) + 1 if groups.numel() else 0
+    return torch.zeros(number, dtype=torch.float64).index_add_(0, groups, flags.to(torch.float64))
+
+
+def _typical_length(n: Tensor, groups: Tensor, over: Tensor, number: int) -> Tensor:
+    """[G] max((shortest + longest) / 2, mean) of the lengths `over` which it is taken; 1 where there are none."""
+    infinite = torch.full((number,), torch.inf, dtype=n.dtype)
+    low = infinite.scatter_reduce(0, groups, torch.where(over, n, torch.inf), "amin")
+    high = (-infinite).scatter_reduce(0, groups, torch.where(over, n, -torch.inf), "amax")
+    count = _per_group(over, groups)
+    mean = torch.zeros(number, dtype=n.dtype).index_add_(0, groups, torch.where(over, n, 0.0)) / count.clamp_min(1)
+    return torch.where(count > 0, torch.maximum((low + high) / 2, mean), 1.0)
+
+
+def informative_groups(values: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
+    """[G] bool: the groups whose counted values [B] are not all equal: those DAPO's dynamic sampling keeps."""
+    number = int(groups.max()) + 1 if groups.numel() else 0
+    return ~all_equal(values.to(torch.float64), groups, counted, number)
