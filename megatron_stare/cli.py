@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -60,6 +61,8 @@ def parser() -> argparse.ArgumentParser:
 
 def _train(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.overrides)
+    # megatron-core says at import what it does without CUDA libraries; the README says it once
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers are forked and spawned around it
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models and tokenizers are local folders
     if args.dry_run:

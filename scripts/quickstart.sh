@@ -7,7 +7,7 @@ usage() {
 usage: bash scripts/quickstart.sh [--seed N] [--steps N] [--algorithm stare|grpo] [key=value ...]
 
   --seed N        seed of data order and sampling (default 1)
-  --steps N       training steps (default 260)
+  --steps N       training steps (default 300)
   --algorithm A   stare (default), or grpo: the same surrogate and aggregation without STARE's weights and gate
   key=value       any setting of configs/quickstart.yaml, such as optimizer.lr=1e-4
 TEXT

@@ -44,7 +44,7 @@ def dry(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
         ("model.path=/nowhere", "cannot read the model's config.json"),
         ("model.dtype=bfloat16", "use float32 on a CPU"),
         ("run.steps", "section.key=value"),
-        ("run.seed.x=1", "is a value, not a section"),
+        ("run.seed.x=1", "run.seed: Input should be a valid integer"),
     ],
 )
 def test_refused_before_anything_starts(capsys: pytest.CaptureFixture[str], override: str, message: str) -> None:

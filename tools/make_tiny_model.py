@@ -56,7 +56,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=1500, help="supervised steps")
     parser.add_argument("--batch", type=int, default=64, help="demonstrations a step")
-    parser.add_argument("--wrong-rate", type=float, default=0.1, help="share of demonstrations with a wrong sum")
+    parser.add_argument("--wrong-rate", type=float, default=0.25, help="share of demonstrations with a wrong sum")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=96)

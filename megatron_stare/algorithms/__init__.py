@@ -5,6 +5,18 @@ A method names the whole-batch statistics it needs and, given their values, comp
 """
 
 METHODS = {
+    "clip_cov": "megatron_stare.algorithms.clip_cov.ClipCov",
+    "cispo": "megatron_stare.algorithms.cispo.Cispo",
+    "dapo": "megatron_stare.algorithms.dapo.Dapo",
+    "dr_grpo": "megatron_stare.algorithms.dr_grpo.DrGrpo",
     "grpo": "megatron_stare.algorithms.grpo.Grpo",
+    "grpo_s": "megatron_stare.algorithms.grpo_s.GrpoS",
+    "gspo": "megatron_stare.algorithms.gspo.Gspo",
+    "gtpo": "megatron_stare.algorithms.gtpo.Gtpo",
+    "justrl": "megatron_stare.algorithms.justrl.JustRl",
+    "kl_cov": "megatron_stare.algorithms.kl_cov.KlCov",
+    "stapo": "megatron_stare.algorithms.stapo.Stapo",
+    "stapo_stare": "megatron_stare.algorithms.stapo_stare.StapoStare",
     "stare": "megatron_stare.algorithms.stare.Stare",
+    "twenty_entropy": "megatron_stare.algorithms.twenty_entropy.TwentyEntropy",
 }

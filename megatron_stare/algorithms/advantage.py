@@ -11,7 +11,13 @@ Spread = Literal["sample", "population", "none"]
 
 
 def group_advantages(
-    rewards: Tensor, groups: Tensor, counted: Tensor, *, spread: Spread = "sample", eps: float = 1e-6
+    rewards: Tensor,
+    groups: Tensor,
+    counted: Tensor,
+    *,
+    spread: Spread = "sample",
+    eps: float = 1e-6,
+    number: int | None = None,
 ) -> Tensor:
     """(r - mean) / (std + eps) within each prompt group. Source: GRPO, arXiv 2402.03300.
 
@@ -22,15 +28,17 @@ def group_advantages(
         spread: 'sample' divides by the standard deviation with n - 1 (GRPO as in verl and slime), 'population' with n,
             'none' not at all (Dr. GRPO, arXiv 2503.20783).
         eps: added to the standard deviation.
+        number: of groups; None: read from `groups`, which waits for the device.
 
     Returns:
         [B] float64. A group with a single counted response keeps r / (1 + eps), as in verl. Where all rewards of a
         group are equal exactly 0, whatever the rounding of their mean: selections leave such tokens out.
     """
-    number = int(groups.max()) + 1 if groups.numel() else 0
+    if number is None:
+        number = int(groups.max()) + 1 if groups.numel() else 0
     weight = counted.to(rewards.dtype)
     rewards = torch.where(counted, rewards, 0.0)
-    size = torch.zeros(number, dtype=rewards.dtype).index_add_(0, groups, weight)
+    size = torch.zeros(number, dtype=rewards.dtype, device=rewards.device).index_add_(0, groups, weight)
     mean = torch.zeros_like(size).index_add_(0, groups, rewards * weight) / size.clamp_min(1)
     single = size[groups] == 1
     centred = torch.where(single, rewards, rewards - mean[groups])

@@ -26,7 +26,7 @@ def coefficients(
     lengths: Tensor | None = None,
     length_norm: int | None = None,
 ) -> Tensor:
-    """[N] float32; 0 outside batch.mask.
+    """[N] of the dtype of batch.log_prob; 0 outside batch.mask.
 
     Args:
         batch: its mask says which tokens count.
@@ -40,22 +40,23 @@ def coefficients(
         lengths: [B] n_i of the whole batch; None: batch.sequence_lengths and batch.num_sequences.
         length_norm: L_max.
     """
-    float32 = torch.float32
+    dtype = batch.log_prob.dtype
+    each: Tensor | float
     if aggregation == "micro_batch_mean":
-        each = (_sequences_here(batch) / max(batch.num_sequences, 1)) / batch.mask.sum().clamp_min(1).to(float32)
+        each = (_sequences_here(batch) / max(batch.num_sequences, 1)) / batch.mask.sum().clamp_min(1).to(dtype)
     elif aggregation == "token_mean":
-        each = 1.0 / tokens.clamp_min(1).to(float32)
+        each = 1.0 / tokens.clamp_min(1).to(dtype)
     elif aggregation == "dr_grpo_verl":
-        each = torch.full_like(tokens, 1.0 / _constant(length_norm), dtype=float32)
+        each = 1.0 / _constant(length_norm)
     else:
         responses = _responses(batch, lengths)
         if aggregation == "sequence_mean":
-            each = 1.0 / (responses * _lengths(batch, lengths)[batch.sequence].clamp_min(1).to(float32))
+            each = 1.0 / (responses * _lengths(batch, lengths)[batch.sequence].clamp_min(1).to(dtype))
         elif aggregation == "sequence_sum":
             each = 1.0 / responses
         else:
             each = 1.0 / (responses * _constant(length_norm))
-    return torch.where(batch.mask, each, 0.0)
+    return torch.where(batch.mask, each, torch.zeros((), dtype=dtype, device=batch.mask.device))
 
 
 def _lengths(batch: TokenBatch, lengths: Tensor | None) -> Tensor:
@@ -65,11 +66,11 @@ def _lengths(batch: TokenBatch, lengths: Tensor | None) -> Tensor:
     return found
 
 
-def _responses(batch: TokenBatch, lengths: Tensor | None) -> Tensor:
-    """B, 0-dim float32: the responses with a token that counts."""
+def _responses(batch: TokenBatch, lengths: Tensor | None) -> Tensor | float:
+    """B: the responses with a token that counts; a number or a 0-dim tensor."""
     if lengths is None:
-        return torch.tensor(max(batch.num_sequences, 1), dtype=torch.float32, device=batch.mask.device)
-    return (lengths > 0).sum().clamp_min(1).to(torch.float32)
+        return float(max(batch.num_sequences, 1))
+    return (lengths > 0).sum().clamp_min(1).to(batch.log_prob.dtype)
 
 
 def _sequences_here(batch: TokenBatch) -> Tensor:

@@ -40,7 +40,6 @@ class Correction:
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
-    leaves_count: ClassVar[bool] = True
 
     mode: Literal["truncate", "clip", "mask", "icepop"] = "truncate"
     level: Literal["token", "sequence", "geometric"] = "token"
@@ -60,6 +59,10 @@ class Correction:
         if self.normalise and self.level == "geometric":
             # geometric ratios all stand near 1; slime refuses the pair too
             raise ValueError("correction: normalise does not go with level geometric; use token or sequence")
+
+    @property
+    def leaves_count(self) -> bool:
+        return self.mode == "mask" or self.reject is not None or self.veto is not None
 
     def requests(self, batch: TokenBatch, known: Statistics) -> Mapping[str, Request]:
         asked: dict[str, Request] = {}

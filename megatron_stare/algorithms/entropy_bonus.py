@@ -60,7 +60,7 @@ class EntropyBonus:
             return state
         entropy = scalar(statistics, MEASURE)
         finite, below = entropy.isfinite(), entropy < self.target
-        move = torch.where(below, self.delta, -self.delta)
+        move = self.delta * (2 * below.to(torch.float64) - 1)
         moved = (state[COEF] + move).clamp(self.coef_min, self.coef_max)
         return {
             **state,

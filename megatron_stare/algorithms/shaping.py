@@ -61,8 +61,8 @@ class LengthPenalty:
     correct_from: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0.5 < self.easy_from <= 1:
-            raise ValueError("length_penalty: easy_from must lie in (0.5, 1]")
+        if not 0 < self.easy_from <= 1:
+            raise ValueError("length_penalty: easy_from must lie in (0, 1]")
 
     def regimes(self, correct: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
         """[G] int64: 0 hard, 1 medium, 2 easy."""

@@ -4,8 +4,10 @@ While the batch's mean entropy is below its target, the tokens that move entropy
 among tokens of positive advantage (L+) and, in C2, of negative advantage (L-) - have their advantage multiplied:
 
     w = 1 + g (W - 1) on L+        w = 1 - g (1 - M) on L-        w = 1 elsewhere        g = 1[mean H < target]
+    J = (1 / N) sum_{i,t} w min(rho A, clip(rho, 1 - low, 1 + high) A)
 
-The paper takes the quantile over the whole batch, as here; its released code takes it per micro-batch and rank.
+The paper takes the quantile over the whole batch, as here; its released code takes it per micro-batch and rank. Both
+move W and M (adaptive) before the loss of the same step, and while the gate is closed too.
 """
 
 from __future__ import annotations
@@ -21,28 +23,30 @@ from megatron_stare.algorithms.aggregate import Aggregation
 from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.algorithms.method import State, TokenTerms
 from megatron_stare.batch import TokenBatch
-from megatron_stare.statistics import Mean, Request, Statistics, Threshold, TopK, scalar
+from megatron_stare.statistics import Mean, Request, Statistics, TopK, scalar, threshold
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stare(Grpo):
     """Settings of STARE; defaults are the paper's.
 
-    variant: 'O1' amplifies L+; 'C2' also attenuates L-.
+    variant: 'O1' amplifies L+; 'O4' attenuates L-; 'C2' does both.
     share: P, the share of tokens selected on each side.
     amplify: W, at least 1.        attenuate: M, in (0, 1].
     entropy_target: nats; the gate is open while the batch's mean entropy is below it. null: always open.
+    gate_entropy: 'response' is the mean over all response tokens, 'kept' over those that filters left in the loss.
     adaptive: move W and M by `adapt_rate` a step towards the target, within [1, amplify_max] and [attenuate_min, 1].
     """
 
     clip_high: float = 0.28
     dual_clip: float | None = 10.0
     aggregation: Aggregation = "token_mean"
-    variant: Literal["O1", "C2"] = "O1"
+    variant: Literal["O1", "O4", "C2"] = "O1"
     share: float = 0.1
     amplify: float = 1.1
     attenuate: float = 0.9
     entropy_target: float | None = 0.3
+    gate_entropy: Literal["response", "kept"] = "response"
     adaptive: bool = False
     adapt_rate: float = 0.01
     amplify_max: float = 1.5
@@ -50,66 +54,69 @@ class Stare(Grpo):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.share <= 1:
-            raise ValueError("share must lie in (0, 1]")
+        if not 0 <= self.share <= 1:
+            raise ValueError("share must lie in [0, 1]")
         if self.amplify < 1 or not 0 < self.attenuate <= 1:
             raise ValueError("amplify must be at least 1 and attenuate in (0, 1]")
         if self.adaptive and self.entropy_target is None:
             raise ValueError("adaptive moves the weights towards entropy_target, which is null")
 
-    def initial_state(self) -> dict[str, float]:
-        return {"gate": 1.0, "amplify": self.amplify, "attenuate": self.attenuate}
+        if self.entropy_target is not None and self.entropy_bonus is not None and self.entropy_bonus.target is not None:
+            raise ValueError("entropy_target and entropy_bonus.target steer the same entropy; set one of them to null")
 
-    def requests(self, batch: TokenBatch, known: Statistics) -> Mapping[str, Request]:
-        asked = {
-            **super().requests(batch, known),
-            "entropy": Mean(batch.entropy, batch.mask),
-            "plus": TopK(batch.surprisal, batch.index, batch.mask & (batch.advantage > 0), self.share),
-        }
-        if self.variant == "C2":
-            asked["minus"] = TopK(batch.surprisal, batch.index, batch.mask & (batch.advantage < 0), self.share)
+    def initial_state(self) -> dict[str, float]:
+        return {**super().initial_state(), "gate": 1.0, "amplify": self.amplify, "attenuate": self.attenuate}
+
+    def sides(self) -> dict[str, int]:
+        """The sides that are selected from, with the sign of their advantage."""
+        return {"O1": {"plus": 1}, "O4": {"minus": -1}, "C2": {"plus": 1, "minus": -1}}[self.variant]
+
+    def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
+        gated = batch if self.gate_entropy == "response" else kept
+        asked: dict[str, Request] = {"entropy": Mean(gated.entropy, gated.mask)}
+        for side, sign in self.sides().items():
+            asked[side] = TopK(kept.surprisal, kept.index, kept.mask & (sign * kept.advantage > 0), self.share)
         return asked
 
     def control(self, state: State, statistics: Statistics) -> State:
         """Opens or closes the gate and, if adaptive, moves W and M, before the loss of the same step."""
+        state = super().control(state, statistics)
         if self.entropy_target is None:
             return state
         entropy = scalar(statistics, "entropy")
         gap = self.entropy_target - entropy
-        new = {**state, "gate": (gap > 0).to(torch.float64)}
+        new = {"gate": (gap > 0).to(torch.float64)}
         if self.adaptive:
             move = self.adapt_rate * torch.sign(gap)
             new["amplify"] = (state["amplify"] + move).clamp(1.0, self.amplify_max)
             new["attenuate"] = (state["attenuate"] - move).clamp(self.attenuate_min, 1.0)
         # a batch without a finite entropy says nothing: keep what was
-        return {name: torch.where(entropy.isfinite(), new[name], state[name]) for name in state}
+        return state | {name: torch.where(entropy.isfinite(), value, state[name]) for name, value in new.items()}
 
     def weights(self, batch: TokenBatch, statistics: Statistics, state: State) -> Tensor:
         """[N] float32, the factor on every token's advantage."""
         weights = torch.ones_like(batch.advantage)
-        for side, sign, weight in (("plus", 1, state["amplify"]), ("minus", -1, state["attenuate"])):
-            threshold = statistics.get(side)
-            if isinstance(threshold, Threshold):
-                selected = threshold.select(batch.surprisal, batch.index, batch.mask & (sign * batch.advantage > 0))
-                factor = 1 + state["gate"] * (weight - 1)
-                weights = torch.where(selected, factor.to(weights.dtype), weights)
+        for side, sign in self.sides().items():
+            candidates = batch.mask & (sign * batch.advantage > 0)
+            selected = threshold(statistics, side).select(batch.surprisal, batch.index, candidates)
+            factor = 1 + state["gate"] * (state["amplify" if sign > 0 else "attenuate"] - 1)
+            weights = torch.where(selected, factor.to(weights.dtype), weights)
         return weights
 
-    def token_loss(self, batch: TokenBatch, statistics: Statistics, state: State) -> TokenTerms:
-        base = super().token_loss(batch, statistics, state)
+    def policy_loss(self, batch: TokenBatch, statistics: Statistics, state: State) -> TokenTerms:
+        base = super().policy_loss(batch, statistics, state)
         return replace(base, loss=self.weights(batch, statistics, state) * base.loss)
 
     def metrics(self, statistics: Statistics, state: State) -> dict[str, Tensor | float]:
-        logged: dict[str, Tensor | float] = {
+        logged = {
+            **super().metrics(statistics, state),
             "stare/gate": state["gate"],
             "stare/amplify": state["amplify"],
             "stare/attenuate": state["attenuate"],
         }
-        for side in ("plus", "minus"):
-            threshold = statistics.get(side)
-            if isinstance(threshold, Threshold):
-                logged[f"stare/selected_{side}"] = threshold.k
-                logged[f"stare/threshold_{side}"] = threshold.value
+        for side in self.sides():
+            selected = threshold(statistics, side)
+            logged[f"stare/selected_{side}"], logged[f"stare/threshold_{side}"] = selected.k, selected.value
         if self.entropy_target is not None:
             logged["entropy/target"] = self.entropy_target
         return logged

@@ -62,9 +62,14 @@ def weighted_likelihood(
 ) -> Surrogate:
     """CISPO (arXiv 2506.13585): J = sg[clip(r, 1 - low, 1 + high)] A ln p. No token loses its gradient; `clipped` says
     whose weight was bounded. low = 1 is no lower bound."""
-    free = ratio(log_prob, old_log_prob).detach()
-    weight = free.clamp(1 - low, 1 + high)
-    return Surrogate(loss=-weight * advantage * log_prob, clipped=weight != free)
+    weight = bounded_ratio(log_prob, old_log_prob, low=low, high=high)
+    clipped = weight != ratio(log_prob, old_log_prob).detach()
+    return Surrogate(loss=-weight * advantage * log_prob, clipped=clipped)
+
+
+def bounded_ratio(log_prob: Tensor, old_log_prob: Tensor, *, low: float, high: float) -> Tensor:
+    """[N] sg[clip(r, 1 - low, 1 + high)]."""
+    return ratio(log_prob, old_log_prob).detach().clamp(1 - low, 1 + high)
 
 
 def response_mean(x: Tensor, batch: TokenBatch) -> Tensor:

@@ -1,21 +1,26 @@
-"""The live view of a run in a terminal or a log file: one line a step.
+"""A run as the driver shows it to people: the interface, and the plain kind of it, one line a step.
 
-Comes from the metrics of the step; goes to stdout. Plain text, so that a log of a batch job can be read and grepped;
-colour only where a person looks at a terminal.
+Comes from the driver loop; goes to stdout. Plain text, so that a log of a batch job can be read and grepped; colour
+only where a person looks at a terminal. The panel for terminals is in `live.py`, whose `make_display` chooses.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import statistics
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
-from typing import TextIO
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TextIO, TypeVar
+
+from megatron_stare.observability.alerts import Alert, Watch
 
 _DIM, _BOLD, _GREEN, _YELLOW, _RED = "2", "1", "32", "33", "31"
+Display = TypeVar("Display", bound="RunDisplay")  # typing.Self came with Python 3.11
 _OUTLIER = 3.0  # a step longer than this many medians is counted as that many
 
 
@@ -50,25 +55,95 @@ class RemainingTime:
         return steps * statistics.fmean(min(seconds, cap) for seconds in self._recent)
 
 
-class StepPrinter:
-    """Prints one aligned line a step, and notes and warnings between them.
+class RunDisplay(ABC):
+    """What the driver tells of a run. A context manager; `close` leaves the terminal as it was found.
+
+    Args:
+        dtype: of the model in training; what agreement of engine and trainer may be expected.
+    """
+
+    def __init__(self, dtype: str = "float32") -> None:
+        self._watch = Watch(dtype)
+
+    def start(self, run_dir: str, algorithm: str) -> None:
+        """Says which run this is."""
+        self.note(f"run directory {run_dir}")
+
+    def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
+        """Takes the steps that a resumed run has behind it, as `metrics.read_metrics` returns them. Shows nothing."""
+        self._watch.restore(rows)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """The time spent inside is this phase's: rollout, reward, score, update, sync, eval, checkpoint, or another."""
+        yield
+
+    def rollout_progress(self, done: int, total: int) -> None:  # noqa: B027 - one line a step has no place for it
+        """Responses finished, of those wanted in this phase."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows a finished step, then the alerts that began or ended with it."""
+        changed = self._watch.add(step, metrics)
+        self._show(step, metrics)
+        for alert in changed:
+            self._announce(alert)
+
+    def close(self) -> None:  # noqa: B027 - nothing to restore where lines were printed
+        """Ends the display. Closing twice is allowed."""
+
+    @abstractmethod
+    def note(self, text: str) -> None:
+        """Shows a remark between the steps."""
+
+    @abstractmethod
+    def warn(self, text: str) -> None:
+        """Shows something the person should look into."""
+
+    @abstractmethod
+    def _show(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows the figures of a finished step."""
+
+    def _announce(self, alert: Alert) -> None:
+        (self.note if alert.over else self.warn)(alert.announce())
+
+    def __enter__(self: Display) -> Display:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class StepPrinter(RunDisplay):
+    """Prints one aligned line a step, and notes, warnings and alerts between them.
 
     Args:
         total_steps: the step the run ends with.
         out: where to; default the stdout of the moment of the call.
         smoothing: steps that the estimate of the time left averages over.
+        dtype: as in RunDisplay.
     """
 
-    def __init__(self, total_steps: int, out: TextIO | None = None, smoothing: int = 20) -> None:
+    def __init__(
+        self, total_steps: int, out: TextIO | None = None, smoothing: int = 20, dtype: str = "float32"
+    ) -> None:
+        super().__init__(dtype)
         self._out = sys.stdout if out is None else out
         self._total = total_steps
-        self._colour = self._out.isatty() and not os.environ.get("NO_COLOR")
+        self._colour = self._out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._remaining = RemainingTime(smoothing)
         self._widths = {"step": len(str(total_steps)), "reward": 5, "entropy": 5, "length": 6, "rate": 6, "time": 5}
         self._shown: set[str] = set()  # columns seen so far: a value missing once leaves a dash, not a hole
         self._last_call = time.monotonic()
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+    def note(self, text: str) -> None:
+        """Prints a remark between the steps."""
+        self._write(self._paint(_DIM, text))
+
+    def warn(self, text: str) -> None:
+        """Prints something the person should look into."""
+        self._write(self._paint(_YELLOW, f"warning: {text}"))
+
+    def _show(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints the line of a finished step. Metrics the method does not have leave no column.
 
         The time left counts training steps at their recent pace; evaluations and checkpoints come on top.
@@ -87,14 +162,6 @@ class StepPrinter:
             self._left(step),
         ]
         self._write("  ".join(column for column in columns if column))
-
-    def note(self, text: str) -> None:
-        """Prints a remark between the steps."""
-        self._write(self._paint(_DIM, text))
-
-    def warn(self, text: str) -> None:
-        """Prints something the person should look into."""
-        self._write(self._paint(_YELLOW, f"warning: {text}"))
 
     def _column(
         self, name: str, metrics: Mapping[str, float], key: str, spec: str, label: str | None = None, unit: str = ""

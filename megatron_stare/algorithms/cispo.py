@@ -1,0 +1,48 @@
+"""CISPO (MiniMax-M1, arXiv 2506.13585): the importance weight is bounded, not the update; every token keeps a gradient.
+
+    J = (1 / N) sum_{i,t} sg[clip(rho, 1 - low, 1 + high)] A ln p
+
+The paper leaves the lower bound off (low = 1) and gives no number for the upper; slime suggests high = 4. Units: TRL's
+`epsilon_high` is the bound itself (rho <= epsilon_high), here and in slime it is 1 + high.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron_stare.algorithms.advantage import Spread, group_advantages
+from megatron_stare.algorithms.method import State, TokenTerms
+from megatron_stare.algorithms.policy import PolicyGradient
+from megatron_stare.algorithms.surrogate import weighted_likelihood
+from megatron_stare.batch import TokenBatch
+from megatron_stare.statistics import Statistics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cispo(PolicyGradient):
+    """Settings of CISPO.
+
+    clip_low: distance of the weight's lower bound from 1; 1 is no bound.
+    clip_high: distance of its upper bound from 1.
+    advantage_spread: what the centred reward is divided by.
+    """
+
+    clip_low: float = 1.0
+    clip_high: float = 4.0
+    advantage_spread: Spread = "sample"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.clip_low <= 1 or self.clip_high <= 0:
+            raise ValueError("clip_low must lie in (0, 1] and clip_high above 0")
+
+    def advantages(self, rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
+        return group_advantages(rewards, groups, counted, spread=self.advantage_spread)
+
+    def policy_loss(self, batch: TokenBatch, statistics: Statistics, state: State) -> TokenTerms:
+        surrogate = weighted_likelihood(
+            batch.log_prob, batch.old_log_prob, batch.advantage.detach(), low=self.clip_low, high=self.clip_high
+        )
+        return TokenTerms(loss=surrogate.loss, shares={"loss/clip_fraction": surrogate.clipped})

@@ -1,0 +1,78 @@
+"""Clip-Cov (arXiv 2505.22617): a few tokens of high covariance between advantage and log-prob lose their loss.
+
+    candidates: low < cov < high, not already clipped
+    max(1, int(share N)) of them, drawn at random, get loss 0; the denominator stays N
+
+The released code draws unseeded per micro-batch, and at least one each; here the draw is over the whole batch, keyed
+by seed, step and the token's canonical number, so it is the same in every layout. Its ratio clip is 1 on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_stare.algorithms.aggregate import Aggregation
+from megatron_stare.algorithms.covariance import budget, covariance, mean_requests
+from megatron_stare.algorithms.draw import uniform
+from megatron_stare.algorithms.grpo import Grpo
+from megatron_stare.algorithms.method import State, TokenTerms
+from megatron_stare.algorithms.surrogate import clipped_surrogate
+from megatron_stare.batch import TokenBatch
+from megatron_stare.statistics import Request, Statistics, TopK, threshold
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipCov(Grpo):
+    """Settings of Clip-Cov; defaults are those of the released recipe.
+
+    share: of all tokens, how many lose their loss.
+    cov_low, cov_high: bounds of the candidates' covariance.
+    seed: of the draw.
+    """
+
+    clip_low: float = 1.0
+    clip_high: float = 1.0
+    aggregation: Aggregation = "token_mean"
+    share: float = 2e-4
+    cov_low: float = 1.0
+    cov_high: float = 5.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.share <= 1 or self.cov_low >= self.cov_high:
+            raise ValueError("share must lie in (0, 1] and cov_low below cov_high")
+
+    def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
+        asked = dict(mean_requests(kept))
+        if "cov/tokens" in known:
+            ticket = uniform(self.seed, kept.step, kept.index)
+            asked["drawn"] = TopK(ticket, kept.index, self.drawable(kept, known), count=budget(known, self.share))
+        return asked
+
+    def candidates(self, batch: TokenBatch, known: Statistics) -> Tensor:
+        """[N] bool, by covariance alone."""
+        cov = covariance(batch, known)
+        return batch.mask & (cov > self.cov_low) & (cov < self.cov_high)
+
+    def drawable(self, batch: TokenBatch, known: Statistics) -> Tensor:
+        """[N] bool: candidates that the ratio clip leaves a gradient, by the log-probs that selections read."""
+        surrogate = clipped_surrogate(
+            batch.selected_by,
+            batch.old_log_prob,
+            batch.advantage,
+            low=self.clip_low,
+            high=self.clip_high,
+            dual=self.dual_clip,
+        )
+        return self.candidates(batch, known) & ~surrogate.clipped
+
+    def policy_loss(self, batch: TokenBatch, statistics: Statistics, state: State) -> TokenTerms:
+        base = super().policy_loss(batch, statistics, state)
+        ticket = uniform(self.seed, batch.step, batch.index)
+        drawn = threshold(statistics, "drawn").select(ticket, batch.index, self.drawable(batch, statistics))
+        return TokenTerms(torch.where(drawn, 0.0, base.loss), {**base.shares, "clip_cov/share": drawn})

@@ -1,0 +1,36 @@
+"""The covariance of advantage and log-prob that Clip-Cov and KL-Cov act on (arXiv 2505.22617).
+
+    cov_{i,t} = (A - mean A) (ln p - mean ln p)
+
+Means are over the tokens of the whole batch; the released code takes them over the micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from megatron_stare.batch import TokenBatch
+from megatron_stare.statistics import Count, Mean, Request, Statistics, scalar
+
+
+def mean_requests(batch: TokenBatch) -> Mapping[str, Request]:
+    return {
+        "cov/tokens": Count(batch.mask),
+        "cov/advantage": Mean(batch.advantage, batch.mask),
+        "cov/log_prob": Mean(batch.selected_by, batch.mask),
+    }
+
+
+def covariance(batch: TokenBatch, statistics: Statistics) -> Tensor:
+    """[N] float64, detached; 0 outside batch.mask."""
+    centred = batch.advantage.detach().to(torch.float64) - scalar(statistics, "cov/advantage")
+    spread = batch.selected_by.to(torch.float64) - scalar(statistics, "cov/log_prob")
+    return torch.where(batch.mask, centred * spread, 0.0)
+
+
+def budget(statistics: Statistics, share: float) -> Tensor:
+    """max(1, int(N share)) tokens, 0-dim: a floor, unlike the top-k counts of STARE and 20-Entropy."""
+    return (scalar(statistics, "cov/tokens").to(torch.float64) * share).floor().clamp_min(1)

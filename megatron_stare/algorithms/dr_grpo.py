@@ -1,0 +1,23 @@
+"""Dr. GRPO (arXiv 2503.20783): GRPO without the two divisions that favour long wrong answers and easy questions.
+
+    A_i = r_i - mean        J = (1 / (B L_max)) sum_{i,t} min(rho A, clip(rho) A)
+
+L_max is a constant, 3000 in the paper's recipe. verl's seq-mean-token-sum-norm divides by L_max only: 'dr_grpo_verl'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_stare.algorithms.advantage import Spread
+from megatron_stare.algorithms.aggregate import Aggregation
+from megatron_stare.algorithms.grpo import Grpo
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrGrpo(Grpo):
+    """Settings of Dr. GRPO: GRPO's with the paper's defaults. length_norm: L_max, tokens."""
+
+    aggregation: Aggregation = "dr_grpo"
+    length_norm: int | None = 3000
+    advantage_spread: Spread = "none"

@@ -1,0 +1,122 @@
+"""GRPO-S (arXiv 2508.04349): GTPO's idea per response. A response's reward grows with its mean entropy.
+
+With E_i the mean entropy of response i under the old policy, over the n correct and m wrong ones of the prompt:
+
+    correct   r = beta1 + beta2 n E / sum E          wrong   r = -beta1 - beta2 m (1 / E) / sum (1 / E)
+    A = (r - mean) / std over the prompt group
+    J = mean_i min(w A, clip(w) A),        w_i = mean_t rho_{i,t}
+
+The ratio is the arithmetic mean of the token ratios (eq. 11); the geometric one of appendix C is `ratio: geometric`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from megatron_stare.algorithms.advantage import all_equal, group_advantages
+from megatron_stare.algorithms.aggregate import Aggregation
+from megatron_stare.algorithms.clipped import Clipped
+from megatron_stare.algorithms.correction import Correction
+from megatron_stare.algorithms.surrogate import LOG_RATIO_LIMIT, Surrogate, clip, ratio, response_mean
+from megatron_stare.batch import TokenBatch
+from megatron_stare.statistics import Request, SegmentSum, Statistics, tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoS(Clipped):
+    """Settings of GRPO-S; defaults are the paper's.
+
+    beta1, beta2: weights of outcome and entropy.
+    ratio: of a response, the arithmetic mean of its token ratios or the geometric one.
+    correct_from: the reward from which a response is correct.
+    eps: added to every divisor.
+    """
+
+    coupling: ClassVar[Literal["token", "sequence"]] = "sequence"
+
+    clip_high: float = 0.28
+    aggregation: Aggregation = "sequence_mean"
+    beta1: float = 1.0
+    beta2: float = 0.1
+    ratio: Literal["arithmetic", "geometric"] = "arithmetic"
+    correct_from: float = 0.5
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.beta1 < 0 or self.beta2 < 0 or self.beta1 + self.beta2 == 0 or self.eps < 0:
+            raise ValueError("beta1, beta2 and eps must be at least 0, and one beta above")
+        refuse_by_token(self.aggregation, self.correction)
+
+    def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
+        number = _whole(kept.sequence_lengths).shape[0]
+        return {
+            "grpo_s/entropy": SegmentSum(kept.entropy, kept.sequence, number, kept.mask),
+            "grpo_s/length": SegmentSum(torch.ones_like(kept.entropy), kept.sequence, number, kept.mask),
+        }
+
+    def shaped(self, batch: TokenBatch, statistics: Statistics) -> tuple[Tensor, Tensor]:
+        """([B] float64 shaped rewards, [B] bool which responses count)."""
+        length = tensor(statistics, "grpo_s/length")
+        counted, groups = length > 0, _whole(batch.groups)
+        correct = _whole(batch.rewards) >= self.correct_from
+        entropy = tensor(statistics, "grpo_s/entropy") / length.clamp_min(1)
+        inverse = 1 / (entropy + self.eps)
+
+        def share(x: Tensor, among: Tensor) -> Tensor:
+            """[B] x times the number of responses `among`, over their sum, by prompt group."""
+            zeros = torch.zeros(batch.num_groups, dtype=torch.float64, device=x.device)
+            number = zeros.index_add(0, groups, among.to(torch.float64))
+            total = zeros.index_add(0, groups, torch.where(among, x, 0.0))
+            return x * (number / (total + self.eps))[groups]
+
+        right = self.beta1 + self.beta2 * share(entropy, counted & correct)
+        wrong = self.beta1 + self.beta2 * share(inverse, counted & ~correct)
+        reward = torch.where(correct, right, -wrong)
+        return (reward if batch.penalties is None else reward + batch.penalties), counted
+
+    def normalised(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
+        """[B] float64 (r - mean) / (std + eps) over the prompt group, the standard deviation with n."""
+        reward, counted = self.shaped(batch, statistics)
+        groups = _whole(batch.groups)
+        return group_advantages(reward, groups, counted, spread="population", eps=self.eps, number=batch.num_groups)
+
+    def token_advantages(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
+        # a prompt that is always or never solved would be left with entropy alone: no loss, as in every method
+        correct = (_whole(batch.rewards) >= self.correct_from).to(torch.float64)
+        counted, groups = tensor(statistics, "grpo_s/length") > 0, _whole(batch.groups)
+        same = all_equal(correct, groups, counted, batch.num_groups)[groups]
+        advantage = torch.where(same, 0.0, self.normalised(batch, statistics))
+        return advantage[batch.sequence].to(batch.advantage.dtype)
+
+    def surrogate(self, batch: TokenBatch, advantage: Tensor) -> Surrogate:
+        whole = self.response_ratio(batch)
+        return clip(whole, advantage, low=self.clip_low, high=self.clip_high, dual=self.dual_clip)
+
+    def response_ratio(self, batch: TokenBatch) -> Tensor:
+        """[N] the ratio of the response a token belongs to; differentiable."""
+        if self.ratio == "arithmetic":
+            return response_mean(ratio(batch.log_prob, batch.old_log_prob), batch)
+        mean = response_mean(batch.log_prob - batch.old_log_prob, batch)
+        return mean.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def refuse_by_token(aggregation: Aggregation, correction: Correction | None) -> None:
+    """A loss that is one number a response can only be averaged and weighted by response."""
+    if aggregation != "sequence_mean":
+        raise ValueError("the loss is one number a response, so aggregation must be sequence_mean")
+    if correction is not None and (correction.level == "token" or correction.reject is not None):
+        raise ValueError(
+            "the ratio is the response's, so correction.level must be sequence or geometric, and correction.reject null"
+        )
+
+
+def _whole(value: Tensor | None) -> Tensor:
+    if value is None:
+        raise ValueError("GRPO-S needs the groups, rewards and lengths of the whole batch, and the trainer gave none")
+    return value

@@ -1,0 +1,47 @@
+"""GSPO (arXiv 2507.18071): the importance ratio, and the clip, of a whole response.
+
+    s_i = exp((1 / n_i) sum_t (ln p - ln p_old))        J = mean_i min(s_i A, clip(s_i, 1 - 3e-4, 1 + 4e-4) A)
+
+`form: token` is GSPO-token, s_{i,t} = sg[s_i] p / sg[p]: the same value and, with one advantage a response, the same
+gradient; its log is bounded by 10 as in verl. The bounds are far below those of a token ratio: 0.2 never clips.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from megatron_stare.algorithms.grpo import Grpo
+from megatron_stare.algorithms.grpo_s import refuse_by_token
+from megatron_stare.algorithms.surrogate import LOG_RATIO_LIMIT, Surrogate, clip, response_mean
+from megatron_stare.batch import TokenBatch
+
+TOKEN_FORM_LIMIT = 10.0  # as in verl
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gspo(Grpo):
+    """Settings of GSPO; defaults are the paper's. form: 'sequence' or 'token'."""
+
+    coupling: ClassVar[Literal["token", "sequence"]] = "sequence"
+
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+    form: Literal["sequence", "token"] = "sequence"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_by_token(self.aggregation, self.correction)
+
+    def surrogate(self, batch: TokenBatch, advantage: Tensor) -> Surrogate:
+        return clip(self.ratio(batch), advantage, low=self.clip_low, high=self.clip_high, dual=self.dual_clip)
+
+    def ratio(self, batch: TokenBatch) -> Tensor:
+        """[N] s of the response a token belongs to; differentiable."""
+        mean = response_mean(batch.log_prob - batch.old_log_prob, batch)
+        if self.form == "token":
+            own = batch.log_prob - batch.log_prob.detach()  # 0, with the gradient of ln p
+            return (mean.detach() + own).clamp_max(TOKEN_FORM_LIMIT).exp()
+        return mean.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()

@@ -1,0 +1,132 @@
+"""GTPO (arXiv 2508.04349; not 2508.03772 of the same name): a token's reward grows with its share of the entropy.
+
+At position t, over the d_t correct and h_t wrong responses of the prompt that are that long, H of the old policy:
+
+    correct   r = alpha1 + alpha2 d_t H / sum H          wrong   r = -alpha1 - alpha2 h_t (1 / H) / sum (1 / H)
+    A = (r - mean) / std over the tokens,        J = (1 / N) sum_{i,t} min(rho A, clip(rho) A)
+
+Eq. 6 read literally ('separate') takes mean and std over correct and over wrong tokens apart. Then the mean advantage
+of both is exactly 0, the outcome cancels, and only entropy is learnt. 'joint' over all tokens keeps the outcome's sign
+and is the default. "Entropy clipped at 0.2 and 0.28": taken for DAPO's ratio bounds; to the letter, entropy_clamp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_stare.algorithms.advantage import all_equal
+from megatron_stare.algorithms.clipped import Clipped
+from megatron_stare.batch import TokenBatch
+from megatron_stare.statistics import Request, SegmentSum, Statistics, tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gtpo(Clipped):
+    """Settings of GTPO; defaults are the paper's.
+
+    alpha1, alpha2: weights of outcome and entropy.
+    normalise: 'joint' over all tokens, or 'separate' over correct and over wrong ones (eq. 6 to the letter).
+    scope: whose tokens are compared, the prompt group's (the formulas) or the whole batch's (the paper's discussion).
+    entropy_clamp: (low, high) nats, entropies are clamped before shaping; null: not.
+    correct_from: the reward from which a response is correct.
+    eps: added to every divisor (remark 2.1).
+    """
+
+    clip_high: float = 0.28
+    alpha1: float = 1.0
+    alpha2: float = 0.1
+    normalise: Literal["joint", "separate"] = "joint"
+    scope: Literal["group", "batch"] = "group"
+    entropy_clamp: tuple[float, float] | None = None
+    correct_from: float = 0.5
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.alpha1 < 0 or self.alpha2 < 0 or self.alpha1 + self.alpha2 == 0 or self.eps < 0:
+            raise ValueError("alpha1, alpha2 and eps must be at least 0, and one alpha above")
+        if self.entropy_clamp is not None and not 0 <= self.entropy_clamp[0] < self.entropy_clamp[1]:
+            raise ValueError("entropy_clamp must be [low, high] with 0 <= low < high")
+
+    def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
+        correct, entropy = self._correct(kept)[kept.sequence], self._entropy(kept)
+        right, wrong = kept.mask & correct, kept.mask & ~correct
+        cell, cells = self._cells(kept)
+        ones = torch.ones_like(entropy)
+        asked: dict[str, Request] = {
+            "gtpo/d": SegmentSum(ones, cell, cells, right),
+            "gtpo/h": SegmentSum(ones, cell, cells, wrong),
+            "gtpo/entropy": SegmentSum(entropy, cell, cells, right),
+            "gtpo/inverse": SegmentSum(1 / (entropy + self.eps), cell, cells, wrong),
+        }
+        if "gtpo/d" in known:
+            side, sides = self._sides(kept)
+            shaped = self.shaped(kept, known)
+            asked["gtpo/number"] = SegmentSum(ones, side, sides, kept.mask)
+            asked["gtpo/sum"] = SegmentSum(shaped, side, sides, kept.mask)
+            if "gtpo/sum" in known:  # squares about the mean: stable where the spread is small
+                asked["gtpo/squares"] = SegmentSum((shaped - self._mean(kept, known)) ** 2, side, sides, kept.mask)
+        return asked
+
+    def shaped(self, batch: TokenBatch, known: Statistics) -> Tensor:
+        """[N] float64, eqs. 3 and 4, with what the length of the response costs it."""
+        cell, _ = self._cells(batch)
+        entropy = self._entropy(batch)
+        number = {name: tensor(known, f"gtpo/{name}")[cell] for name in ("d", "h", "entropy", "inverse")}
+        right = self.alpha1 + self.alpha2 * number["d"] * entropy / (number["entropy"] + self.eps)
+        wrong = self.alpha1 + self.alpha2 * number["h"] / (entropy + self.eps) / (number["inverse"] + self.eps)
+        reward = torch.where(self._correct(batch)[batch.sequence], right, -wrong)
+        return reward if batch.penalties is None else reward + batch.penalties[batch.sequence]
+
+    def normalised(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
+        """[N] float64 (r - mean) / (std + eps), the standard deviation with n."""
+        side, _ = self._sides(batch)
+        variance = tensor(statistics, "gtpo/squares") / tensor(statistics, "gtpo/number").clamp_min(1)
+        return (self.shaped(batch, statistics) - self._mean(batch, statistics)) / (variance.sqrt()[side] + self.eps)
+
+    def token_advantages(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
+        advantage = self.normalised(batch, statistics)
+        # a prompt that is always or never solved would be left with entropy alone: no loss, as in every method
+        flags, counted = self._correct(batch).to(torch.float64), _whole(batch.sequence_lengths) > 0
+        groups = _whole(batch.groups)
+        same = all_equal(flags, groups, counted, batch.num_groups)[groups]
+        return torch.where(batch.mask & ~same[batch.sequence], advantage, 0.0).to(batch.advantage.dtype)
+
+    def _correct(self, batch: TokenBatch) -> Tensor:
+        """[B] bool."""
+        return _whole(batch.rewards) >= self.correct_from
+
+    def _entropy(self, batch: TokenBatch) -> Tensor:
+        """[N] float64."""
+        entropy = batch.entropy.detach().to(torch.float64)
+        return entropy if self.entropy_clamp is None else entropy.clamp(*self.entropy_clamp)
+
+    def _scope(self, batch: TokenBatch) -> tuple[Tensor, int]:
+        """[N] whose tokens a token is compared with, and how many such sets there are."""
+        group = _whole(batch.groups)[batch.sequence]
+        return (group, batch.num_groups) if self.scope == "group" else (torch.zeros_like(group), 1)
+
+    def _cells(self, batch: TokenBatch) -> tuple[Tensor, int]:
+        scope, number = self._scope(batch)
+        return scope * batch.max_length + batch.position, number * batch.max_length
+
+    def _sides(self, batch: TokenBatch) -> tuple[Tensor, int]:
+        scope, number = self._scope(batch)
+        if self.normalise == "joint":
+            return scope, number
+        return 2 * scope + self._correct(batch)[batch.sequence].to(torch.int64), 2 * number
+
+    def _mean(self, batch: TokenBatch, known: Statistics) -> Tensor:
+        side, _ = self._sides(batch)
+        return (tensor(known, "gtpo/sum") / tensor(known, "gtpo/number").clamp_min(1))[side]
+
+
+def _whole(value: Tensor | None) -> Tensor:
+    if value is None:
+        raise ValueError("GTPO needs the groups, rewards and lengths of the whole batch, and the trainer gave none")
+    return value

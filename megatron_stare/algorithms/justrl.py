@@ -1,0 +1,22 @@
+"""JustRL (arXiv 2512.16649): plain GRPO with a higher upper clip, everything else fixed and simple.
+
+    J = (1 / N) sum_{i,t} min(rho A, clip(rho, 1 - 0.2, 1 + 0.28) A), dual clip 10
+
+No KL, no entropy term, no dynamic sampling, no length penalty. Settings: thunlp/JustRL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_stare.algorithms.aggregate import Aggregation
+from megatron_stare.algorithms.grpo import Grpo
+
+
+@dataclass(frozen=True, kw_only=True)
+class JustRl(Grpo):
+    """Settings of JustRL: GRPO's with the published defaults."""
+
+    clip_high: float = 0.28
+    dual_clip: float | None = 10.0
+    aggregation: Aggregation = "token_mean"

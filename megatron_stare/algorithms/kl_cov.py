@@ -1,0 +1,62 @@
+"""KL-Cov (arXiv 2505.22617): tokens of highest covariance between advantage and log-prob are held where they were.
+
+    loss = -A rho + beta |ln p - ln p_old|    on the max(1, int(share N)) tokens of largest covariance
+    loss = -A rho                             elsewhere
+
+There is no ratio clip, in the released code either, although its scripts pass one: so there is no such setting here.
+With one optimizer step a rollout batch ln p = ln p_old, the term has no gradient and KL-Cov is inert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_stare.algorithms.advantage import Spread, group_advantages
+from megatron_stare.algorithms.covariance import budget, covariance, mean_requests
+from megatron_stare.algorithms.method import State, TokenTerms
+from megatron_stare.algorithms.policy import PolicyGradient
+from megatron_stare.algorithms.surrogate import ratio
+from megatron_stare.batch import TokenBatch
+from megatron_stare.statistics import Request, Statistics, TopK, threshold
+
+
+@dataclass(frozen=True, kw_only=True)
+class KlCov(PolicyGradient):
+    """Settings of KL-Cov; defaults are those of the paper's 7B runs.
+
+    share: of all tokens, how many are held (2e-3 for 7B, 2e-4 for 32B).
+    coef: beta (1 in the original repository, 0.1 in verl's configuration).
+    advantage_spread: what the centred reward is divided by.
+    """
+
+    share: float = 2e-3
+    coef: float = 1.0
+    advantage_spread: Spread = "sample"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.share <= 1 or self.coef < 0:
+            raise ValueError("share must lie in (0, 1] and coef be at least 0")
+
+    def advantages(self, rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
+        return group_advantages(rewards, groups, counted, spread=self.advantage_spread)
+
+    def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
+        asked = dict(mean_requests(kept))
+        if "cov/tokens" in known:
+            asked["held"] = TopK(covariance(kept, known), kept.index, kept.mask, count=budget(known, self.share))
+        return asked
+
+    def held(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
+        """[N] bool."""
+        return threshold(statistics, "held").select(covariance(batch, statistics), batch.index, batch.mask)
+
+    def policy_loss(self, batch: TokenBatch, statistics: Statistics, state: State) -> TokenTerms:
+        held = self.held(batch, statistics)
+        free = -batch.advantage.detach() * ratio(batch.log_prob, batch.old_log_prob)
+        distance = (batch.log_prob - batch.old_log_prob).abs()
+        return TokenTerms(torch.where(held, free + self.coef * distance, free), {"kl_cov/share": held})

@@ -1,0 +1,166 @@
+"""What all policy-gradient methods share: filters before the statistics, and terms added to the policy loss.
+
+A subclass gives `policy_loss`, and as it needs them `filters`, `asks` and `control`. The add-ons of this file -
+truncation, length penalties, importance correction, KL to a reference, entropy bonus - go with every one of them.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_stare.algorithms.advantage import group_advantages
+from megatron_stare.algorithms.aggregate import BY_CONSTANT, PER_SEQUENCE, Aggregation, coefficients
+from megatron_stare.algorithms.correction import Correction
+from megatron_stare.algorithms.entropy_bonus import COEF, USED, EntropyBonus
+from megatron_stare.algorithms.filters import Filter, Narrowed, narrow
+from megatron_stare.algorithms.kl import ReferenceKl, kl_estimate
+from megatron_stare.algorithms.method import Method, State, TokenTerms
+from megatron_stare.algorithms.shaping import LengthPenalty, Overlong, Truncated
+from megatron_stare.batch import RolloutBatch, TokenBatch
+from megatron_stare.statistics import Count, Request, SegmentSum, Statistics, scalar, tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyGradient(Method):
+    """Settings every policy-gradient method has.
+
+    aggregation: how token losses become one number (see aggregate.py).
+    length_norm: L_max of the 'dr_grpo' aggregations, tokens.
+    truncated: what a response cut off at the length limit counts for.
+    overlong: DAPO's soft overlong punishment, or null.        length_penalty: GROP, or null.
+    correction: importance correction between rollout and training policy, or null.
+    reference_kl: KL to a reference policy as a loss term, or null.
+    entropy_bonus: entropy bonus, fixed or steered to a target, or null.
+    """
+
+    aggregation: Aggregation = "token_mean"
+    length_norm: int | None = None
+    truncated: Truncated = "keep"
+    overlong: Overlong | None = None
+    length_penalty: LengthPenalty | None = None
+    correction: Correction | None = None
+    reference_kl: ReferenceKl | None = None
+    entropy_bonus: EntropyBonus | None = None
+
+    def __post_init__(self) -> None:
+        by_constant = self.aggregation in BY_CONSTANT
+        if by_constant != (self.length_norm is not None):
+            need = "needs length_norm" if by_constant else "does not use length_norm; leave it null"
+            raise ValueError(f"aggregation {self.aggregation} {need}")
+        if self.length_norm is not None and self.length_norm < 1:
+            raise ValueError("length_norm must be at least 1 token")
+        if self.overlong is not None and self.length_penalty is not None:
+            raise ValueError("overlong and length_penalty both punish length; set one of them to null")
+        if any(each.leaves_count for each in self.filters()) and by_constant:
+            raise ValueError(
+                f"aggregation {self.aggregation} divides by a constant, so tokens cannot leave the denominator: "
+                "use token_mean or sequence_mean, denominator all, or a correction with mode icepop"
+            )
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        return self.entropy_bonus is not None
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.reference_kl is not None and self.reference_kl.coef > 0
+
+    def carries_loss(self, batch: RolloutBatch) -> Tensor:
+        return batch.scored if self.truncated == "keep" else batch.scored & ~batch.truncated
+
+    def enters_moments(self, batch: RolloutBatch) -> Tensor:
+        return batch.scored & ~batch.truncated if self.truncated == "drop" else batch.scored
+
+    def shaped_rewards(self, batch: RolloutBatch) -> Tensor:
+        if self.overlong is not None:
+            return batch.rewards + self.overlong.penalty(batch.response_lengths)
+        if self.length_penalty is not None:
+            correct = batch.rewards >= self.length_penalty.correct_from
+            counted = self.enters_moments(batch)
+            return batch.rewards + self.length_penalty.penalty(batch.response_lengths, correct, batch.groups, counted)
+        return batch.rewards
+
+    def advantages(self, rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
+        return group_advantages(rewards, groups, counted)
+
+    def initial_state(self) -> dict[str, float]:
+        return self.entropy_bonus.initial_state() if self.entropy_bonus is not None else {}
+
+    def filters(self) -> tuple[Filter, ...]:
+        """What takes tokens out of the loss, in order."""
+        return (self.correction,) if self.correction is not None else ()
+
+    def narrowed(self, batch: TokenBatch, known: Statistics) -> Narrowed:
+        return narrow(self.filters(), batch, known)
+
+    def requests(self, batch: TokenBatch, known: Statistics) -> Mapping[str, Request]:
+        narrowed = self.narrowed(batch, known)
+        asked = narrowed.asked
+        if self.entropy_bonus is not None:
+            asked |= self.entropy_bonus.requests(batch)
+        if not narrowed.complete:
+            return asked
+        asked["tokens"] = Count(narrowed.counted)
+        if self.filters() and self.aggregation in PER_SEQUENCE:
+            assert batch.sequence_lengths is not None
+            number = batch.sequence_lengths.shape[0]
+            asked["lengths"] = SegmentSum(narrowed.counted, batch.sequence, number, narrowed.counted)
+        if self.correction is not None:
+            asked |= self.correction.final_requests(narrowed.kept, known)
+        return asked | dict(self.asks(batch, narrowed.kept, known))
+
+    def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
+        """The method's own statistics; `kept` is the batch with the mask the filters left."""
+        return {}
+
+    def control(self, state: State, statistics: Statistics) -> State:
+        return self.entropy_bonus.control(state, statistics) if self.entropy_bonus is not None else state
+
+    @abstractmethod
+    def policy_loss(self, batch: TokenBatch, statistics: Statistics, state: State) -> TokenTerms:
+        """Loss [N] of the tokens that the filters left, before the add-ons."""
+
+    def token_loss(self, batch: TokenBatch, statistics: Statistics, state: State) -> TokenTerms:
+        kept = self.narrowed(batch, statistics).kept
+        terms = self.policy_loss(kept, statistics, state)
+        loss, shares = terms.loss, dict(terms.shares)
+        if self.correction is not None:
+            weight = self.correction.weights(batch, statistics)
+            loss, shares["correction/weight"] = loss * weight, weight
+        if self.filters():
+            loss = torch.where(kept.mask, loss, 0.0)
+            shares["loss/kept"] = kept.mask
+        if self.reference_kl is not None and self.needs_reference:
+            kl = kl_estimate(batch.log_prob, _given(batch.reference_log_prob, "log-prob"), self.reference_kl.estimator)
+            loss, shares["reference/kl"] = loss + self.reference_kl.coef * kl, kl.detach()
+        if self.entropy_bonus is not None:
+            entropy = _given(batch.current_entropy, "entropy with gradient")
+            loss = loss - state[USED].to(loss.dtype) * entropy
+        return replace(terms, loss=loss, shares=shares)
+
+    def coefficients(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
+        lengths = tensor(statistics, "lengths") if "lengths" in statistics else None
+        return coefficients(
+            replace(batch, mask=self.narrowed(batch, statistics).counted),
+            self.aggregation,
+            scalar(statistics, "tokens"),
+            lengths=lengths,
+            length_norm=self.length_norm,
+        )
+
+    def metrics(self, statistics: Statistics, state: State) -> dict[str, Tensor | float]:
+        logged: dict[str, Tensor | float] = {"loss/tokens": scalar(statistics, "tokens")}
+        if self.entropy_bonus is not None:
+            logged["entropy_bonus/used"], logged["entropy_bonus/coef"] = state[USED], state[COEF]
+        return logged
+
+
+def _given(value: Tensor | None, what: str) -> Tensor:
+    if value is None:
+        raise ValueError(f"the method needs the {what} of every token, and the trainer gave none")
+    return value

@@ -1,0 +1,100 @@
+"""STAPO (arXiv 2602.15620): silences spurious tokens, the improbable ones that a correct answer contains by accident.
+
+    I = 0 if A > 0 and p < tau_p and H < tau_h, else 1
+    J = (1 / sum I) sum_{i,t} I min(rho A, clip(rho, 1 - low, 1 + high) A)
+
+tau_h is (v4) the q-quantile of the entropies of the candidates - p < tau_p in correct responses - over the batch, or
+(v1) of all tokens. Comparisons are strict, and without a candidate nothing is silenced. No official code is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from megatron_stare.algorithms.aggregate import Aggregation
+from megatron_stare.algorithms.filters import Filter
+from megatron_stare.algorithms.grpo import Grpo
+from megatron_stare.batch import TokenBatch
+from megatron_stare.statistics import Interpolation, Quantile, Request, Statistics, scalar
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpuriousTokens:
+    """STAPO's mask as a filter; its settings are those of Stapo."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    tau_p: float = 0.002
+    version: Literal["v4", "v1"] = "v4"
+    quantile: float = 0.75
+    interpolation: Interpolation = "linear"
+    denominator: Literal["kept", "all"] = "kept"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.tau_p < 1 or not 0 <= self.quantile <= 1:
+            raise ValueError("tau_p must lie in (0, 1) and quantile in [0, 1]")
+
+    @property
+    def leaves_count(self) -> bool:
+        return self.denominator == "kept"
+
+    def candidates(self, prob: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+        """[N] bool: improbable tokens of responses with positive advantage."""
+        return mask & (advantage > 0) & (prob < self.tau_p)
+
+    def threshold(self, entropy: Tensor, candidates: Tensor, mask: Tensor) -> Quantile:
+        """The request for tau_h."""
+        return Quantile(entropy, candidates if self.version == "v4" else mask, self.quantile, self.interpolation)
+
+    def spared(self, entropy: Tensor, candidates: Tensor, tau_h: Tensor) -> Tensor:
+        """[N] bool, the tokens that are not silenced. tau_h NaN, without candidates, silences none."""
+        # the quantile was taken over float32 values: compare the same ones, or the token that is it could fall below
+        return ~(candidates & (entropy.to(torch.float32).to(torch.float64) < tau_h))
+
+    def requests(self, batch: TokenBatch, known: Statistics) -> Mapping[str, Request]:
+        candidates = self.candidates((-batch.surprisal).exp(), batch.advantage, batch.mask)
+        return {"stapo/entropy": self.threshold(batch.entropy, candidates, batch.mask)}
+
+    def keep(self, batch: TokenBatch, known: Statistics) -> Tensor | None:
+        if "stapo/entropy" not in known:
+            return None
+        candidates = self.candidates((-batch.surprisal).exp(), batch.advantage, batch.mask)
+        return self.spared(batch.entropy, candidates, scalar(known, "stapo/entropy"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stapo(Grpo):
+    """Settings of STAPO; defaults are those of version 4 of the paper.
+
+    tau_p: probability below which a token may be spurious.
+    version: over which tokens the entropy quantile is taken.
+    quantile: q, 0.75 in v4; v1 contradicts itself between 0.8 and 0.2.
+    interpolation: between two candidates' entropies; the paper does not say.
+    denominator: 'kept' (the paper) or 'all' tokens.
+    """
+
+    clip_high: float = 0.28
+    aggregation: Aggregation = "token_mean"
+    tau_p: float = 0.002
+    version: Literal["v4", "v1"] = "v4"
+    quantile: float = 0.75
+    interpolation: Interpolation = "linear"
+    denominator: Literal["kept", "all"] = "kept"
+
+    def filters(self) -> tuple[Filter, ...]:
+        spurious = SpuriousTokens(
+            tau_p=self.tau_p,
+            version=self.version,
+            quantile=self.quantile,
+            interpolation=self.interpolation,
+            denominator=self.denominator,
+        )
+        return (*super().filters(), spurious)
+
+    def metrics(self, statistics: Statistics, state: dict[str, Tensor]) -> dict[str, Tensor | float]:
+        return {**super().metrics(statistics, state), "stapo/entropy_threshold": scalar(statistics, "stapo/entropy")}

@@ -1,0 +1,93 @@
+"""20-Entropy, "Beyond the 80/20 rule" (arXiv 2506.01939): only tokens of highest entropy, the forks, are trained on.
+
+    I = 1 for the k = max(1, int(N rho + 0.9999)) tokens of largest entropy, both signs of advantage together
+    J = (1 / sum I) sum_{i,t} I min(rho A, clip(rho, 1 - low, 1 + high) A)
+
+The official code takes the top k per micro-batch; here it is that of the whole batch. TRL divides by all tokens
+instead of the kept ones, which makes the loss about five times smaller: `denominator: all`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_stare.algorithms.aggregate import Aggregation
+from megatron_stare.algorithms.filters import Filter
+from megatron_stare.algorithms.grpo import Grpo
+from megatron_stare.batch import TokenBatch
+from megatron_stare.statistics import Count, Quantile, Request, Statistics, TopK, scalar, threshold
+
+
+@dataclass(frozen=True, kw_only=True)
+class HighEntropyTokens:
+    """The mask as a filter; its settings are those of TwentyEntropy."""
+
+    share: float
+    rule: Literal["top_k", "quantile"]
+    leaves_count: bool
+
+    def requests(self, batch: TokenBatch, known: Statistics) -> Mapping[str, Request]:
+        candidates = _candidates(batch)
+        if self.rule == "quantile":
+            return {"forks": Quantile(batch.entropy, candidates, 1 - self.share)}
+        asked: dict[str, Request] = {"forks/candidates": Count(candidates)}
+        if "forks/candidates" in known:
+            k = fork_count(scalar(known, "forks/candidates"), self.share)
+            asked["forks"] = TopK(batch.entropy, batch.index, candidates, count=k)
+        return asked
+
+    def keep(self, batch: TokenBatch, known: Statistics) -> Tensor | None:
+        if "forks" not in known:
+            return None
+        candidates = _candidates(batch)
+        if self.rule == "quantile":
+            # compared as float32, the values the quantile was taken over
+            return candidates & (batch.entropy.to(torch.float32).to(torch.float64) >= scalar(known, "forks"))
+        return threshold(known, "forks").select(batch.entropy, batch.index, candidates)
+
+
+def fork_count(n: Tensor, share: float) -> Tensor:
+    """max(1, int(n share + 0.9999)) of n candidates, 0-dim; the official code's rounding."""
+    return (n.to(torch.float64) * share + 0.9999).floor().clamp_min(1)
+
+
+def _candidates(batch: TokenBatch) -> Tensor:
+    # groups with equal rewards have no advantage and would fill the quantile with tokens that teach nothing; the
+    # paper filters them before training
+    return batch.mask & (batch.advantage != 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwentyEntropy(Grpo):
+    """Settings of 20-Entropy; defaults are the paper's.
+
+    share: rho, the share of tokens kept.
+    rule: 'top_k' keeps exactly k; 'quantile' those at or above the (1 - share)-quantile (linear), as TRL does.
+    denominator: 'kept' (the paper, eq. 6) or 'all' tokens (TRL).
+    """
+
+    clip_high: float = 0.28
+    dual_clip: float | None = 10.0
+    aggregation: Aggregation = "token_mean"
+    share: float = 0.2
+    rule: Literal["top_k", "quantile"] = "top_k"
+    denominator: Literal["kept", "all"] = "kept"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.share <= 1:
+            raise ValueError("share must lie in (0, 1]")
+
+    def filters(self) -> tuple[Filter, ...]:
+        forks = HighEntropyTokens(share=self.share, rule=self.rule, leaves_count=self.denominator == "kept")
+        return (*super().filters(), forks)
+
+    def metrics(self, statistics: Statistics, state: dict[str, Tensor]) -> dict[str, Tensor | float]:
+        forks = statistics["forks"]
+        value = forks if isinstance(forks, Tensor) else forks.value
+        return {**super().metrics(statistics, state), "forks/entropy_threshold": value}

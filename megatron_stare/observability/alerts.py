@@ -1,0 +1,234 @@
+"""What in the figures of a run a person should look at now.
+
+Comes from the metrics of the latest steps; goes to the run display, which says once that an alert began and once that
+it is over. Every check is a pure function of what `Recent` holds; `Watch` remembers, and knows begin from end.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from megatron_stare.observability.paired import BAND
+
+Row = Mapping[str, float]
+
+# Single batches leave the band by chance; ten in a row do not, and a controller that works is back sooner.
+OFF_TARGET_STEPS = 10
+# Without a target: entropy halves in fewer steps than this, as in the published collapses of plain GRPO. Slower is the
+# normal sharpening of a policy that learns.
+HALVING_STEPS = 40
+FALL_WINDOW = 20  # steps the speed is measured over: means of its two halves, so that one odd batch is no fall
+FALLEN_SHARE = (
+    0.5  # of the entropy the run started with; above it, the fast first steps of a base model are no collapse
+)
+START_STEPS = 5  # averaged to say what the run started with
+# One token budget for all: beyond a fifth, the reward says more about the budget than about the reasoning.
+TRUNCATED_SHARE = 0.2
+# float32 on both sides differs by rounding, 1e-6 to 1e-5. A thousandth is another model: stale or misplaced weights,
+# other sampling settings, a mask. Not checked in bfloat16, where single tokens differ by tenths with nothing wrong.
+LOGPROB_DIFF = 1e-3
+GRAD_SPIKE = 10.0  # times the median; batches of one run differ by factors of two or three
+GRAD_WINDOW = 50  # steps the median is over: long enough to be steady, short enough to follow training
+GRAD_KNOWN = 10  # steps before there is a median worth the name
+DEGENERATE_SHARE = 0.9  # of the groups teach nothing: a step costs as much and learns from a tenth of its batch
+# An alert is over after this many steps without its condition: a value at its threshold would else come and go.
+QUIET_STEPS = 5
+ROWS_KEPT = max(GRAD_WINDOW + 1, FALL_WINDOW, OFF_TARGET_STEPS)
+
+
+@dataclass(frozen=True)
+class Recent:
+    """What checks look at.
+
+    rows: metrics of the latest steps, oldest first, at least one.
+    reached: entropy has been at its target at some step of the run.
+    start_entropy: nats, mean of the first steps of the run; None while it is not known.
+    dtype: of the model in training.
+    """
+
+    rows: Sequence[Row]
+    reached: bool = False
+    start_entropy: float | None = None
+    dtype: str = "float32"
+
+    def now(self, key: str) -> float:
+        """The newest value of a metric; NaN where it is missing, and NaN fails every comparison."""
+        return self.rows[-1].get(key, math.nan)
+
+
+@dataclass(frozen=True)
+class Alert:
+    """Something the person should look into.
+
+    name: what it is, in words that hold while its values change.
+    text: what was measured, at the step it was last seen.
+    """
+
+    name: str
+    text: str
+    first_step: int
+    last_step: int
+    over: bool = False
+
+    def announce(self) -> str:
+        """The line for a log: that it began, or that it is over."""
+        if not self.over:
+            return f"step {self.first_step}: {self.text}"
+        once = self.last_step == self.first_step
+        steps = f"step {self.first_step}" if once else f"steps {self.first_step} to {self.last_step}"
+        return f"over: {self.name} ({steps})"
+
+
+def on_target(row: Row) -> bool:
+    """Entropy is within its band; False without a target."""
+    target = row.get("entropy/target", math.nan)
+    return abs(row.get("entropy/mean", math.nan) - target) <= BAND * target
+
+
+def entropy_off_target(recent: Recent) -> str | None:
+    """Outside the band for OFF_TARGET_STEPS steps, after it was reached: on the way there it is no alert."""
+    rows = recent.rows[-OFF_TARGET_STEPS:]
+    known = [r for r in rows if math.isfinite(r.get("entropy/target", math.nan) + r.get("entropy/mean", math.nan))]
+    if not recent.reached or len(known) < OFF_TARGET_STEPS or any(map(on_target, known)):
+        return None
+    entropy, target = recent.now("entropy/mean"), recent.now("entropy/target")
+    side = "below" if entropy < target else "above"
+    return (
+        f"entropy {entropy:.3g} is {side} its band {target * (1 - BAND):.3g} to {target * (1 + BAND):.3g}, "
+        f"and has been outside for {OFF_TARGET_STEPS} steps or more"
+    )
+
+
+def entropy_collapse(recent: Recent) -> str | None:
+    """Without a target: already low against the start of the run, and still halving fast."""
+    rows = recent.rows[-FALL_WINDOW:]
+    values = [row.get("entropy/mean", math.nan) for row in rows]
+    if "entropy/target" in rows[-1] or recent.start_entropy is None or len(values) < FALL_WINDOW:
+        return None
+    if not all(math.isfinite(v) and v > 0 for v in values):
+        return None
+    half = FALL_WINDOW // 2
+    before, after = statistics.fmean(values[:half]), statistics.fmean(values[half:])
+    if after >= before or after > FALLEN_SHARE * recent.start_entropy:
+        return None
+    halving = half * math.log(2) / math.log(before / after)  # the halves' centres are `half` steps apart
+    if halving >= HALVING_STEPS:
+        return None
+    return (
+        f"entropy {after:.3g} is falling toward zero: it halves every {halving:.0f} steps (from {before:.3g}, "
+        f"{recent.start_entropy:.3g} at the start), and the method has no target to hold it"
+    )
+
+
+def reward_failures(recent: Recent) -> str | None:
+    """Any answer without a verdict: rewards are the only thing the run learns from."""
+    timeouts, crashes = recent.now("reward/timeouts"), recent.now("reward/crashes")
+    parts = [f"{count:.0f} {what}" for count, what in ((timeouts, "timed out"), (crashes, "crashed")) if count > 0]
+    return f"verifying answers: {' and '.join(parts)}" if parts else None
+
+
+def truncation(recent: Recent) -> str | None:
+    """Many responses end at the token limit."""
+    share = recent.now("response/truncated")
+    if not share > TRUNCATED_SHARE:
+        return None
+    return f"{share:.0%} of the responses are cut off at rollout.max_new_tokens, more than {TRUNCATED_SHARE:.0%}"
+
+
+def logprob_difference(recent: Recent) -> str | None:
+    """Engine and trainer disagree about a token they both scored."""
+    difference = recent.now("rollout/logprob_diff_max")
+    if recent.dtype != "float32" or not difference > LOGPROB_DIFF:
+        return None
+    return (
+        f"engine and trainer differ by up to {difference:.2g} nats on a token, more than {LOGPROB_DIFF:g}: "
+        "do both hold the same weights?"
+    )
+
+
+def gradient_spike(recent: Recent) -> str | None:
+    """One gradient norm far above those before it."""
+    norms = [row.get("optimizer/grad_norm", math.nan) for row in recent.rows[-GRAD_WINDOW - 1 : -1]]
+    norms = [norm for norm in norms if math.isfinite(norm)]
+    median = statistics.median(norms) if len(norms) >= GRAD_KNOWN else 0.0
+    norm = recent.now("optimizer/grad_norm")
+    if not (median > 0 and GRAD_SPIKE * median < norm < math.inf):  # not finite: update_skipped says so
+        return None
+    return f"gradient norm {norm:.3g} is {norm / median:.0f} times the median {median:.3g} of the steps before"
+
+
+def update_skipped(recent: Recent) -> str | None:
+    """The gradient was not finite."""
+    if recent.now("update/finite") != 0:
+        return None
+    return f"gradient norm {recent.now('optimizer/grad_norm'):g}, no optimizer step taken"
+
+
+def degenerate_groups(recent: Recent) -> str | None:
+    """Nearly every group's rewards are all equal."""
+    share = recent.now("group/degenerate")
+    if not share > DEGENERATE_SHARE:
+        return None
+    return f"{share:.0%} of the groups have equal rewards and teach nothing: problems are too easy or too hard"
+
+
+# The most serious first: a narrow or low display shows the first.
+CHECKS: dict[str, Callable[[Recent], str | None]] = {
+    "no finite gradient": update_skipped,
+    "engine and trainer differ": logprob_difference,
+    "reward failures": reward_failures,
+    "entropy collapse": entropy_collapse,
+    "entropy off target": entropy_off_target,
+    "gradient spike": gradient_spike,
+    "responses cut off": truncation,
+    "groups without signal": degenerate_groups,
+}
+
+
+@dataclass
+class Watch:
+    """Follows a run and says when alerts begin and end.
+
+    Args:
+        dtype: of the model in training; what agreement of engine and trainer may be expected.
+    """
+
+    dtype: str = "float32"
+    active: dict[str, Alert] = field(default_factory=dict)
+    _rows: deque[Row] = field(default_factory=lambda: deque(maxlen=ROWS_KEPT))
+    _reached: bool = False
+    _first: list[float] = field(default_factory=list)
+
+    def add(self, step: int, metrics: Row) -> list[Alert]:
+        """Takes a step; returns the alerts that began with it and those that are over with it."""
+        self._remember(metrics)
+        start = statistics.fmean(self._first) if len(self._first) == START_STEPS else None
+        recent = Recent(tuple(self._rows), self._reached, start, self.dtype)
+        changed = []
+        for name, check in CHECKS.items():
+            text, held = check(recent), self.active.get(name)
+            if text is not None:
+                first = held.first_step if held else step
+                self.active[name] = Alert(name, text, first, step)
+                changed += [] if held else [self.active[name]]
+            elif held and step - held.last_step >= QUIET_STEPS:
+                changed.append(replace(self.active.pop(name), over=True))
+        return changed
+
+    def restore(self, rows: Sequence[Row]) -> None:
+        """Takes the steps of a resumed run: what they did is remembered, but nothing is said about them."""
+        for row in rows:
+            self._remember(row)
+
+    def _remember(self, row: Row) -> None:
+        gaps = [r.get("entropy/mean", math.nan) - r.get("entropy/target", math.nan) for r in [*self._rows, row][-2:]]
+        # Stepping over the whole band from one side to the other counts as having been there.
+        self._reached = self._reached or on_target(row) or gaps[0] * gaps[-1] < 0
+        entropy = row.get("entropy/mean", math.nan)
+        if len(self._first) < START_STEPS and math.isfinite(entropy):
+            self._first.append(entropy)
+        self._rows.append(row)
