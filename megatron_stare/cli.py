@@ -71,10 +71,11 @@ def _train(args: argparse.Namespace) -> None:
         check(config)
         print(dump_yaml(config), end="")
         return
+    from megatron_stare.observability.closing import closing
     from megatron_stare.train import train  # imports torch and transformers: seconds
 
     run_dir = train(config, resume=args.resume, dump_step=args.dump_step)
-    print(f"done: {run_dir}")
+    print(closing(run_dir))
 
 
 def _report(args: argparse.Namespace) -> None:

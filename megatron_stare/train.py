@@ -67,7 +67,7 @@ def train(config: Config, *, resume: bool = False, dump_step: int | None = None)
                 measure_pass_rate(run)
 
         write_folder(run.dir.path / "hf", run.trainers.weights(), companions_from=config.model.path)
-        run.printer.note(f"report {write_report([run.dir.path], run.dir.path / 'report.html')}")
+        write_report([run.dir.path], run.dir.path / "report.html")
         return run.dir.path
 
 

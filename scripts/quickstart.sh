@@ -4,11 +4,13 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: bash scripts/quickstart.sh [--seed N] [--steps N] [--algorithm stare|grpo] [key=value ...]
+usage: bash scripts/quickstart.sh [--seed N] [--steps N] [--algorithm stare|grpo] [--resume] [--dry-run] [key=value ...]
 
   --seed N        seed of data order and sampling (default 1)
   --steps N       training steps (default 300)
   --algorithm A   stare (default), or grpo: the same surrogate and aggregation without STARE's weights and gate
+  --resume        continue the newest quickstart that was interrupted (give the same options again)
+  --dry-run       check everything, print the resolved configuration and stop
   key=value       any setting of configs/quickstart.yaml, such as optimizer.lr=1e-4
 TEXT
 }
@@ -33,6 +35,7 @@ while [ $# -gt 0 ]; do
         esac
         shift 2
         ;;
+    --resume | --dry-run) overrides+=("$1"); shift ;;
     -*) usage >&2; printf 'error: unknown option %s\n' "$1" >&2; exit 2 ;;
     *) overrides+=("$1"); shift ;;
     esac

@@ -72,7 +72,9 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     _, alive = psutil.wait_procs(children, timeout=120)
-    assert not alive, [p.cmdline() for p in alive]  # actors go with the driver at once, the last of Ray's own agents within two minutes
+    assert not alive, [
+        p.cmdline() for p in alive
+    ]  # actors go with the driver at once, the last of Ray's own agents within two minutes
 
     # what a save that was killed leaves behind must not be taken for a checkpoint
     half = cut / "checkpoints" / "step_000004.tmp"

@@ -149,7 +149,7 @@ class Padded:
         return torch.full(self.mask.shape, fill, dtype=torch.float64).masked_scatter(self.mask, x.to(torch.float64))
 
 
-def pad(mask: Tensor, rows: list[int] | None = None, **given: Tensor) -> Padded:
+def pad(mask: Tensor, rows: list[int] | None = None, /, **given: Tensor) -> Padded:
     """Args: per-token fields of TokenBatch as [B, L], `advantage` as [B, L] or [B]; `rewards` [B] of a single group."""
     length = mask.shape[1]
     here = torch.zeros_like(mask)
@@ -476,8 +476,8 @@ def twenty_entropy(group: Fields, file: Any) -> None:
     group.expect("k", threshold(statistics, "forks").k)
     group.expect("keep", padded.spread(keep))
     kept_loss = torch.where(keep, loss, 0.0)
-    for key, denominator in (("loss_paper_denominator_kept", "kept"), ("loss_trl_denominator_all", "all")):
-        variant = replace(method, denominator=denominator)
+    everything = replace(method, denominator="all")
+    for key, variant in (("loss_paper_denominator_kept", method), ("loss_trl_denominator_all", everything)):
         group.expect(key, (variant.coefficients(batch, ask(variant, batch)) * kept_loss).sum())
     trl = replace(method, rule="quantile")
     group.expect("trl_quantile_threshold_linear", scalar(ask(trl, batch), "forks"))

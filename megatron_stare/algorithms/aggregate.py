@@ -43,7 +43,8 @@ def coefficients(
     dtype = batch.log_prob.dtype
     each: Tensor | float
     if aggregation == "micro_batch_mean":
-        each = (_sequences_here(batch) / max(batch.num_sequences, 1)) / batch.mask.sum().clamp_min(1).to(dtype)
+        share = _sequences_here(batch).to(dtype) / max(batch.num_sequences, 1)
+        each = share / batch.mask.sum().clamp_min(1)
     elif aggregation == "token_mean":
         each = 1.0 / tokens.clamp_min(1).to(dtype)
     elif aggregation == "dr_grpo_verl":

@@ -37,7 +37,12 @@ def verdict(run: RunRecord) -> list[Figure]:
         Figure(f"Entropy, last {RECENT} steps", short(s["entropy_last"]), "nats, mean"),
     ]
     if s["gate_on_share"] is not None:
-        figures.append(Figure("Gate on", f"{s['gate_on_share']:.0%}", "of the steps"))
+        note = (
+            f"of the steps; {s['gate_on_last_share']:.0%} of the last third"
+            if s["gate_on_last_share"] is not None
+            else ""
+        )
+        figures.append(Figure("Gate on", f"{s['gate_on_share']:.0%}", note or "of the steps"))
     figures.append(_reward(s))
     planned = run.setting("run.steps")
     done = "–" if s["last_step"] is None else f"{s['last_step']:,.0f}"

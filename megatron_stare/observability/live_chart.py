@@ -60,12 +60,11 @@ def band_scale(values: Sequence[float], band: tuple[float, float] | None, rows: 
 
 
 def line(values: Sequence[float], scale: Scale, width: int) -> list[str]:
-    """A continuous line, two values a character, the newest at the right; rows from top to bottom, `width` wide.
+    """A continuous line, two values a character; rows from top to bottom, `width` wide. The newest values that fit.
 
     Values that are not finite leave a gap, values beyond the axis run along its edge. Untouched characters are spaces.
     """
-    columns = list(values)[-2 * width :]
-    columns = [math.nan] * (2 * width - len(columns)) + columns
+    columns = _columns(values, width)
     cells = [[0] * width for _ in range(scale.rows)]
     top, before = 4 * scale.rows - 1, None
     for x, value in enumerate(columns):
@@ -80,10 +79,14 @@ def line(values: Sequence[float], scale: Scale, width: int) -> list[str]:
     return ["".join(chr(0x2800 + cell) if cell else " " for cell in row) for row in cells]
 
 
+def _columns(values: Sequence[float], width: int) -> list[float]:
+    newest = list(values)[-2 * width :]
+    return newest + [math.nan] * (2 * width - len(newest))
+
+
 def strip(on: Sequence[float], width: int) -> str:
     """A 0/1 series as a line that is heavy where it is on, aligned with `line`; blank where it is not known."""
-    columns = list(on)[-2 * width :]
-    columns = [math.nan] * (2 * width - len(columns)) + columns
+    columns = _columns(on, width)
     return "".join(
         " " if math.isnan(left) and math.isnan(right) else _STRIP[left >= 0.5][right >= 0.5]
         for left, right in zip(columns[::2], columns[1::2], strict=True)

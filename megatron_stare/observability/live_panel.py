@@ -186,7 +186,8 @@ def _chart(view: View, width: int, rows: int) -> list[Text]:
         ("entropy ", _LABEL),
         (short(entropy[-1]), _VALUE if aim is None else f"{_VALUE} {_GOOD if inside else _WARN}"),
         (f" {trend(entropy)}", _LIVE),
-        (f"  target {short(aim)} ±{BAND:.0%}" if aim else "", _LABEL),
+        (f"  target {short(aim)}" if aim else "", _LABEL),
+        (f" ±{BAND:.0%}" if aim and width >= 60 else "", _LABEL),
     )
     if gate:
         known = [g >= 0.5 for g in gate[-2 * columns :] if math.isfinite(g)]

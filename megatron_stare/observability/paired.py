@@ -55,6 +55,7 @@ def summary(metrics: Sequence[Mapping[str, Any]], last_share: float = 1 / 3) -> 
     entropy_last, reward_last    means of the last RECENT steps
     reward_first                 mean of the first RECENT steps
     gate_on_share                of all steps that logged the gate
+    gate_on_last_share           of the last `last_share` of the steps
     peak_memory_gb, max_abs_log_ratio, logprob_diff_max     largest of the run
     reward_failures              sum of timeouts and crashes
     """
@@ -82,6 +83,7 @@ def summary(metrics: Sequence[Mapping[str, Any]], last_share: float = 1 / 3) -> 
         "reward_first": _mean(first, "reward/mean"),
         "reward_last": _mean(recent, "reward/mean"),
         "gate_on_share": _mean(metrics, "stare/gate"),
+        "gate_on_last_share": _mean(tail, "stare/gate"),
         "peak_memory_gb": _max(metrics, "memory/tree_pss_gb"),
         "max_abs_log_ratio": _max(metrics, "ratio/max_abs_log"),
         "logprob_diff_max": _max(metrics, "rollout/logprob_diff_max"),

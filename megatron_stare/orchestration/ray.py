@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 from collections.abc import Sequence
@@ -104,6 +105,8 @@ def start_ray(config: Config) -> None:
     if config.runtime.ray_address:
         ray.init(address=config.runtime.ray_address, **common)
         return
+    # Ray announces at every start that its cluster wants a token, which is as it should be
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the coming default, whose notice Ray prints
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # idle workers would take memory from ours

@@ -111,8 +111,8 @@ def shard(rule: Rule, parts: Sequence[Tensor], shape: ModelShape, tp_rank: int, 
             q, k, v = (_rows(part, tp_rank, tp) for part in parts)
             return _interleave(q, k, v, shape.kv_heads // tp, shape.head_dim)
         case "qkv":  # fewer groups than ranks: Megatron cuts a group's rows, whatever head they belong to
-            whole = _interleave(*(part[:] for part in parts), shape.kv_heads, shape.head_dim)
-            return _rows(whole, tp_rank, tp)
+            q, k, v = (part[:] for part in parts)
+            return _rows(_interleave(q, k, v, shape.kv_heads, shape.head_dim), tp_rank, tp)
 
 
 def unshard(rule: Rule, shards: Sequence[Tensor], shape: ModelShape) -> dict[str, Tensor]:
