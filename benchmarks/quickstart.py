@@ -75,6 +75,7 @@ def record(name: str, result: dict[str, Any]) -> None:
     """Adds one run to the result file."""
     results = json.loads(RESULT.read_text()) if RESULT.exists() else {"machine": machine(), "runs": {}}
     results["runs"][name] = result
+    RESULT.parent.mkdir(exist_ok=True)
     RESULT.write_text(json.dumps(results, indent=1) + "\n")
     print(name, json.dumps(result), flush=True)
 

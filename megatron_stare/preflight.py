@@ -24,11 +24,59 @@ def check(config: Config) -> None:
 
 
 def check_layout(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError for a layout the model cannot be cut into, or that is not supported."""
+    """Raises ConfigError for a layout the model cannot be cut into, or that does not run here."""
     parallel = config.parallel
-    for key in ("pipeline", "virtual_pipeline", "context", "expert"):
-        if getattr(parallel, key) != 1:
-            raise ConfigError(f"{key} parallelism is not supported yet", where=f"parallel.{key}", fix="set it to 1")
+    if parallel.context != 1:
+        raise ConfigError(
+            "context parallelism is not supported yet: megatron-core has it in Transformer Engine's attention only",
+            where="parallel.context",
+            fix="set it to 1; tensor parallelism with parallel.sequence=true also spreads long sequences",
+        )
+    if config.model.recompute != "none" and not torch.cuda.is_available() and not config.runtime.ray_address:
+        raise ConfigError(
+            "activation recompute restores CUDA random states, which a CPU does not have",
+            where="model.recompute",
+            fix="set it to none, and lower batch.micro_batch_tokens to save memory",
+        )
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        raise ConfigError("virtual stages need a pipeline", where="parallel.virtual_pipeline", fix="set it to 1")
+    chunks = parallel.pipeline * parallel.virtual_pipeline
+    if shape.layers % chunks:
+        raise ConfigError(
+            f"{shape.layers} layers cannot be cut into {parallel.pipeline} stages x {parallel.virtual_pipeline} chunks",
+            where="parallel.pipeline",
+            fix=f"pipeline x virtual_pipeline must divide {shape.layers}",
+        )
+    if parallel.sequence and parallel.tensor == 1:
+        raise ConfigError("sequence parallelism needs tensor parallelism", where="parallel.sequence", fix="set false")
+    check_experts(config, shape)
+    check_tensor(config, shape)
+
+
+def check_experts(config: Config, shape: ModelShape) -> None:
+    """Raises ConfigError where experts and layout do not fit."""
+    parallel = config.parallel
+    if parallel.expert > 1 and not shape.experts:
+        raise ConfigError("the model has no experts", where="parallel.expert", fix="set it to 1")
+    if shape.experts and shape.experts % parallel.expert:
+        raise ConfigError(
+            f"{shape.experts} experts cannot be cut over {parallel.expert} ranks", where="parallel.expert"
+        )
+    if parallel.data % parallel.expert:
+        raise ConfigError(
+            f"experts are spread over data-parallel ranks, and {parallel.data} of them are not a multiple of "
+            f"{parallel.expert}",
+            where="parallel.expert",
+        )
+    if shape.experts and parallel.tensor > 1 and not parallel.sequence:
+        raise ConfigError(
+            "experts under tensor parallelism need sequence parallelism", where="parallel.sequence", fix="set true"
+        )
+
+
+def check_tensor(config: Config, shape: ModelShape) -> None:
+    """Raises ConfigError where heads or feed-forward columns cannot be cut over the tensor-parallel ranks."""
+    parallel = config.parallel
     tp = parallel.tensor
     for what, number in (("attention heads", shape.heads), ("feed-forward columns", shape.ffn)):
         if number % tp:

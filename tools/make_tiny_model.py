@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from megatron_stare.batch import Prompt, RolloutBatch, Sample
-from megatron_stare.config.schema import OptimizerConfig, ParallelConfig
+from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_stare.data.arithmetic import ALPHABET, demonstration, draw_problem
 from megatron_stare.megatron import layout as parallel_layout
 from megatron_stare.megatron.cpu_backend import backend, device
@@ -31,7 +31,7 @@ from megatron_stare.megatron.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.model import build_policy, load_hf
 from megatron_stare.megatron.optimizer import build_optimizer
 from megatron_stare.megatron.passes import Head, accumulate_gradients
-from megatron_stare.ops.plan import plan_micro_batches
+from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 from megatron_stare.weights.hf_folder import HfFolder, write_folder
 from megatron_stare.weights.shape import read_shape
 
@@ -98,7 +98,7 @@ def supervise(
     torch.set_num_threads(args.threads)
     parallel, shape = ParallelConfig(), read_shape(start)
     layout = parallel_layout.join(parallel, 0, init_method, args.seed, timeout_s=60)
-    model = build_policy(shape, parallel, layout, "float32", distributed_optimizer=False)
+    model = build_policy(shape, ModelConfig(path=str(start)), parallel, layout, distributed_optimizer=False)
     load_hf(model, HfFolder(start), shape, layout)
     optimizer_config = OptimizerConfig(
         lr=args.lr, min_lr=args.lr / 20, warmup_steps=50, schedule="cosine", beta2=0.98, weight_decay=0.01
@@ -108,7 +108,8 @@ def supervise(
     loss = float("nan")
     for step in range(args.steps):
         batch = demonstrations(step, tokenizer, args)
-        plan = plan_micro_batches(batch.lengths.tolist(), 1, int(batch.lengths.sum()) * 2)
+        everything = PlanRules(data_parallel=1, budget=int(batch.lengths.sum()) * 2, packed=False)
+        plan = plan_micro_batches(batch.lengths.tolist(), everything)
         tokens = int(batch.response_lengths.sum())
 
         def mean_loss(log_prob: Tensor, micro: MicroBatch, n: int = tokens) -> tuple[Tensor, dict[str, Tensor]]:

@@ -29,6 +29,9 @@ class ModelConfig(Section):
 
     path: str = Field(description="Hugging Face folder the policy starts from")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="parameters and activations in training")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="activations computed again in backward: of attention, or of every layer"
+    )
 
 
 class ParallelConfig(Section):
@@ -53,6 +56,7 @@ class BatchConfig(Section):
     prompts: int = Field(32, ge=1, description="prompt groups a step")
     samples_per_prompt: int = Field(8, description="responses a prompt (the group size of GRPO)")
     micro_batch_tokens: int = Field(8192, ge=1, description="tokens a micro-batch, padding included")
+    packed: bool = Field(True, description="lay the sequences of a micro-batch end to end instead of padding them")
 
     @field_validator("samples_per_prompt")
     @classmethod

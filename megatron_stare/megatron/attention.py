@@ -1,17 +1,20 @@
 """Core attention for the local layer spec, over torch's scaled_dot_product_attention.
 
-The stock local one builds the score matrix and knows neither causal kernels nor grouped queries. Padding stands on the
+The stock local one builds the score matrix and knows neither causal kernels nor packed sequences. Padding stands on the
 right, so causality alone keeps it from real tokens and no mask is needed.
-Shape legend: s positions, b sequences, n heads of this rank, g query groups of this rank, d head size.
+Shape legend: s positions, b sequences, t packed tokens, n heads of this rank, g query groups of this rank, d head size.
 """
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
+
+from megatron_stare.megatron.packing import PackedSequences
 
 
 class SdpaCoreAttention(nn.Module):
@@ -44,16 +47,24 @@ class SdpaCoreAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query [s, b, n, d], key and value [s, b, g, d] -> [s, b, n d]."""
-        if attention_mask is not None or attention_bias is not None or packed_seq_params is not None:
-            raise ValueError("SdpaCoreAttention takes right-padded causal sequences only")
-        s, b, n, d = query.shape
-        out = F.scaled_dot_product_attention(
-            query.permute(1, 2, 0, 3),
-            key.permute(1, 2, 0, 3),
-            value.permute(1, 2, 0, 3),
+        """query [s, b, n, d], key and value [s, b, g, d] -> [s, b, n d]; packed [t, n, d], [t, g, d] -> [t, n d]."""
+        if attention_mask is not None or attention_bias is not None:
+            raise ValueError("SdpaCoreAttention takes right-padded or packed causal sequences without mask and bias")
+        if packed_seq_params is None:
+            out = self._attend(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1))
+            return out.transpose(0, 1).flatten(2)
+        if not isinstance(packed_seq_params, PackedSequences):
+            raise ValueError("packed sequences must be described by megatron.packing.pack")
+        parts = [self._attend(query[g], key[g], value[g]).flatten(0, 1) for g in packed_seq_params.groups]
+        return torch.cat(parts)[packed_seq_params.inverse].flatten(1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query [b, s, n, d], key and value [b, s, g, d] -> [b, s, n, d]."""
+        return F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
             is_causal=True,
             scale=self.softmax_scale,
-            enable_gqa=key.shape[2] != n,
-        )
-        return out.permute(2, 0, 1, 3).reshape(s, b, n * d)
+            enable_gqa=key.shape[2] != query.shape[2],
+        ).transpose(1, 2)

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.overrides import TorchFunctionMode
 
 _CUDA_TYPES = {
@@ -39,6 +40,24 @@ class _CudaMeansCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class _InertStream:
+    """Stands where mixture-of-experts layers want a side stream for copies to the host; here there are none."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self) -> _InertStream:
+        return self
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What Megatron's copy to the host gives, for tensors that are there already."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 @contextlib.contextmanager
 def cpu_backend() -> Iterator[None]:
     """While open, megatron-core's CUDA calls mean the CPU. Every attribute is restored on exit.
@@ -51,6 +70,12 @@ def cpu_backend() -> Iterator[None]:
     with (
         mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
         mock.patch.object(torch.cuda, "synchronize", return_value=None),
+        mock.patch.object(torch.cuda, "Stream", _InertStream),
+        mock.patch.object(torch.cuda, "current_stream", _InertStream),
+        mock.patch.object(torch.cuda, "stream", return_value=contextlib.nullcontext()),
+        mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host),
+        # used without being defined where Transformer Engine is absent
+        mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
         _CudaMeansCpu(),
     ):
         yield

@@ -21,21 +21,28 @@ def export_hf(
     layout: Layout,
     of: Callable[[nn.Parameter], Tensor] = lambda parameter: parameter.detach(),
 ) -> dict[str, Tensor]:
-    """Whole tensors by Hugging Face name, on the CPU of the ranks with tp_rank 0 (empty elsewhere).
+    """Whole tensors by Hugging Face name, on the CPU. One rank gives each tensor; all ranks must call this.
 
     Args:
         of: what is exported of a parameter: itself, or its gradient. Must have the parameter's shape.
     """
     tensors: dict[str, Tensor] = {}
-    parameters = list(named_parameters(model))
+    parameters = [(name, p) for name, p in named_parameters(model) if _gives(name, shape, layout)]
     mine = [of(parameter).contiguous() for _, parameter in parameters]
     gathered = _gather(mine, layout)
     if layout.tp_rank != 0:
         return {}
     for (name, _), shards in zip(parameters, gathered, strict=True):
-        rule = rule_for(name, shape.family)
+        rule = rule_for(name, shape)
         tensors |= {hf: t.to("cpu", copy=True).contiguous() for hf, t in unshard(rule, shards, shape).items()}
     return tensors
+
+
+def _gives(name: str, shape: ModelShape, layout: Layout) -> bool:
+    """Whether this rank's tensor-parallel group is the one that exports a parameter it holds."""
+    if shape.tied and name == "output_layer.weight":
+        return False  # the last pipeline stage's copy of the embedding
+    return (layout.expert_dp_rank if ".experts." in name else layout.dp_rank) == 0
 
 
 def _gather(tensors: list[Tensor], layout: Layout) -> list[list[Tensor]]:

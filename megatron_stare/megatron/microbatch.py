@@ -1,17 +1,18 @@
 """One rank's part of a rollout batch: micro-batches for the model, and the flat view that methods see.
 
-Shape legend: b samples and s positions of a micro-batch, right-padded; n response positions of a micro-batch; N those
-of this rank, micro-batch after micro-batch; M those of the whole batch in canonical order.
+Shape legend: b rows and s positions of a micro-batch (packed: one row of all tokens); n response positions of a
+micro-batch; N those of this rank, micro-batch after micro-batch; M those of the whole batch in canonical order.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megatron_stare.batch import MicroBatchPlan, RolloutBatch, TokenBatch
+from megatron_stare.megatron.packing import PackedSequences, pack
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,27 @@ class MicroBatch:
     rows: Tensor  # [n] int64, rows of the flattened [b s] outputs that predict a response token
     targets: Tensor  # [n] int64, the tokens they predict
     span: slice  # where these n stand among the rank's N
+    packing: PackedSequences | None = None
 
 
 class RankBatch:
-    """A rollout batch as data-parallel rank `dp_rank` takes it, following the plan."""
+    """A rollout batch as data-parallel rank `dp_rank` takes it, following the plan.
 
-    def __init__(self, batch: RolloutBatch, plan: MicroBatchPlan, dp_rank: int, device: torch.device) -> None:
+    Args:
+        packed: lay the sequences of a micro-batch end to end instead of padding them.
+        multiple: positions of a micro-batch are padded to a multiple of this (sequence parallelism cuts them).
+    """
+
+    def __init__(
+        self,
+        batch: RolloutBatch,
+        plan: MicroBatchPlan,
+        dp_rank: int,
+        device: torch.device,
+        *,
+        packed: bool = False,
+        multiple: int = 1,
+    ) -> None:
         self.batch = batch
         self.device = device
         token_start = _starts(batch.lengths)
@@ -36,7 +52,11 @@ class RankBatch:
         self.micro_batches: list[MicroBatch] = []
         index, done = [torch.zeros(0, dtype=torch.int64)], 0
         for samples in plan.ranks[dp_rank]:
-            micro, where = _micro_batch(batch, samples, token_start, response_start, done)
+            lay_out = _packed if packed else _padded
+            grid = lay_out(batch.lengths[list(samples)], multiple)
+            micro, where = _micro_batch(batch, samples, grid, token_start, response_start, done)
+            if packed:
+                micro = replace(micro, packing=pack(_sizes(grid), device))
             self.micro_batches.append(_to(micro, device))
             index.append(where)
             done += where.numel()
@@ -71,33 +91,68 @@ def _starts(lengths: Tensor) -> Tensor:
     return lengths.cumsum(0) - lengths
 
 
+@dataclass(frozen=True)
+class _Grid:
+    """Which sample ([b, s], -1: padding) and which of its tokens ([b, s]) stands at every position."""
+
+    sample: Tensor
+    token: Tensor
+
+
+def _padded(lengths: Tensor, multiple: int) -> _Grid:
+    """A row a sample, padded on the right. No sample makes a dummy of padding alone."""
+    longest = int(lengths.max()) if len(lengths) else 1
+    rows, columns = max(len(lengths), 1), longest + -longest % multiple
+    token = torch.arange(columns).expand(rows, columns)
+    number = torch.arange(rows)[:, None].expand(rows, columns)
+    real = token < (lengths[:, None] if len(lengths) else 0)
+    return _Grid(torch.where(real, number, -1), token)
+
+
+def _packed(lengths: Tensor, multiple: int) -> _Grid:
+    """One row of all samples end to end; padding, where there must be some, is a sequence of its own at the end."""
+    total = int(lengths.sum())
+    padding = multiple if total == 0 else -total % multiple
+    number = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    token = torch.arange(total) - torch.repeat_interleave(_starts(lengths), lengths)
+    filler = torch.full((padding,), -1)
+    return _Grid(torch.cat([number, filler])[None], torch.cat([token, torch.arange(padding)])[None])
+
+
+def _sizes(grid: _Grid) -> list[int]:
+    """Lengths of the sequences of a packed grid, padding last."""
+    return torch.unique_consecutive(grid.sample[0], return_counts=True)[1].tolist()
+
+
 def _micro_batch(
-    batch: RolloutBatch, samples: tuple[int, ...], token_start: Tensor, response_start: Tensor, done: int
+    batch: RolloutBatch,
+    samples: tuple[int, ...],
+    grid: _Grid,
+    token_start: Tensor,
+    response_start: Tensor,
+    done: int,
 ) -> tuple[MicroBatch, Tensor]:
     """The micro-batch of these samples, and the canonical numbers [n] of its response positions."""
-    if not samples:  # a dummy: one padding token, no rows
-        none, one = torch.zeros(0, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)
-        return MicroBatch(one, one, none, none, slice(done, done)), none
-    chosen = torch.tensor(samples)
-    lengths, prompts = batch.lengths[chosen], batch.prompt_lengths[chosen]
-    b, s = len(samples), int(lengths.max())
-    column = torch.arange(s).expand(b, s)
-    real = column < lengths[:, None]
-    source = token_start[chosen][:, None] + column
-    tokens = torch.where(real, batch.tokens[source.clamp_max(batch.tokens.numel() - 1)], 0)
-    # the output at column c predicts the token at c + 1
-    predicts = (column >= prompts[:, None] - 1) & (column < lengths[:, None] - 1)
-    rows = predicts.flatten().nonzero().squeeze(1)
-    targets = torch.where(real, tokens, 0).roll(-1, dims=1).flatten()[rows]
-    where = (response_start[chosen][:, None] + column - (prompts[:, None] - 1)).flatten()[rows]
-    return MicroBatch(tokens, column.contiguous(), rows, targets, slice(done, done + rows.numel())), where
+    chosen = torch.tensor([*samples, 0])  # the last entry is what padding (-1) points to, and is masked
+    real = grid.sample >= 0
+    sample, token = chosen[grid.sample], grid.token
+    last = batch.lengths[sample] - 1
+    source = token_start[sample] + torch.where(real, torch.minimum(token, last), 0)
+    tokens = torch.where(real, batch.tokens[source], 0)
+    # the output at token c predicts token c + 1
+    first = batch.prompt_lengths[sample] - 1
+    rows = (real & (token >= first) & (token < last)).flatten().nonzero().squeeze(1)
+    targets = batch.tokens[source.flatten()[rows] + 1]
+    where = (response_start[sample] + token - first).flatten()[rows]
+    span = slice(done, done + rows.numel())
+    return MicroBatch(tokens, token.contiguous(), rows, targets, span), where
 
 
 def _to(micro: MicroBatch, device: torch.device) -> MicroBatch:
-    return MicroBatch(
-        micro.tokens.to(device),
-        micro.positions.to(device),
-        micro.rows.to(device),
-        micro.targets.to(device),
-        micro.span,
+    return replace(
+        micro,
+        tokens=micro.tokens.to(device),
+        positions=micro.positions.to(device),
+        rows=micro.rows.to(device),
+        targets=micro.targets.to(device),
     )

@@ -18,13 +18,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
 )
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor, nn
 
-from megatron_stare.config.schema import ParallelConfig
+from megatron_stare.config.schema import ModelConfig, ParallelConfig
 from megatron_stare.errors import DataError
 from megatron_stare.megatron.attention import SdpaCoreAttention
 from megatron_stare.megatron.cpu_backend import backend, device
@@ -39,9 +40,15 @@ def has_transformer_engine() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def transformer_config(shape: ModelShape, parallel: ParallelConfig, dtype: str) -> TransformerConfig:
+def transformer_config(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
     """Megatron's description of the model. The loss is scaled by the method, not by Megatron."""
-    bf16 = dtype == "bfloat16"
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    recomputed: dict[str, dict[str, Any]] = {
+        "none": {},
+        "selective": {"recompute_granularity": "selective"},
+        "full": full,
+    }
+    bf16 = model.dtype == "bfloat16"
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -65,6 +72,9 @@ def transformer_config(shape: ModelShape, parallel: ParallelConfig, dtype: str) 
         expert_model_parallel_size=parallel.expert,
         sequence_parallel=parallel.sequence,
         pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
+        variable_seq_lengths=parallel.pipeline > 1,  # every micro-batch has its own length
+        batch_p2p_comm=False,  # batched, two stages of two chunks exchange the wrong tensors, and nothing says so
+        overlap_p2p_comm=False,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         bf16=bf16,
         use_cpu_initialization=not torch.cuda.is_available(),
@@ -75,15 +85,37 @@ def transformer_config(shape: ModelShape, parallel: ParallelConfig, dtype: str) 
         masked_softmax_fusion=False,
         persist_layer_norm=has_transformer_engine(),
         gradient_accumulation_fusion=False,
+        **recomputed[model.recompute],
+        **_experts(shape, parallel),
     )
 
 
-def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+def _experts(shape: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
+    """Settings of mixture-of-experts layers; variable lengths in a pipeline want the dispatcher named for any model."""
+    cpu_and_flat = not torch.cuda.is_available() and parallel.pipeline == 1
+    settings: dict[str, Any] = {"moe_token_dispatcher_type": "allgather" if cpu_and_flat else "alltoall"}
+    if shape.experts:
+        settings |= {
+            "num_moe_experts": shape.experts,
+            "moe_ffn_hidden_size": shape.expert_ffn,
+            "moe_router_topk": shape.experts_per_token,
+            # softmax over the chosen experts is softmax over all, renormalised
+            "moe_router_pre_softmax": not shape.renormalise_experts,
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_grouped_gemm": has_transformer_engine(),
+        }
+    return settings
+
+
+def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Transformer Engine's layers where it is installed and there is CUDA, else Megatron's local ones with our norm and
     attention."""
     if has_transformer_engine():
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention: ModuleSpec = layer.submodules.self_attention
@@ -91,45 +123,67 @@ def layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     if config.qk_layernorm:
         attention.submodules.q_layernorm = RMSNorm
         attention.submodules.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
 
 
 def build_policy(
-    shape: ModelShape, parallel: ParallelConfig, layout: Layout, dtype: str, distributed_optimizer: bool
+    shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, layout: Layout, distributed_optimizer: bool
 ) -> list[nn.Module]:
     """This rank's model chunks, wrapped for mixed precision and data parallelism. Parameters are not yet loaded."""
+    chunks = parallel.virtual_pipeline
     with backend():
-        config = transformer_config(shape, parallel, dtype)
-        model: nn.Module = GPTModel(
-            config=config,
-            transformer_layer_spec=layer_spec(config),
-            vocab_size=shape.padded_vocab(layout.tp),
-            max_sequence_length=shape.max_positions,
-            pre_process=layout.pp_rank == 0,
-            post_process=layout.last_stage,
-            parallel_output=True,
-            share_embeddings_and_output_weights=shape.tied,
-            position_embedding_type="rope",
-            rotary_base=shape.rope_theta,
-        ).to(device())
-        if dtype == "bfloat16":
-            model = Float16Module(config, model)
+        config = transformer_config(shape, model, parallel)
         ddp = DistributedDataParallelConfig(
-            use_distributed_optimizer=distributed_optimizer, grad_reduce_in_fp32=dtype == "bfloat16"
+            use_distributed_optimizer=distributed_optimizer, grad_reduce_in_fp32=model.dtype == "bfloat16"
         )
-        return [DistributedDataParallel(config=config, ddp_config=ddp, module=model)]
+        parts: list[nn.Module] = []
+        for chunk in range(chunks):
+            vp_stage = chunk if chunks > 1 else None
+            part: nn.Module = GPTModel(
+                config=config,
+                transformer_layer_spec=layer_spec(config, vp_stage),
+                vocab_size=shape.padded_vocab(layout.tp),
+                max_sequence_length=shape.max_positions,
+                pre_process=layout.pp_rank == 0 and chunk == 0,
+                post_process=layout.last_stage and chunk == chunks - 1,
+                parallel_output=True,
+                share_embeddings_and_output_weights=shape.tied,
+                position_embedding_type="rope",
+                rotary_base=shape.rope_theta,
+                vp_stage=vp_stage,
+            ).to(device())
+            mark_cut_parameters(part, shape)
+            if model.dtype == "bfloat16":
+                part = Float16Module(config, part)
+            parts.append(DistributedDataParallel(config=config, ddp_config=ddp, module=part))
+        return parts
+
+
+def mark_cut_parameters(part: nn.Module, shape: ModelShape) -> None:
+    """Tells Megatron which parameters are cut over tensor-parallel ranks.
+
+    It would tell itself while initialising them, which is left out because they are loaded; unmarked, a parameter
+    counts as a duplicate, and the gradient norm holds the first rank's part alone.
+    """
+    for name, parameter in named_parameters([part]):
+        layout = rule_for(name, shape).layout
+        if layout != "replicated" and not hasattr(parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(parameter, True, 1 if layout == "row" else 0, 1)
 
 
 def named_parameters(model: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters with Megatron names whose layer numbers are those of the whole model, wrappers stripped."""
+    """Parameters with Megatron names whose layer and expert numbers are those of the whole model, wrappers stripped."""
     for chunk in model:
-        offsets = {
-            f"decoder.layers.{i}.": f"decoder.layers.{layer.layer_number - 1}."
-            for i, layer in enumerate(unwrap(chunk).decoder.layers)
-        }
+        layers = unwrap(chunk).decoder.layers
         for name, parameter in unwrap(chunk).named_parameters():
-            prefix = re.match(r"decoder\.layers\.\d+\.", name)
-            yield (offsets[prefix.group()] + name[prefix.end() :] if prefix else name), parameter
+            if local := re.match(r"decoder\.layers\.(\d+)\.", name):
+                layer = layers[int(local.group(1))]
+                name = f"decoder.layers.{layer.layer_number - 1}.{name[local.end() :]}"
+                if expert := re.search(r"local_experts\.(\d+)\.", name):
+                    number = layer.mlp.local_expert_indices[int(expert.group(1))]
+                    name = f"{name[: expert.start(1)]}{number}{name[expert.end(1) :]}"
+            yield name, parameter
 
 
 def unwrap(chunk: Any) -> GPTModel:
@@ -147,7 +201,7 @@ def load_hf(model: list[nn.Module], folder: HfFolder, shape: ModelShape, layout:
         DataError: a tensor is missing or has the wrong shape.
     """
     for name, parameter in named_parameters(model):
-        rule = rule_for(name, shape.family)
+        rule = rule_for(name, shape)
         part: Tensor = shard(rule, [folder.slice(hf) for hf in rule.hf], shape, layout.tp_rank, layout.tp)
         if part.shape != parameter.shape:
             raise DataError(

@@ -79,13 +79,13 @@ def _run(model: list[nn.Module], batch: RankBatch, after_logits: Callable[..., A
 
     def forward_step(micro_batches: Any, chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         micro: MicroBatch = next(micro_batches)
-        logits = chunk(micro.tokens, micro.positions, None)
+        logits = chunk(micro.tokens, micro.positions, None, packed_seq_params=micro.packing)
         return logits, lambda output, non_loss_data=False: after_logits(output, micro)
 
     with backend():
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(batch.micro_batches),
+            data_iterator=[iter(batch.micro_batches) for _ in model],
             model=model,
             num_microbatches=len(batch.micro_batches),
             seq_length=batch.micro_batches[0].tokens.shape[1],

@@ -51,9 +51,7 @@ class Trainer:
         self.method = build_method(config.algorithm)
         self.shape = read_shape(config.model.path)
         self.layout = layout.join(config.parallel, rank, init_method, config.run.seed, config.runtime.timeout_s)
-        self.model = build_policy(
-            self.shape, config.parallel, self.layout, config.model.dtype, config.optimizer.distributed
-        )
+        self.model = build_policy(self.shape, config.model, config.parallel, self.layout, config.optimizer.distributed)
         load_hf(self.model, HfFolder(config.model.path), self.shape, self.layout)
         # built after the weights are in, because it copies them into float32 masters
         self.optimizer, self.scheduler = build_optimizer(
@@ -69,7 +67,14 @@ class Trainer:
 
     def score(self, batch: RolloutBatch, plan: MicroBatchPlan) -> None:
         """The forward-only pass: log-prob and entropy of every response token under the current policy."""
-        self._batch = RankBatch(batch, plan, self.layout.dp_rank, device())
+        self._batch = RankBatch(
+            batch,
+            plan,
+            self.layout.dp_rank,
+            device(),
+            packed=self.config.batch.packed,
+            multiple=self.layout.tp if self.config.parallel.sequence else 1,
+        )
         log_prob, entropy = score(self.model, self._batch, self.head)
         if self.layout.last_stage:
             self._measured = Measured(self._batch.token_batch(log_prob, entropy))
@@ -162,8 +167,8 @@ class Trainer:
         return norm, True
 
     def export(self) -> dict[str, Tensor]:
-        """The policy's whole tensors by Hugging Face name, on the ranks with tp_rank 0; empty elsewhere."""
-        return export_hf(self.model, self.shape, self.layout) if self.layout.dp_rank == 0 else {}
+        """This rank's part of the policy's whole tensors by Hugging Face name; each tensor comes from one rank."""
+        return export_hf(self.model, self.shape, self.layout)
 
     def save(self, folder: str) -> None:
         """Writes this rank's part of a checkpoint into an existing, empty folder. All ranks must call it."""

@@ -45,13 +45,13 @@ class Recent:
     """What checks look at.
 
     rows: metrics of the latest steps, oldest first, at least one.
-    reached: entropy has been at its target at some step of the run.
+    since_target: steps since entropy was first at its target; None before.
     start_entropy: nats, mean of the first steps of the run; None while it is not known.
     dtype: of the model in training.
     """
 
     rows: Sequence[Row]
-    reached: bool = False
+    since_target: int | None = None
     start_entropy: float | None = None
     dtype: str = "float32"
 
@@ -93,14 +93,14 @@ def entropy_off_target(recent: Recent) -> str | None:
     """Outside the band for OFF_TARGET_STEPS steps, after it was reached: on the way there it is no alert."""
     rows = recent.rows[-OFF_TARGET_STEPS:]
     known = [r for r in rows if math.isfinite(r.get("entropy/target", math.nan) + r.get("entropy/mean", math.nan))]
-    if not recent.reached or len(known) < OFF_TARGET_STEPS or any(map(on_target, known)):
+    if recent.since_target is None or any(map(on_target, known)):
+        return None
+    if min(recent.since_target, len(known)) < OFF_TARGET_STEPS:
         return None
     entropy, target = recent.now("entropy/mean"), recent.now("entropy/target")
     side = "below" if entropy < target else "above"
-    return (
-        f"entropy {entropy:.3g} is {side} its band {target * (1 - BAND):.3g} to {target * (1 + BAND):.3g}, "
-        f"and has been outside for {OFF_TARGET_STEPS} steps or more"
-    )
+    low, high = target * (1 - BAND), target * (1 + BAND)
+    return f"entropy {entropy:.3g} is {side} its band {low:.3g} to {high:.3g} for {OFF_TARGET_STEPS}+ steps"
 
 
 def entropy_collapse(recent: Recent) -> str | None:
@@ -118,10 +118,8 @@ def entropy_collapse(recent: Recent) -> str | None:
     halving = half * math.log(2) / math.log(before / after)  # the halves' centres are `half` steps apart
     if halving >= HALVING_STEPS:
         return None
-    return (
-        f"entropy {after:.3g} is falling toward zero: it halves every {halving:.0f} steps (from {before:.3g}, "
-        f"{recent.start_entropy:.3g} at the start), and the method has no target to hold it"
-    )
+    start = recent.start_entropy
+    return f"entropy {after:.3g} ({start:.3g} at first) halves every {halving:.0f} steps, no target"
 
 
 def reward_failures(recent: Recent) -> str | None:
@@ -136,7 +134,7 @@ def truncation(recent: Recent) -> str | None:
     share = recent.now("response/truncated")
     if not share > TRUNCATED_SHARE:
         return None
-    return f"{share:.0%} of the responses are cut off at rollout.max_new_tokens, more than {TRUNCATED_SHARE:.0%}"
+    return f"{share:.0%} of the responses are cut off at rollout.max_new_tokens"
 
 
 def logprob_difference(recent: Recent) -> str | None:
@@ -144,10 +142,7 @@ def logprob_difference(recent: Recent) -> str | None:
     difference = recent.now("rollout/logprob_diff_max")
     if recent.dtype != "float32" or not difference > LOGPROB_DIFF:
         return None
-    return (
-        f"engine and trainer differ by up to {difference:.2g} nats on a token, more than {LOGPROB_DIFF:g}: "
-        "do both hold the same weights?"
-    )
+    return f"engine and trainer differ by {difference:.2g} nats on a token"
 
 
 def gradient_spike(recent: Recent) -> str | None:
@@ -158,7 +153,7 @@ def gradient_spike(recent: Recent) -> str | None:
     norm = recent.now("optimizer/grad_norm")
     if not (median > 0 and GRAD_SPIKE * median < norm < math.inf):  # not finite: update_skipped says so
         return None
-    return f"gradient norm {norm:.3g} is {norm / median:.0f} times the median {median:.3g} of the steps before"
+    return f"gradient norm {norm:.3g} is {norm / median:.0f} times the median {median:.3g} before it"
 
 
 def update_skipped(recent: Recent) -> str | None:
@@ -173,7 +168,7 @@ def degenerate_groups(recent: Recent) -> str | None:
     share = recent.now("group/degenerate")
     if not share > DEGENERATE_SHARE:
         return None
-    return f"{share:.0%} of the groups have equal rewards and teach nothing: problems are too easy or too hard"
+    return f"{share:.0%} of the groups have equal rewards and teach nothing"
 
 
 # The most serious first: a narrow or low display shows the first.
@@ -200,14 +195,14 @@ class Watch:
     dtype: str = "float32"
     active: dict[str, Alert] = field(default_factory=dict)
     _rows: deque[Row] = field(default_factory=lambda: deque(maxlen=ROWS_KEPT))
-    _reached: bool = False
+    _since_target: int | None = None
     _first: list[float] = field(default_factory=list)
 
     def add(self, step: int, metrics: Row) -> list[Alert]:
         """Takes a step; returns the alerts that began with it and those that are over with it."""
         self._remember(metrics)
         start = statistics.fmean(self._first) if len(self._first) == START_STEPS else None
-        recent = Recent(tuple(self._rows), self._reached, start, self.dtype)
+        recent = Recent(tuple(self._rows), self._since_target, start, self.dtype)
         changed = []
         for name, check in CHECKS.items():
             text, held = check(recent), self.active.get(name)
@@ -226,8 +221,10 @@ class Watch:
 
     def _remember(self, row: Row) -> None:
         gaps = [r.get("entropy/mean", math.nan) - r.get("entropy/target", math.nan) for r in [*self._rows, row][-2:]]
-        # Stepping over the whole band from one side to the other counts as having been there.
-        self._reached = self._reached or on_target(row) or gaps[0] * gaps[-1] < 0
+        if self._since_target is not None:
+            self._since_target += 1
+        elif on_target(row) or gaps[0] * gaps[-1] < 0:  # or stepped over it, from one side of the band to the other
+            self._since_target = 0
         entropy = row.get("entropy/mean", math.nan)
         if len(self._first) < START_STEPS and math.isfinite(entropy):
             self._first.append(entropy)

@@ -23,7 +23,8 @@ from rich.live import Live
 from rich.text import Text
 
 from megatron_stare.observability.alerts import Alert
-from megatron_stare.observability.live_panel import MAX_WIDTH, SERIES, View, build
+from megatron_stare.observability.live_panel import build
+from megatron_stare.observability.live_view import MAX_WIDTH, SERIES, View
 from megatron_stare.observability.progress import RemainingTime, RunDisplay, StepPrinter
 
 REFRESH_HZ = 4.0
@@ -183,5 +184,6 @@ class LiveDisplay(RunDisplay):
             )
 
     def _panel(self) -> RenderableType:
-        # One row less than the terminal has: a panel that fills it would scroll at every redraw.
-        return build(self._view(), self._console.width, self._console.height - 1)
+        # One row less than the terminal has: a panel that fills it would scroll at every redraw. Two columns less: the
+        # terminal echoes ^C at the end of the last line, and if that wrapped, the next panel would be a line too low.
+        return build(self._view(), self._console.width - 2, self._console.height - 1)

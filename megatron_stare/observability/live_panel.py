@@ -6,28 +6,26 @@ Comes from `live.py`, which gathers what the driver says; goes to rich. Pure: th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from rich.box import ROUNDED
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from megatron_stare.observability.alerts import CHECKS, Alert
+from megatron_stare.observability.alerts import CHECKS
 from megatron_stare.observability.live_chart import Scale, band_scale, bar, line, progress_bar, strip, trend
+from megatron_stare.observability.live_view import MAX_WIDTH, PHASES, View
 from megatron_stare.observability.paired import BAND
 from megatron_stare.observability.progress import clock
 from megatron_stare.observability.scales import short
 
-MAX_WIDTH = 160  # wider, the eye loses the line
-_SIDE = 33  # characters of the column of phases
+_SIDE = 31  # characters of the column of phases
+_AXIS = 7  # characters of the chart's labels
 _CHART_ROWS = 4
 _ALERTS = 3
 _LABEL, _VALUE, _GOOD, _WARN, _LIVE = "dim", "bold", "green", "yellow", "cyan"
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
-PHASES = ("rollout", "reward", "score", "update", "sync", "eval", "checkpoint")
-# label, metric, digits, unit after the value
+# label, metric, unit after the value; what does not fit goes from the right
 _NUMBERS = (
     ("reward", "reward/mean", ""),
     ("length", "response/length_mean", ""),
@@ -36,42 +34,6 @@ _NUMBERS = (
     ("cut off", "response/truncated", ""),
     ("equal groups", "group/degenerate", ""),
 )
-SERIES = ("entropy/mean", "entropy/target", "stare/gate", *(key for _, key, _ in _NUMBERS))
-
-
-@dataclass(frozen=True)
-class View:
-    """A run at one moment.
-
-    series: the latest values of every metric in SERIES, oldest first, NaN where a step lacked it.
-    seconds: of every phase, the newest known.
-    phase, phase_s: the phase under way and how long it has been; "" between phases.
-    responses: finished and wanted in this phase; None where nobody counts.
-    left_s, run_s: until the last step, and since the display started.
-    over: alerts that ended, newest last.
-    closed: "" while the run goes on, else how it ended.
-    """
-
-    total: int
-    step: int = 0
-    run_dir: str = ""
-    algorithm: str = ""
-    series: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    phase: str = ""
-    phase_s: float = 0.0
-    responses: tuple[int, int] | None = None
-    left_s: float | None = None
-    run_s: float = 0.0
-    active: Sequence[Alert] = ()
-    over: Sequence[Alert] = ()
-    closed: str = ""
-    shaded: bool = True  # the terminal has enough colours for a shaded band
-
-    def values(self, key: str) -> Sequence[float]:
-        """A series; empty where no step had a value."""
-        values = self.series.get(key, ())
-        return values if any(map(math.isfinite, values)) else ()
 
 
 def build(view: View, width: int, height: int) -> RenderableType:
@@ -84,8 +46,11 @@ def build(view: View, width: int, height: int) -> RenderableType:
     numbers, alerts = _numbers(view, inner), _alerts(view)
     room = height - 2 - len(head)
     parts: list[list[Text]] = []
-    if room >= 1 and alerts:  # an alert is what one looks for first, then the numbers
-        parts, room = [alerts[: max(1, min(_ALERTS, room - 8))]], room - max(1, min(len(alerts), _ALERTS, room - 8))
+    if room >= 1 and alerts:  # an alert is what one looks for first, then the numbers, then the pictures
+        shown = min(_ALERTS, len(alerts), max(1, room - 7))
+        if len(view.active) > shown:
+            alerts[shown - 1].append(f"  (and {len(view.active) - shown} more)", style=_LABEL)
+        parts, room = [alerts[:shown]], room - shown
     if room >= 1:
         parts, room = [[numbers], *parts], room - 1
     if room >= 4 and (body := _body(view, inner, min(_CHART_ROWS, room - 2), room)):
@@ -115,7 +80,7 @@ def _title(view: View, width: int) -> Text:
 
 def _progress(view: View, width: int) -> Text:
     count = f"step {str(view.step).rjust(len(str(view.total)))}/{view.total}"
-    times = f"{view.step / max(1, view.total):4.0%}  {clock(view.run_s)}"
+    times = f"{view.step / max(1, view.total):4.0%}" + (f"  {clock(view.run_s)}" if width >= 60 else "")
     left = "" if view.left_s is None or view.closed else f"  left {clock(view.left_s)}"
     done, rest = progress_bar(view.step / max(1, view.total), max(4, width - len(count) - len(times) - len(left) - 2))
     return Text.assemble((count, _VALUE), " ", (done, _GOOD), (rest, _LABEL), " ", (times, _LABEL), left)
@@ -129,9 +94,9 @@ def _now(view: View, width: int) -> Text:
     spinner = _SPINNER[int(view.phase_s * 4) % len(_SPINNER)]
     text = Text.assemble((f"{spinner} {view.phase}", f"{_LIVE} bold"), f"  {_seconds(view.phase_s)}")
     if view.responses and view.responses[1] > 0:
-        done, rest = progress_bar(view.responses[0] / view.responses[1], min(40, max(8, width - 50)))
-        text.append_text(Text.assemble("  ", (done, _LIVE), (rest, _LABEL)))
-        text.append(f" {view.responses[0]:,}/{view.responses[1]:,} responses")
+        count = f" {view.responses[0]:,}/{view.responses[1]:,} responses"
+        done, rest = progress_bar(view.responses[0] / view.responses[1], min(40, width - len(text) - len(count) - 2))
+        text.append_text(Text.assemble("  ", (done, _LIVE), (rest, _LABEL), count))
     return text
 
 
@@ -143,13 +108,13 @@ def _numbers(view: View, width: int) -> Text:
             continue
         share = key in ("response/truncated", "group/degenerate")
         value = f"{values[-1]:.0%}" if share and math.isfinite(values[-1]) else short(values[-1])
-        arrow = " " if share else trend(values)
-        good = key == "reward/mean" and arrow == "↗"
+        arrow = "" if share else f" {trend(values)}"
+        good = key == "reward/mean" and arrow == " ↗"
         part = Text.assemble(
             (label + " " if label else "", _LABEL),
             (value, _VALUE),
             (unit, _LABEL),
-            (f" {arrow}", _GOOD if good else _LIVE),
+            (arrow, _GOOD if good else _LIVE),
         )
         if len(text) + len(part) + 3 > width:
             break
@@ -177,8 +142,7 @@ def _chart(view: View, width: int, rows: int) -> list[Text]:
     if not entropy:
         return []
     aim = target[-1] if target and math.isfinite(target[-1]) and target[-1] > 0 else None
-    axis = 6
-    columns = width - axis - 1
+    columns = width - _AXIS
     shown = entropy[-2 * columns :]
     scale = band_scale(shown, (aim * (1 - BAND), aim * (1 + BAND)) if aim else None, rows)
     inside = aim is not None and abs(entropy[-1] - aim) <= BAND * aim
@@ -214,17 +178,14 @@ def _chart_row(characters: str, row: int, scale: Scale, shaded: bool) -> Text:
         text.stylize("on #17402a")
     elif in_band:  # without colours the band is what is not blank
         text = Text(characters.replace(" ", "░"), style=_GOOD)
-    label, style = "", _LABEL
-    if in_band:
-        style = _GOOD
-        edges = [scale.low + row * scale.row] if row == scale.band_rows[0] else []
-        edges += [scale.low + (row + 1) * scale.row] if row == scale.band_rows[-1] and not edges else []
-        label = short(edges[0], 2) if edges else ""
-    elif row == scale.rows - 1:
-        label = short(scale.high, 2)
+    label = ""
+    if in_band and row == scale.band_rows[0]:
+        label = f"{scale.low + row * scale.row:.3g}"
+    elif (in_band and row == scale.band_rows[-1]) or row == scale.rows - 1:
+        label = f"{scale.low + (row + 1) * scale.row:.3g}"
     elif row == 0:
-        label = short(scale.low, 2)
-    return Text.assemble(text, (f" {label}", style))
+        label = f"{scale.low:.3g}"
+    return Text.assemble(text, (f" {label}", _GOOD if in_band else _LABEL))
 
 
 def _phases(view: View, width: int) -> list[Text]:

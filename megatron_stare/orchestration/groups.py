@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_stare.batch import RolloutBatch, SamplingParams
+from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
-from megatron_stare.ops.plan import plan_micro_batches
+from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 from megatron_stare.orchestration.workers import Handle, Workers
 from megatron_stare.rollout.collect import split_over_engines
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult
+from megatron_stare.weights.shape import read_shape
 
 
 class SyncError(UserError):
@@ -26,17 +28,28 @@ class StepResult:
     state: dict[str, float]
 
 
+def plan_rules(config: Config) -> PlanRules:
+    """What micro-batch plans of this run must respect."""
+    parallel = config.parallel
+    return PlanRules(
+        data_parallel=parallel.data,
+        budget=config.batch.micro_batch_tokens,
+        packed=config.batch.packed,
+        multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
+        hidden=read_shape(config.model.path).hidden,
+    )
+
+
 class TrainerGroup:
     """All ranks of the Megatron trainer."""
 
-    def __init__(self, workers: Workers, data_parallel: int, micro_batch_tokens: int) -> None:
+    def __init__(self, workers: Workers, rules: PlanRules) -> None:
         self._workers = workers
-        self._dp = data_parallel
-        self._budget = micro_batch_tokens
+        self._rules = rules
 
     def score(self, batch: RolloutBatch) -> None:
         """Log-probs and entropies of every response token under the current policy."""
-        plan = plan_micro_batches(batch.lengths.tolist(), self._dp, self._budget)
+        plan = plan_micro_batches(batch.lengths.tolist(), self._rules)
         self._workers.call("score", self._workers.share(batch), plan)
 
     def measure(self, state: dict[str, float]) -> None:

@@ -11,7 +11,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.orchestration.engine_worker import EngineWorker
-from megatron_stare.orchestration.groups import EngineGroup, TrainerGroup
+from megatron_stare.orchestration.groups import EngineGroup, TrainerGroup, plan_rules
 from megatron_stare.orchestration.workers import Handle, Workers
 
 
@@ -51,7 +51,7 @@ class InlineRunner:
             )
         self._rendezvous = tempfile.TemporaryDirectory()
         trainer = Trainer(config, 0, f"file://{Path(self._rendezvous.name) / 'ranks'}")
-        self.trainers = TrainerGroup(InlineWorkers([trainer]), config.parallel.data, config.batch.micro_batch_tokens)
+        self.trainers = TrainerGroup(InlineWorkers([trainer]), plan_rules(config))
         self.engines = EngineGroup(InlineWorkers([EngineWorker(config) for _ in range(config.rollout.engines)]))
 
     def close(self) -> None:

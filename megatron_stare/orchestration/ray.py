@@ -16,7 +16,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.orchestration.engine_worker import EngineWorker
-from megatron_stare.orchestration.groups import EngineGroup, TrainerGroup
+from megatron_stare.orchestration.groups import EngineGroup, TrainerGroup, plan_rules
 from megatron_stare.orchestration.workers import Handle, Workers
 
 LOOPBACK = "127.0.0.1"
@@ -120,7 +120,7 @@ class RayRunner:
         start_ray(config)
         self._started: list[Workers] = []
         try:
-            self.trainers = TrainerGroup(self._trainers(config), config.parallel.data, config.batch.micro_batch_tokens)
+            self.trainers = TrainerGroup(self._trainers(config), plan_rules(config))
             self.engines = EngineGroup(self._engines(config))
         except BaseException:
             self.close()

@@ -66,24 +66,34 @@ _DENSE = (
     Rule(_LAYER + "mlp.linear_fc2.weight", (_MLP + "down_proj.weight",), "row"),
 )
 
-TABLES: dict[str, tuple[Rule, ...]] = {"qwen2": _DENSE, "qwen3": _DENSE}
+_EXPERT, _HF_EXPERT = _LAYER + "mlp.experts.local_experts.{}.", _MLP + "experts.{}."
 
-_NUMBER = re.compile(r"(?<=layers\.)\d+")
+_MOE = (
+    *(rule for rule in _DENSE if ".mlp." not in rule.megatron),
+    Rule(_LAYER + "mlp.router.weight", (_MLP + "gate.weight",), "replicated"),
+    Rule(_EXPERT + "linear_fc1.weight", (_HF_EXPERT + "gate_proj.weight", _HF_EXPERT + "up_proj.weight"), "gated"),
+    Rule(_EXPERT + "linear_fc2.weight", (_HF_EXPERT + "down_proj.weight",), "row"),
+)
+
+TABLES: dict[str, tuple[Rule, ...]] = {"qwen2": _DENSE, "qwen3": _DENSE, "qwen3_moe": _MOE}
+
+_NUMBER = re.compile(r"(?<=layers\.|xperts\.)\d+")
 
 
-def rule_for(name: str, family: str) -> Rule:
-    """The rule of a Megatron parameter (global layer number), with the layer filled in.
+def rule_for(name: str, shape: ModelShape) -> Rule:
+    """The rule of a Megatron parameter (global layer and expert numbers), with the numbers filled in.
 
     Raises:
         KeyError: the family's table does not hold it.
     """
-    found = _NUMBER.search(name)
-    layer = found.group() if found else ""
+    if shape.tied and name == "output_layer.weight":  # the last pipeline stage's copy of the embedding
+        return Rule(name, ("model.embed_tokens.weight",), "vocab")
+    numbers = _NUMBER.findall(name)
     pattern = _NUMBER.sub("{}", name)
-    for rule in TABLES[family]:
+    for rule in TABLES[shape.family]:
         if rule.megatron == pattern:
-            return Rule(name, tuple(hf.format(layer) for hf in rule.hf), rule.layout)
-    raise KeyError(f"{name} is not in the {family} table")
+            return Rule(name, tuple(hf.format(*numbers) for hf in rule.hf), rule.layout)
+    raise KeyError(f"{name} is not in the {shape.family} table")
 
 
 def shard(rule: Rule, parts: Sequence[Tensor], shape: ModelShape, tp_rank: int, tp: int) -> Tensor:

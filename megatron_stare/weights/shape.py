@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_stare.errors import DataError
 
-FAMILIES = ("qwen2", "qwen3")
+FAMILIES = ("qwen2", "qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,10 @@ class ModelShape:
     tied: bool
     qkv_bias: bool
     qk_norm: bool
+    experts: int = 0  # 0: dense
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    renormalise_experts: bool = True  # whether the chosen experts' weights sum to 1
 
     def padded_vocab(self, tp: int, multiple: int = 128) -> int:
         """Vocabulary rows that Megatron holds over `tp` ranks: a multiple of `multiple` a rank."""
@@ -77,8 +81,20 @@ def read_shape(path: str | Path) -> ModelShape:
             rope_theta=float(rope.get("rope_theta") or config["rope_theta"]),
             norm_eps=config["rms_norm_eps"],
             tied=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=config.get("attention_bias", False) if family == "qwen3" else True,
-            qk_norm=family == "qwen3",
+            qkv_bias=True if family == "qwen2" else bool(config.get("attention_bias", False)),
+            qk_norm=family != "qwen2",
+            **(_experts(config) if family == "qwen3_moe" else {}),
         )
     except KeyError as error:
         raise DataError(f"the field {error} is missing", where=str(file)) from error
+
+
+def _experts(config: dict[str, Any]) -> dict[str, Any]:
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise DataError("mixtures of dense and expert layers are not supported", where="config.json")
+    return {
+        "experts": config["num_experts"] if "num_experts" in config else config["num_local_experts"],
+        "experts_per_token": config["num_experts_per_tok"],
+        "expert_ffn": config["moe_intermediate_size"],
+        "renormalise_experts": bool(config.get("norm_topk_prob", False)),
+    }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 from token_batches import ask, by_sequence, loss_and_gradient, state_of, token_batch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_stare.algorithms import METHODS
 from megatron_stare.algorithms.correction import Correction
@@ -54,6 +55,24 @@ def test_the_loss_does_not_depend_on_micro_batches(name: str, make: Any) -> None
     assert whole.isfinite() and gradient.abs().max() > 0
     torch.testing.assert_close(parts, whole)
     torch.testing.assert_close(gradient_of_parts, gradient)
+
+
+@pytest.mark.parametrize("make", [built, with_everything])
+@pytest.mark.parametrize("name", METHODS)
+def test_the_host_never_waits_for_a_value(name: str, make: Any) -> None:
+    # fake tensors have no values: .item(), `if` on a tensor, or a shape that depends on values raises
+    method = make(name)
+    batch = token_batch(MIXED, method=method)
+    with FakeTensorMode() as mode:
+        for field in fields(batch):
+            value = getattr(batch, field.name)
+            if isinstance(value, torch.Tensor):
+                setattr(batch, field.name, mode.from_tensor(value))
+        statistics = ask(method, batch)
+        state = state_of(method, statistics)
+        loss = method.token_loss(batch, statistics, state).loss
+        assert (method.coefficients(batch, statistics) * loss).sum().dim() == 0
+        method.metrics(statistics, state)
 
 
 @pytest.mark.parametrize("name", METHODS)

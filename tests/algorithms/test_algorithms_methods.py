@@ -28,6 +28,13 @@ def test_equal_rewards_give_no_advantage() -> None:
     assert got.abs().max() == 0
 
 
+def test_equal_rewards_give_exactly_none_whatever_their_mean_rounds_to() -> None:
+    rewards = torch.full((3,), 0.1, dtype=torch.float64)
+    assert float(rewards.sum() / 3) != 0.1
+    for spread in ("sample", "population", "none"):
+        assert group_advantages(rewards, torch.zeros(3, dtype=torch.int64), YES[:3], spread=spread).abs().max() == 0
+
+
 def test_a_single_response_keeps_its_reward() -> None:
     got = group_advantages(torch.tensor([2.0], dtype=torch.float64), torch.tensor([0]), YES[:1])
     assert float(got) == pytest.approx(2.0 / (1 + 1e-6))

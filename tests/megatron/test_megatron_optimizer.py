@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import save_model
 
-from megatron_stare.config.schema import OptimizerConfig, ParallelConfig
+from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_stare.megatron import layout as parallel_layout
 from megatron_stare.megatron.cpu_backend import backend
 from megatron_stare.megatron.model import build_policy, load_hf, named_parameters
@@ -21,7 +21,7 @@ def decay_of(rank: int, init: str, path: str) -> tuple[dict[str, bool], list[flo
     """Steps with zero gradients: what moves is what is decayed. Also the rates of the first steps."""
     shape, parallel = read_shape(path), ParallelConfig()
     layout = parallel_layout.join(parallel, rank, init, seed=1, timeout_s=60)
-    model = build_policy(shape, parallel, layout, "float32", distributed_optimizer=False)
+    model = build_policy(shape, ModelConfig(path=path), parallel, layout, distributed_optimizer=False)
     load_hf(model, HfFolder(path), shape, layout)
     config = OptimizerConfig(lr=0.1, weight_decay=0.5, warmup_steps=4, schedule="linear")
     optimizer, scheduler = build_optimizer(model, config, "float32", steps=8)

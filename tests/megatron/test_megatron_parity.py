@@ -1,4 +1,7 @@
-"""Megatron's model against transformers: log-probs, entropies and gradients, whole and cut over two ranks."""
+"""Megatron's model against transformers - log-probs, entropies, gradients, gradient norm - in every layout.
+
+The reference is plain transformers, one sample at a time, with autograd; so every layout is equal to every other.
+"""
 
 from __future__ import annotations
 
@@ -6,53 +9,72 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import FAMILIES, random_batch, save_model
+from models import random_batch, save_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_stare.batch import RolloutBatch
-from megatron_stare.config.schema import ParallelConfig
+from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_stare.megatron import layout as parallel_layout
-from megatron_stare.megatron.cpu_backend import device
+from megatron_stare.megatron.cpu_backend import backend, device
 from megatron_stare.megatron.export import export_hf
 from megatron_stare.megatron.microbatch import RankBatch
 from megatron_stare.megatron.model import build_policy, load_hf
+from megatron_stare.megatron.optimizer import build_optimizer
 from megatron_stare.megatron.passes import Head, accumulate_gradients, score
 from megatron_stare.megatron.trainer import main_grad
-from megatron_stare.ops.plan import plan_micro_batches
+from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 from megatron_stare.weights.hf_folder import HfFolder
 from megatron_stare.weights.shape import read_shape
 
 TEMPERATURE = 0.8
+SEED, SIZE = 3, 10
 
 
-def step_of(rank: int, init: str, path: str, parallel: ParallelConfig, budget: int) -> dict:
-    """Scores a fixed batch and takes the gradient of its mean log-prob; whole tensors, by name."""
+def step_of(
+    rank: int, init: str, path: str, parallel: ParallelConfig, budget: int, packed: bool, distributed: bool
+) -> dict:
+    """Scores a fixed batch and takes the gradient of its mean log-prob; this rank's part of everything."""
     shape = read_shape(path)
     layout = parallel_layout.join(parallel, rank, init, seed=1, timeout_s=60)
-    model = build_policy(shape, parallel, layout, "float32", distributed_optimizer=False)
+    model = build_policy(shape, ModelConfig(path=path), parallel, layout, distributed_optimizer=distributed)
     load_hf(model, HfFolder(path), shape, layout)
-    batch = random_batch(3)
-    plan = plan_micro_batches(batch.lengths.tolist(), layout.dp, budget)
-    rank_batch = RankBatch(batch, plan, layout.dp_rank, device())
+    optimizer, _ = build_optimizer(model, OptimizerConfig(distributed=distributed), "float32", steps=1)
+    batch = random_batch(SEED, SIZE)
+    rules = PlanRules(
+        data_parallel=layout.dp,
+        budget=budget,
+        packed=packed,
+        multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
+        hidden=shape.hidden,
+    )
+    plan = plan_micro_batches(batch.lengths.tolist(), rules)
+    multiple = layout.tp if parallel.sequence else 1
+    rank_batch = RankBatch(batch, plan, layout.dp_rank, device(), packed=packed, multiple=multiple)
     head = Head(shape.vocab_size, TEMPERATURE, layout)
     log_prob, entropy = score(model, rank_batch, head)
     total = int(batch.response_lengths.sum())
-    accumulate_gradients(model, rank_batch, head, lambda lp, micro: (lp.sum() / total, {"lp": lp.detach()}))
+    logged = accumulate_gradients(model, rank_batch, head, lambda lp, micro: (lp.sum() / total, {"lp": lp.detach()}))
+    gradients = {} if distributed else export_hf(model, shape, layout, of=main_grad)
+    with backend():
+        optimizer.prepare_grads()
+        norm = float(optimizer.get_grad_norm())
     result = {
-        "index": rank_batch.index,
+        "index": rank_batch.index if layout.last_stage else None,
         "log_prob": log_prob,
+        "trained_log_prob": logged.get("lp"),
         "entropy": entropy,
         "weights": export_hf(model, shape, layout),
-        "gradients": export_hf(model, shape, layout, of=main_grad),
-        "micro_batches": plan.micro_batches,
+        "gradients": gradients,
+        "norm": norm,
+        "micro_batches": [len(r) for r in plan.ranks],
     }
     parallel_layout.leave()
     return result
 
 
 def truth(path: Path, batch: RolloutBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The same by transformers, one sample at a time."""
+    """The same by transformers."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     log_probs, entropies, start = [], [], 0
     for prompt, response in zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), strict=True):
@@ -63,43 +85,118 @@ def truth(path: Path, batch: RolloutBatch) -> tuple[Tensor, Tensor, dict[str, Te
         entropies.append(-(log_p.exp() * log_p).sum(1))
     log_prob = torch.cat(log_probs)
     log_prob.mean().backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
+    gradients = as_saved({name: p.grad for name, p in model.named_parameters()})
     return log_prob.detach(), torch.cat(entropies).detach(), gradients
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    ("sizes", "budget"),
-    [
-        ({}, 10_000),
-        ({}, 30),
-        ({"tensor": 2}, 40),
-        ({"tensor": 4}, 40),
-        ({"data": 2}, 30),
-        ({"tensor": 2, "data": 2}, 30),
-    ],
-    ids=["one", "one-small-micro-batches", "tp2", "tp4-shared-kv", "dp2", "tp2dp2"],
-)
-def test_equal_to_transformers(ranks, tmp_path: Path, family: str, sizes: dict, budget: int) -> None:
-    parallel = ParallelConfig(**sizes)
-    save_model(tmp_path, family)
-    batch = random_batch(3)
-    log_prob, entropy, gradients = truth(tmp_path, batch)
-    results = ranks.run(step_of, parallel.world_size, str(tmp_path), parallel, budget)
-    seen = torch.cat([r["index"] for r in results[:: parallel.tensor]]).sort().values
-    assert torch.equal(seen, torch.arange(len(log_prob)))  # every token on exactly one data rank
+def as_saved(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """transformers fuses a layer's experts in memory, but not in its files."""
+    saved: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, _, part = name.rpartition(".")
+        if part == "gate_up_proj":
+            for e, fused in enumerate(tensor):
+                saved[f"{prefix}.{e}.gate_proj.weight"], saved[f"{prefix}.{e}.up_proj.weight"] = fused.chunk(2)
+        elif part == "down_proj":
+            saved |= {f"{prefix}.{e}.down_proj.weight": expert for e, expert in enumerate(tensor)}
+        else:
+            saved[name] = tensor
+    return saved
+
+
+def merged(results: list[dict], key: str) -> dict[str, Tensor]:
+    """Parts of all ranks by name; no name may come twice."""
+    whole: dict[str, Tensor] = {}
     for result in results:
-        torch.testing.assert_close(result["log_prob"], log_prob[result["index"]], atol=2e-5, rtol=1e-5)
-        torch.testing.assert_close(result["entropy"], entropy[result["index"]], atol=2e-5, rtol=1e-5)
-    exported = [r for r in results if r["weights"]]
-    assert len(exported) == parallel.data
-    originals = HfFolder(tmp_path)
-    for result in exported:
-        assert result["weights"].keys() == originals.names()
-        for name, weight in result["weights"].items():
-            assert torch.equal(weight, originals.slice(name)[:]), name
-        for name, gradient in result["gradients"].items():
-            scale = gradients[name].abs().max()
-            assert (gradient - gradients[name]).abs().max() <= 1e-5 * scale + 1e-7, name
-    assert (results[0]["micro_batches"] > 1) == (budget < 10_000)
+        assert not whole.keys() & result[key].keys()
+        whole |= result[key]
+    return whole
+
+
+def check(ranks, path: Path, layout: dict, budget: int, packed: bool, distributed: bool = False) -> list[dict]:
+    """Runs the step in this layout and holds everything against transformers."""
+    parallel = ParallelConfig(**layout)
+    batch = random_batch(SEED, SIZE)
+    log_prob, entropy, gradients = truth(path, batch)
+    results = ranks.run(step_of, parallel.world_size, str(path), parallel, budget, packed, distributed)
+    last = [r for r in results if r["index"] is not None]
+    seen = torch.cat([r["index"] for r in last]).sort().values
+    everyone = torch.arange(len(log_prob)).repeat_interleave(parallel.tensor)
+    assert torch.equal(seen, everyone)  # every token on exactly one data rank
+    for r in last:
+        torch.testing.assert_close(r["log_prob"], log_prob[r["index"]], atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(r["entropy"], entropy[r["index"]], atol=2e-5, rtol=1e-5)
+        assert torch.equal(r["log_prob"], r["trained_log_prob"])  # on-policy ratios are exactly 1
+    originals = HfFolder(path)
+    weights = merged(results, "weights")
+    assert weights.keys() == originals.names()
+    for name, weight in weights.items():
+        assert torch.equal(weight, originals.slice(name)[:]), name
+    if not distributed:
+        got = merged(results, "gradients")
+        assert got.keys() == gradients.keys()
+        for name, gradient in got.items():
+            assert (gradient - gradients[name]).abs().max() <= 1e-5 * gradients[name].abs().max() + 1e-7, name
+    norm = torch.cat([g.flatten() for g in gradients.values()]).norm()
+    for r in results:
+        assert r["norm"] == pytest.approx(float(norm), rel=1e-5)  # every parameter counted once
+    return results
+
+
+LAYOUTS = {
+    "one": ({}, 10_000),
+    "one-small-micro-batches": ({}, 30),
+    "tp2": ({"tensor": 2}, 40),
+    "tp4-shared-kv": ({"tensor": 4}, 40),
+    "dp2": ({"data": 2}, 30),
+    "dp4": ({"data": 4}, 24),
+    "tp2-sp": ({"tensor": 2, "sequence": True}, 40),
+    "pp2": ({"pipeline": 2}, 40),
+    "pp2-vpp2": ({"pipeline": 2, "virtual_pipeline": 2}, 40),
+    "tp2-pp2": ({"tensor": 2, "pipeline": 2}, 40),
+    "tp2-dp2": ({"tensor": 2, "data": 2}, 30),
+    "pp2-dp2": ({"pipeline": 2, "data": 2}, 30),
+    "tp2-sp-pp2": ({"tensor": 2, "sequence": True, "pipeline": 2}, 40),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("family", ["qwen2_tied", "qwen3"])
+def test_equal_to_transformers(ranks, tmp_path: Path, family: str, name: str, packed: bool) -> None:
+    layout, budget = LAYOUTS[name]
+    save_model(tmp_path, family)
+    results = check(ranks, tmp_path, layout, budget, packed)
+    assert (results[0]["micro_batches"][0] > 1) == (budget < 10_000)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_tied"])
+def test_other_families(ranks, tmp_path: Path, family: str) -> None:
+    save_model(tmp_path, family)
+    check(ranks, tmp_path, {"tensor": 2, "pipeline": 2}, 40, packed=True)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", [{"tensor": 2, "data": 2}, {"pipeline": 2, "data": 2}], ids=["tp2-dp2", "pp2-dp2"])
+def test_distributed_optimizer(ranks, tmp_path: Path, layout: dict) -> None:
+    save_model(tmp_path, "qwen2_tied")
+    check(ranks, tmp_path, layout, 40, packed=True, distributed=True)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"data": 2, "expert": 2},
+        {"pipeline": 2, "data": 2, "expert": 2},
+        {"tensor": 2, "sequence": True, "data": 2, "expert": 2},
+    ],
+    ids=["one", "ep2", "pp2-ep2", "tp2-sp-ep2"],
+)
+def test_mixture_of_experts(ranks, tmp_path: Path, layout: dict, packed: bool) -> None:
+    save_model(tmp_path, "qwen3_moe")
+    check(ranks, tmp_path, layout, 40, packed)

@@ -65,10 +65,17 @@ def test_no_metrics_and_nan_are_no_reason_to_fail():
 
 
 @pytest.mark.parametrize(
-    ("out", "no_color", "coloured"), [(Terminal, "", True), (Terminal, "1", False), (io.StringIO, "", False)]
+    ("out", "no_color", "term", "coloured"),
+    [
+        (Terminal, "", "xterm", True),
+        (Terminal, "1", "xterm", False),
+        (Terminal, "", "dumb", False),
+        (io.StringIO, "", "xterm", False),
+    ],
 )
-def test_colour_only_on_a_terminal_that_wants_it(monkeypatch, out, no_color, coloured):
+def test_colour_only_on_a_terminal_that_wants_it(monkeypatch, out, no_color, term, coloured):
     monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", term)
     (line,) = printed((1, METRICS), out=out())
     assert ("\033[" in line) is coloured
 
@@ -78,6 +85,26 @@ def test_notes_and_warnings(capsys):
     printer.note("checkpoint written")
     printer.warn("3 answers timed out")
     assert capsys.readouterr().out == "checkpoint written\nwarning: 3 answers timed out\n"
+
+
+def test_phases_and_progress_print_nothing():
+    out = io.StringIO()
+    with StepPrinter(3, out=out) as printer:
+        printer.start("runs/a", "stare")
+        printer.restore([{"step": 1, "reward/mean": 0.5}])
+        with printer.phase("rollout"):
+            printer.rollout_progress(1, 2)
+    assert out.getvalue() == "run directory runs/a\n"
+
+
+def test_an_alert_is_a_line_when_it_begins_and_one_when_it_is_over():
+    failing = METRICS | {"reward/crashes": 2.0}
+    lines = printed(*((step, failing if step in (3, 4) else METRICS) for step in range(1, 13)))
+    remarks = [(i, line) for i, line in enumerate(lines) if not line.startswith("step")]
+    assert remarks == [
+        (3, "warning: step 3: verifying answers: 2 crashed"),
+        (10, "over: reward failures (steps 3 to 4)"),  # after the line of step 9
+    ]
 
 
 def test_the_last_step_has_nothing_left():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +11,23 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_stare.ops.statistics import answer, gather_statistics
-from megatron_stare.statistics import Count, Max, Mean, Sum, Threshold, TopK, ordering_key, scalar, value_of_key
+from megatron_stare.statistics import (
+    Count,
+    Max,
+    Mean,
+    Quantile,
+    SegmentSum,
+    Sum,
+    Threshold,
+    TopK,
+    ordering_key,
+    scalar,
+    tensor,
+    threshold,
+    value_of_key,
+)
+
+INTERPOLATIONS = ("linear", "lower", "higher")
 
 floats = st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0, 1.0, 1.0, 2.5])
 
@@ -42,6 +59,41 @@ def test_one_rank_equals_sorting(rows: list[tuple[float, bool]], share: float) -
         assert float(threshold.value) == min(float(x[i]) for i in want)
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.lists(st.tuples(floats.filter(np.isfinite), st.booleans()), min_size=0, max_size=30),
+    q=st.floats(0, 1) | st.sampled_from([0.0, 0.2, 0.25, 0.5, 0.75, 0.8, 1.0]),
+)
+def test_one_rank_quantiles_equal_numpy(rows: list[tuple[float, bool]], q: float) -> None:
+    x = torch.tensor([value for value, _ in rows], dtype=torch.float32)
+    mask = torch.tensor([flag for _, flag in rows], dtype=torch.bool)
+    answers = answer({name: Quantile(x, mask, q, name) for name in INTERPOLATIONS}, None)
+    values = x[mask].double().numpy()
+    for name in INTERPOLATIONS:
+        got = float(scalar(answers, name))
+        if len(values) == 0:
+            assert np.isnan(got)
+            continue
+        want = float(np.quantile(values, q, method=name))
+        # numpy works from the end for q above half a step, which rounds differently
+        assert got == pytest.approx(want, rel=1e-9, abs=1e-9 * float(np.abs(values).max()) if name == "linear" else 0)
+
+
+def test_a_count_may_stand_in_for_a_share() -> None:
+    x, index, mask = torch.tensor([3.0, 1.0, 2.0, 5.0]), torch.arange(4), torch.tensor([True, True, True, False])
+    for count, want in ((0, set()), (2, {0, 2}), (9, {0, 1, 2})):
+        top = threshold(answer({"t": TopK(x, index, mask, count=torch.tensor(float(count)))}, None), "t")
+        assert chosen(top, x, index, mask) == want
+
+
+def test_sums_by_segment() -> None:
+    x = torch.tensor([1.0, 2.0, float("nan"), 4.0, 8.0])
+    segment, mask = torch.tensor([0, 2, 0, 2, 3]), torch.tensor([True, True, False, True, True])
+    answers = answer({"a": SegmentSum(x, segment, 5, mask), "b": SegmentSum(x, segment, 4, ~mask & ~x.isnan())}, None)
+    assert tensor(answers, "a").tolist() == [1.0, 0.0, 6.0, 8.0, 0.0]
+    assert tensor(answers, "b").tolist() == [0.0] * 4
+
+
 @given(st.lists(floats, min_size=2, max_size=2), st.integers(0, 2**32 - 1))
 def test_ordering_key_orders_like_the_floats(pair: list[float], index: int) -> None:
     x = torch.tensor(pair, dtype=torch.float32)
@@ -59,7 +111,7 @@ def shared_batch(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, mask, owner
 
 
-def _part(rank: int, init: str, world: int, seed: int, share: float) -> tuple[set[int], dict[str, float]]:
+def _part(rank: int, init: str, world: int, seed: int, share: float) -> tuple[set[int], dict[str, float], list[float]]:
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
     x, mask, owner = shared_batch(seed)
     here = owner == rank
@@ -71,13 +123,16 @@ def _part(rank: int, init: str, world: int, seed: int, share: float) -> tuple[se
         "sum": Sum(x[here], mask[here]),
         "max": Max(x[here], mask[here]),
         "count": Count(mask[here]),
+        "segments": SegmentSum(x[here], index % 7, 7, mask[here]),
+        "none": Quantile(x[here], torch.zeros_like(mask[here]), 0.5),
+        **{name: Quantile(x[here], mask[here], share, name) for name in INTERPOLATIONS},
     }
     answers = gather_statistics(lambda known: requests, dist.group.WORLD)
     dist.destroy_process_group()
     top = answers["top"]
     assert isinstance(top, Threshold)
-    numbers = {name: float(scalar(answers, name)) for name in ("mean", "sum", "max", "count")}
-    return chosen(top, x[here], index, mask[here]), numbers
+    numbers = {name: float(scalar(answers, name)) for name in ("mean", "sum", "max", "count", "none", *INTERPOLATIONS)}
+    return chosen(top, x[here], index, mask[here]), numbers, tensor(answers, "segments").tolist()
 
 
 @pytest.mark.distributed
@@ -87,10 +142,16 @@ def test_four_ranks_select_what_one_would(ranks, seed: int, share: float) -> Non
     x, mask, _ = shared_batch(seed)
     n = int(mask.sum())
     k = min(n, max(1, int(n * share + 0.999999)))
-    parts = [part for part, _ in results]
+    parts = [part for part, _, _ in results]
     assert set().union(*parts) == expected(x, mask, k)
     assert sum(len(part) for part in parts) == k
-    for _, numbers in results:
+    sums = [float(x[mask & (torch.arange(97) % 7 == segment)].double().sum()) for segment in range(7)]
+    for _, numbers, segments in results:
+        assert segments == pytest.approx(sums, abs=1e-12)
+        assert np.isnan(numbers["none"])
+        for name in INTERPOLATIONS:
+            want = np.quantile(x[mask].double().numpy(), share, method=name)
+            assert numbers[name] == pytest.approx(float(want), abs=1e-12)
         assert numbers["count"] == n
         assert numbers["mean"] == pytest.approx(float(x[mask].double().mean()), abs=1e-12)
         assert numbers["sum"] == pytest.approx(float(x[mask].double().sum()), abs=1e-12)

@@ -1,0 +1,64 @@
+"""Sequences laid end to end (thd), as Megatron's packed_seq_params and as our CPU attention want them.
+
+Shape legend: t tokens of a micro-batch, b sequences of a group, s the longest of a group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+PADDING_LIMIT = 1.25  # a group of sequences is padded by at most this factor for one attention call
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron's parameters, and the gather and scatter indices for an attention over padded groups."""
+
+    groups: tuple[Tensor, ...] = ()  # each [b, s] int64 into the t tokens; padding repeats the sequence's last token
+    inverse: Tensor | None = None  # [t] int64: where every token stands in the groups' outputs laid end to end
+
+
+def pack(lengths: list[int], device: torch.device) -> PackedSequences:
+    """The description of sequences of these lengths laid end to end, in order."""
+    ends = torch.tensor(lengths).cumsum(0)
+    starts = ends - torch.tensor(lengths)
+    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(device, torch.int32)
+    groups, inverse = [], torch.empty(int(ends[-1]), dtype=torch.int64)
+    done = 0
+    for members in _alike(lengths):
+        longest = max(lengths[i] for i in members)
+        column = torch.arange(longest)
+        size = torch.tensor([lengths[i] for i in members])[:, None]
+        index = starts[members][:, None] + torch.minimum(column, size - 1)
+        real = column < size
+        inverse[index[real]] = done + real.flatten().nonzero().squeeze(1)
+        groups.append(index.to(device))
+        done += index.numel()
+    longest = max(lengths)
+    return PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        groups=tuple(groups),
+        inverse=inverse.to(device),
+    )
+
+
+def _alike(lengths: list[int]) -> list[list[int]]:
+    """Numbers of the sequences in groups of like length, so that padding a group to its longest costs little."""
+    groups: list[list[int]] = []
+    longest = tokens = 0
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if groups and longest * (len(groups[-1]) + 1) <= PADDING_LIMIT * (tokens + lengths[i]):
+            groups[-1].append(i)
+            tokens += lengths[i]
+        else:
+            groups.append([i])
+            longest = tokens = lengths[i]
+    return groups
