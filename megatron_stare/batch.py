@@ -76,7 +76,8 @@ class RolloutBatch:
     rewards: Tensor  # [B] float64
     scored: Tensor  # [B] bool, False where the verifier failed
     truncated: Tensor  # [B] bool
-    advantages: Tensor | None = None  # [B] float32, filled in by the method
+    advantages: Tensor | None = None  # [B], filled in by the method
+    step: int = 0  # keys seeded draws of methods
 
     @property
     def size(self) -> int:
@@ -88,7 +89,7 @@ class RolloutBatch:
         return self.prompt_lengths + self.response_lengths
 
     @classmethod
-    def from_samples(cls, samples: Sequence[Sample]) -> RolloutBatch:
+    def from_samples(cls, samples: Sequence[Sample], step: int = 0) -> RolloutBatch:
         """Sorts into canonical order and flattens."""
         samples = sorted(samples, key=lambda s: (s.prompt.cursor, s.sample_index))
         cursors = sorted({s.prompt.cursor for s in samples})
@@ -108,6 +109,7 @@ class RolloutBatch:
             rewards=torch.tensor([s.reward if s.reward is not None else 0.0 for s in samples], dtype=torch.float64),
             scored=torch.tensor([s.reward_status == "ok" for s in samples]),
             truncated=torch.tensor([s.truncated for s in samples]),
+            step=step,
         )
 
 

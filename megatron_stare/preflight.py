@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from megatron_stare.algorithms.method import Method
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, DataError
 from megatron_stare.registry import build_method
@@ -14,13 +15,27 @@ from megatron_stare.weights.shape import ModelShape, read_shape
 
 def check(config: Config) -> None:
     """Raises UserError for the first thing that cannot work: model, layout, lengths or method."""
-    build_method(config.algorithm)
+    check_method(build_method(config.algorithm))
     shape = read_shape(config.model.path)
     HfFolder(config.model.path)
     check_layout(config, shape)
     check_lengths(config, shape)
     if config.model.dtype == "bfloat16" and not torch.cuda.is_available() and not config.runtime.ray_address:
         raise ConfigError("bfloat16 training needs CUDA", where="model.dtype", fix="use float32 on a CPU")
+
+
+def check_method(method: Method) -> None:
+    """Raises ConfigError for what a method may ask and the trainer does not give yet."""
+    if method.needs_reference:
+        raise ConfigError(
+            "a reference policy is not supported yet", where="algorithm.reference_kl", fix="set it to null"
+        )
+    if method.needs_entropy_gradient:
+        raise ConfigError(
+            "an entropy bonus is not supported yet",
+            where="algorithm.entropy_bonus",
+            fix="set it to null; stare with entropy_target steers entropy without one",
+        )
 
 
 def check_layout(config: Config, shape: ModelShape) -> None:

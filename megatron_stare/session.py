@@ -11,8 +11,8 @@ from megatron_stare.batch import Prompt, Sample, SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.data.source import make_source
 from megatron_stare.errors import RewardFailureError
-from megatron_stare.observability.metrics import MetricsWriter
-from megatron_stare.observability.progress import StepPrinter
+from megatron_stare.observability.live import make_display
+from megatron_stare.observability.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from megatron_stare.orchestration.groups import Runner
 from megatron_stare.preflight import check, load_tokenizer
 from megatron_stare.registry import build_method
@@ -48,18 +48,22 @@ class Session:
             if resume:
                 restored, self.state = self.dir.newest()
                 self.source.restore(self.state.data)
-            self.printer = StepPrinter(config.run.steps)
-            self.printer.note(f"run directory {self.dir.path}")
+            self.display = make_display(config.run.steps, dtype=config.model.dtype)
+            stack.callback(self.display.close)
+            self.display.start(str(self.dir.path), config.algorithm["name"])
             self.writer = MetricsWriter(self.dir.path, self.state.step if resume else None)
             stack.callback(self.writer.close)
             self.verifiers = RewardPool(config.reward.verifier, config.reward.workers, config.reward.timeout_s)
             stack.callback(self.verifiers.close)
-            runner = make_runner(config)
+            if resume:
+                self.display.restore(read_metrics(self.dir.path / METRICS_FILE))
+            with self.display.phase("start"):
+                runner = make_runner(config)
             stack.callback(runner.close)
             self.trainers, self.engines = runner.trainers, runner.engines
             if restored:
                 self.trainers.load(str(restored.resolve()))
-                self.printer.note(f"continuing after step {self.state.step}")
+                self.display.note(f"continuing after step {self.state.step}")
             self._open = stack.pop_all()
 
     def __enter__(self) -> Session:
@@ -91,7 +95,7 @@ class Session:
             stop_token_ids=self.stop_ids,
             greedy=greedy,
         )
-        results = self.engines.generate(requests_for(prompts, count), params)
+        results = self.engines.generate(requests_for(prompts, count), params, self.display.rollout_progress)
         samples = samples_from(prompts, results, self.tokenizer, self.stop_ids)
         check_versions(samples, self.state.step)
         return samples

@@ -37,14 +37,14 @@ def train(config: Config, *, resume: bool = False, dump_step: int | None = None)
             measure_pass_rate(run)
 
         for step in run.steps():
-            watch = Stopwatch()
+            watch = Stopwatch(run.display.phase)
             with watch("rollout"):
                 prompts = run.source.take(config.batch.prompts)
                 samples = run.rollout(prompts, config.batch.samples_per_prompt, step=step)
             with watch("reward"):
                 run.score(samples)
-                batch = RolloutBatch.from_samples(samples)
-                batch.advantages = run.method.advantages(batch.rewards, batch.groups, batch.scored)
+                batch = RolloutBatch.from_samples(samples, step)
+                batch.advantages = run.method.response_advantages(batch)
             with watch("score"):
                 run.trainers.score(batch)
                 run.trainers.measure(run.state.method)
@@ -57,12 +57,13 @@ def train(config: Config, *, resume: bool = False, dump_step: int | None = None)
             advance(run, step, result)
             metrics = step_metrics(batch, samples, result.metrics, watch)
             run.writer.log(step, metrics)
-            run.printer.step(step, metrics)
+            run.display.step(step, metrics)
             if step % config.run.rollouts_every == 0:
                 run.writer.log_rollouts(step, samples, config.run.rollouts_kept)
             last = step == config.run.steps
             if last or (config.run.checkpoint_every and step % config.run.checkpoint_every == 0):
-                run.dir.save(run.state, run.trainers.save, config.run.keep_checkpoints)
+                with run.display.phase("checkpoint"):
+                    run.dir.save(run.state, run.trainers.save, config.run.keep_checkpoints)
             if last or (config.eval.every and step % config.eval.every == 0):
                 measure_pass_rate(run)
 
@@ -76,8 +77,6 @@ def advance(run: Session, step: int, result: StepResult) -> None:
     updated = bool(result.metrics["update/finite"])
     run.state.step, run.state.data, run.state.method = step, run.source.state(), result.state
     run.state.skipped = 0 if updated else run.state.skipped + 1
-    if not updated:
-        run.printer.warn(f"step {step}: gradient norm {result.metrics['optimizer/grad_norm']}, no optimizer step taken")
     if run.state.skipped >= MAX_SKIPPED:
         raise NonFiniteError(
             f"the gradient was not finite in {MAX_SKIPPED} steps in a row",
@@ -90,10 +89,11 @@ def measure_pass_rate(run: Session) -> None:
     """Evaluates the newest weights on the held-out problems and records it."""
     if not run.eval_prompts:
         return
-    record = evaluate(run.eval_prompts, run.rollout, run.score, step=run.state.step, greedy=run.config.eval.greedy)
+    with run.display.phase("eval"):
+        record = evaluate(run.eval_prompts, run.rollout, run.score, step=run.state.step, greedy=run.config.eval.greedy)
     run.writer.log_eval(record)
     greedy = f", greedy {record['greedy']:.3f}" if record["greedy"] is not None else ""
-    run.printer.note(
+    run.display.note(
         f"pass@1 of the {record['weights']} policy on {record['problems']} held-out problems: "
         f"sampled {record['pass1']:.3f}{greedy}"
     )

@@ -142,7 +142,9 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
-    algorithm: dict[str, Any] = Field({"name": "stare"}, description="method and its settings; see docs/algorithms.md")
+    algorithm: dict[str, Any] = Field(
+        {"name": "stare"}, description="method and its settings; see docs/algorithms/README.md"
+    )
     optimizer: OptimizerConfig = OptimizerConfig()
     eval: EvalConfig = EvalConfig()
     runtime: RuntimeConfig = RuntimeConfig()

@@ -64,12 +64,19 @@ class RankBatch:
         self.sequence = torch.repeat_interleave(torch.arange(batch.size), batch.response_lengths)  # [M]
         self.position = torch.arange(self.sequence.numel()) - response_start[self.sequence]  # [M]
 
-    def token_batch(self, log_prob: Tensor, entropy: Tensor) -> TokenBatch:
-        """The flat view of this rank's positions, from the log-prob pass. log_prob and entropy are [N]."""
+    def token_batch(self, log_prob: Tensor, entropy: Tensor, carries_loss: Tensor, shaped: Tensor) -> TokenBatch:
+        """The flat view of this rank's positions.
+
+        Args:
+            log_prob: [N] from the log-prob pass.
+            entropy: [N] likewise.
+            carries_loss: [B] bool, responses whose sampled tokens carry loss.
+            shaped: [B] rewards as the method shaped them.
+        """
         batch, index = self.batch, self.index
         assert batch.advantages is not None
         sequence = self.sequence[index]
-        counted = batch.sampled & batch.scored[self.sequence]  # [M]
+        counted = batch.sampled & carries_loss[self.sequence]  # [M]
         lengths = torch.zeros(batch.size, dtype=torch.int64).index_add_(0, self.sequence, counted.to(torch.int64))
         here = self.device
         return TokenBatch(
@@ -84,6 +91,12 @@ class RankBatch:
             index=index.to(here),
             num_sequences=int((lengths > 0).sum()),
             sequence_lengths=lengths.to(here),
+            groups=batch.groups.to(here),
+            rewards=batch.rewards.to(here),
+            penalties=(shaped - batch.rewards).to(here),
+            num_groups=int(batch.groups.max()) + 1,
+            max_length=int(batch.response_lengths.max()),
+            step=batch.step,
         )
 
 

@@ -77,7 +77,8 @@ class Trainer:
         )
         log_prob, entropy = score(self.model, self._batch, self.head)
         if self.layout.last_stage:
-            self._measured = Measured(self._batch.token_batch(log_prob, entropy))
+            carries_loss, shaped = self.method.carries_loss(batch), self.method.shaped_rewards(batch)
+            self._measured = Measured(self._batch.token_batch(log_prob, entropy, carries_loss, shaped))
 
     @torch.no_grad()
     def measure(self, state: dict[str, float]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -15,16 +15,22 @@ MEMORY_EVERY_S = 10.0  # reading every process's page tables takes milliseconds
 
 
 class Stopwatch:
-    """Times the phases of one step."""
+    """Times the phases of one step, and shows them as they run.
 
-    def __init__(self) -> None:
+    Args:
+        shown: opens a phase on the display, by name.
+    """
+
+    def __init__(self, shown: Callable[[str], contextlib.AbstractContextManager[None]]) -> None:
+        self._shown = shown
         self.seconds: dict[str, float] = {}
         self._start = time.perf_counter()
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
+        with self._shown(phase):
+            yield
         self.seconds[phase] = time.perf_counter() - start
 
     def total(self) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -88,14 +88,33 @@ class TrainerGroup:
 class EngineGroup:
     """All rollout engines."""
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: Workers, chunk: int) -> None:
         self._workers = workers
+        self._chunk = chunk  # requests an engine is given at a time, so that progress can be seen
 
-    def generate(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[GenerateResult]:
-        """Every request's response, spread over the engines."""
+    def generate(
+        self,
+        requests: Sequence[GenerateRequest],
+        params: SamplingParams,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> list[GenerateResult]:
+        """Every request's response, spread over the engines. `progress` is told responses finished and wanted."""
         shards = split_over_engines(requests, len(self._workers))
-        handles = [self._workers.start_on(i, "generate", shard, params) for i, shard in enumerate(shards) if shard]
-        return [result for results in self._workers.wait(handles) for result in results]
+        chunks = [
+            (engine, shard[start : start + self._chunk])
+            for engine, shard in enumerate(shards)
+            for start in range(0, len(shard), self._chunk)
+        ]
+        done = 0
+
+        def one_more(number: int) -> None:
+            nonlocal done
+            done += len(chunks[number][1])
+            progress(done, len(requests))
+
+        progress(0, len(requests))
+        handles = [self._workers.start_on(engine, "generate", chunk, params) for engine, chunk in chunks]
+        return [result for results in self._workers.wait(handles, one_more) for result in results]
 
     def update_weights(self, version: int, exported: Sequence[Handle]) -> None:
         """Sends the policy to every engine; only an engine that holds all of it publishes the version.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ class InlineWorkers(Workers):
     def start_on(self, worker: int, method: str, *args: Any) -> Handle:
         return getattr(self._workers[worker], method)(*args)
 
-    def wait(self, handles: Sequence[Handle]) -> list[Any]:
-        return list(handles)
+    def wait(self, handles: Sequence[Handle], on_done: Callable[[int], None] | None = None) -> list[Any]:
+        return list(handles)  # all finished when they were started
 
     def share(self, value: Any) -> Handle:
         return value
@@ -52,7 +52,9 @@ class InlineRunner:
         self._rendezvous = tempfile.TemporaryDirectory()
         trainer = Trainer(config, 0, f"file://{Path(self._rendezvous.name) / 'ranks'}")
         self.trainers = TrainerGroup(InlineWorkers([trainer]), plan_rules(config))
-        self.engines = EngineGroup(InlineWorkers([EngineWorker(config) for _ in range(config.rollout.engines)]))
+        self.engines = EngineGroup(
+            InlineWorkers([EngineWorker(config) for _ in range(config.rollout.engines)]), config.rollout.max_batch
+        )
 
     def close(self) -> None:
         self.engines.close()

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -60,8 +60,8 @@ class RayWorkers(Workers):
     def start_on(self, worker: int, method: str, *args: Any) -> Handle:
         return self._actors[worker].method.remote(method, *args)
 
-    def wait(self, handles: Sequence[Handle]) -> list[Any]:
-        return get(handles, self._what, self._timeout_s)
+    def wait(self, handles: Sequence[Handle], on_done: Callable[[int], None] | None = None) -> list[Any]:
+        return get(handles, self._what, self._timeout_s, on_done)
 
     def share(self, value: Any) -> Handle:
         return ray.put(value)
@@ -74,8 +74,11 @@ class RayWorkers(Workers):
             ray.kill(actor)
 
 
-def get(handles: Sequence[Handle], what: str, timeout_s: float) -> list[Any]:
+def get(
+    handles: Sequence[Handle], what: str, timeout_s: float, on_done: Callable[[int], None] | None = None
+) -> list[Any]:
     """ray.get whose errors are the worker's own, or say which workers were lost."""
+    number = {handle: i for i, handle in enumerate(handles)}
     try:
         # one by one as they finish, so that a rank's error is seen though another waits for it in a collective
         pending = list(handles)
@@ -84,6 +87,8 @@ def get(handles: Sequence[Handle], what: str, timeout_s: float) -> list[Any]:
             if not done:
                 raise GetTimeoutError
             ray.get(done)
+            if on_done is not None:
+                on_done(number[done[0]])
         return ray.get(list(handles))
     except RayTaskError as error:
         cause = error.cause
@@ -121,7 +126,7 @@ class RayRunner:
         self._started: list[Workers] = []
         try:
             self.trainers = TrainerGroup(self._trainers(config), plan_rules(config))
-            self.engines = EngineGroup(self._engines(config))
+            self.engines = EngineGroup(self._engines(config), config.rollout.max_batch)
         except BaseException:
             self.close()
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 # A call under way, or its result: ObjectRef with Ray, the value itself inline. May be given to other calls as an
@@ -22,8 +22,8 @@ class Workers(ABC):
         """Starts a call on one worker and returns at once where it can."""
 
     @abstractmethod
-    def wait(self, handles: Sequence[Handle]) -> list[Any]:
-        """The results, in order. Raises what a worker raised."""
+    def wait(self, handles: Sequence[Handle], on_done: Callable[[int], None] | None = None) -> list[Any]:
+        """The results, in order. Raises what a worker raised. `on_done` is told each handle's number as it finishes."""
 
     @abstractmethod
     def share(self, value: Any) -> Handle:
