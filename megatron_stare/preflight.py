@@ -77,11 +77,12 @@ def check_experts(config: Config, shape: ModelShape) -> None:
         raise ConfigError(
             f"{shape.experts} experts cannot be cut over {parallel.expert} ranks", where="parallel.expert"
         )
-    if parallel.data % parallel.expert:
+    ranks = parallel.tensor * parallel.data
+    if ranks % parallel.expert:
         raise ConfigError(
-            f"experts are spread over data-parallel ranks, and {parallel.data} of them are not a multiple of "
-            f"{parallel.expert}",
+            f"a pipeline stage has {ranks} ranks, over which {parallel.expert} expert-parallel ones do not go",
             where="parallel.expert",
+            fix=f"use a divisor of {ranks}",
         )
     if shape.experts and parallel.tensor > 1 and not parallel.sequence:
         raise ConfigError(

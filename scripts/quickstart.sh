@@ -1,45 +1,71 @@
 #!/usr/bin/env bash
-# Trains the tiny model of assets/ with STARE on this machine: two Megatron ranks, a rollout engine, about five minutes.
+# Trains the tiny model of assets/ with STARE on this machine: two Megatron ranks, a rollout engine, about six minutes.
 set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: bash scripts/quickstart.sh [--seed N] [--steps N] [--algorithm stare|grpo] [--resume] [--dry-run] [key=value ...]
+usage: bash scripts/quickstart.sh [--seed N] [--steps N] [--algorithm A | --compare A] [--resume] [--dry-run] [key=value ...]
 
   --seed N        seed of data order and sampling (default 1)
   --steps N       training steps (default 300)
-  --algorithm A   stare (default), or grpo: the same surrogate and aggregation without STARE's weights and gate
+  --algorithm A   stare (default); grpo: the same surrogate and aggregation without STARE's weights and gate; or any
+                  other method of docs/algorithms/README.md with its own defaults
+  --compare A     train with STARE and then with A from the same start and seed; one report shows both
   --resume        continue the newest quickstart that was interrupted (give the same options again)
   --dry-run       check everything, print the resolved configuration and stop
   key=value       any setting of configs/quickstart.yaml, such as optimizer.lr=1e-4
 TEXT
 }
 
-overrides=()
+usage_error() { usage >&2; printf 'error: %s\n' "$1" >&2; exit 2; }
+
+# The overrides that turn the quickstart into another method's run.
+method() {
+    case "$1" in
+    stare) ;; # what the configuration says
+    # what STARE is compared with differs from it in nothing but weights and gate
+    grpo) echo algorithm=grpo algorithm.aggregation=token_mean algorithm.clip_high=0.28 algorithm.dual_clip=10 ;;
+    *) echo "algorithm=$1" ;;
+    esac
+}
+
+arguments=()
+algorithm=stare
+compare=
 while [ $# -gt 0 ]; do
     case "$1" in
     -h | --help) usage; exit 0 ;;
-    --seed | --steps | --algorithm)
-        [ $# -ge 2 ] || { usage >&2; printf 'error: %s needs a value\n' "$1" >&2; exit 2; }
+    --seed | --steps | --algorithm | --compare)
+        [ $# -ge 2 ] || usage_error "$1 needs a value"
         case "$1" in
-        --seed) overrides+=("run.seed=$2") ;;
-        --steps) overrides+=("run.steps=$2") ;;
-        --algorithm)
-            case "$2" in
-            stare) ;; # what the configuration says
-            # what STARE is compared with differs from it in nothing but weights and gate
-            grpo) overrides+=(algorithm=grpo algorithm.aggregation=token_mean algorithm.clip_high=0.28 algorithm.dual_clip=10) ;;
-            *) overrides+=("algorithm=$2") ;;
-            esac
-            ;;
+        --seed) arguments+=("run.seed=$2") ;;
+        --steps) arguments+=("run.steps=$2") ;;
+        --algorithm) algorithm="$2" ;;
+        --compare) compare="$2" ;;
         esac
         shift 2
         ;;
-    --resume | --dry-run) overrides+=("$1"); shift ;;
-    -*) usage >&2; printf 'error: unknown option %s\n' "$1" >&2; exit 2 ;;
-    *) overrides+=("$1"); shift ;;
+    --resume | --dry-run) arguments+=("$1"); shift ;;
+    -*) usage_error "unknown option $1" ;;
+    *) arguments+=("$1"); shift ;;
     esac
 done
+
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 cd "$ROOT"
-exec "$PYTHON" -m megatron_stare.cli train configs/quickstart.yaml ${overrides[@]+"${overrides[@]}"}
+
+train() { # method, then what comes before the user's own arguments
+    local name="$1"
+    shift
+    # shellcheck disable=SC2046  # the method's overrides are words
+    "$PYTHON" -m megatron_stare.cli train configs/quickstart.yaml $(method "$name") "$@" ${arguments[@]+"${arguments[@]}"}
+}
+
+if [ -z "$compare" ]; then
+    train "$algorithm"
+else
+    both="runs/compare-$(date +%Y%m%d-%H%M%S)"
+    train stare run.name=stare "run.dir=$both/stare"
+    train "$compare" "run.name=$compare" "run.dir=$both/$compare"
+    "$PYTHON" -m megatron_stare.cli report "$both/stare" "$both/$compare" --out "$both/report.html"
+fi

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_stare.megatron.layout import Layout
-from megatron_stare.megatron.model import named_parameters
+from megatron_stare.megatron.model import is_expert, named_parameters
 from megatron_stare.weights.mapping import rule_for, unshard
 from megatron_stare.weights.shape import ModelShape
 
@@ -26,23 +26,24 @@ def export_hf(
     Args:
         of: what is exported of a parameter: itself, or its gradient. Must have the parameter's shape.
     """
+    mine = [(name, of(p).contiguous()) for name, p in named_parameters(model) if _gives(name, shape, layout)]
+    shared = [(name, tensor) for name, tensor in mine if not is_expert(name)]
+    gathered = _gather([tensor for _, tensor in shared], layout)
+    whole = [(name, [tensor]) for name, tensor in mine if is_expert(name)]
+    if layout.tp_rank == 0:
+        whole += [(name, shards) for (name, _), shards in zip(shared, gathered, strict=True)]
     tensors: dict[str, Tensor] = {}
-    parameters = [(name, p) for name, p in named_parameters(model) if _gives(name, shape, layout)]
-    mine = [of(parameter).contiguous() for _, parameter in parameters]
-    gathered = _gather(mine, layout)
-    if layout.tp_rank != 0:
-        return {}
-    for (name, _), shards in zip(parameters, gathered, strict=True):
-        rule = rule_for(name, shape)
-        tensors |= {hf: t.to("cpu", copy=True).contiguous() for hf, t in unshard(rule, shards, shape).items()}
+    for name, shards in whole:
+        for hf, tensor in unshard(rule_for(name, shape), shards, shape).items():
+            tensors[hf] = tensor.to("cpu", copy=True).contiguous()
     return tensors
 
 
 def _gives(name: str, shape: ModelShape, layout: Layout) -> bool:
-    """Whether this rank's tensor-parallel group is the one that exports a parameter it holds."""
+    """Whether this rank, with the others of its tensor-parallel group, is the one that exports a parameter it holds."""
     if shape.tied and name == "output_layer.weight":
         return False  # the last pipeline stage's copy of the embedding
-    return (layout.expert_dp_rank if ".experts." in name else layout.dp_rank) == 0
+    return (layout.expert_dp_rank if is_expert(name) else layout.dp_rank) == 0
 
 
 def _gather(tensors: list[Tensor], layout: Layout) -> list[list[Tensor]]:
@@ -50,7 +51,7 @@ def _gather(tensors: list[Tensor], layout: Layout) -> list[list[Tensor]]:
     if layout.tp == 1:
         return [[t] for t in tensors]
     result: list[list[Tensor]] = [[] for _ in tensors]
-    for dtype in {t.dtype for t in tensors}:
+    for dtype in sorted({t.dtype for t in tensors}, key=str):  # the same order on every rank
         chosen = [i for i, t in enumerate(tensors) if t.dtype == dtype]
         flat = torch.cat([tensors[i].flatten() for i in chosen])
         parts = flat.new_empty(layout.tp, flat.numel())

@@ -11,6 +11,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch.distributed import ProcessGroup
 
 from megatron_stare.config.schema import ParallelConfig
+from megatron_stare.errors import UserError
 from megatron_stare.megatron.cpu_backend import backend
 
 
@@ -47,15 +48,25 @@ def join(parallel: ParallelConfig, rank: int, init_method: str, seed: int, timeo
         init_method: where the ranks meet, 'tcp://host:port' or 'file:///path'.
         seed: of Megatron's random states.
         timeout_s: longest wait for a collective, seconds.
+
+    Raises:
+        UserError: the ranks cannot meet there.
     """
     cuda = torch.cuda.is_available()
-    dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        init_method=init_method,
-        rank=rank,
-        world_size=parallel.world_size,
-        timeout=datetime.timedelta(seconds=timeout_s),
-    )
+    try:
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            init_method=init_method,
+            rank=rank,
+            world_size=parallel.world_size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+    except dist.DistNetworkError as error:
+        raise UserError(
+            f"rank {rank} cannot meet the other ranks: {str(error).splitlines()[0]}",
+            where=init_method,
+            fix="the port is taken or not reachable; start again, another one is chosen then",
+        ) from error
     with backend():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
@@ -63,6 +74,7 @@ def join(parallel: ParallelConfig, rank: int, init_method: str, seed: int, timeo
             virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
             context_parallel_size=parallel.context,
             expert_model_parallel_size=parallel.expert,
+            expert_tensor_parallel_size=1,  # whole experts: cut ones would need gathers of uneven sizes
         )
         if cuda:
             tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -33,6 +33,7 @@ class RankBatch:
     Args:
         packed: lay the sequences of a micro-batch end to end instead of padding them.
         multiple: positions of a micro-batch are padded to a multiple of this (sequence parallelism cuts them).
+        uniform: give all micro-batches the shape of the largest.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class RankBatch:
         *,
         packed: bool = False,
         multiple: int = 1,
+        uniform: bool = False,
     ) -> None:
         self.batch = batch
         self.device = device
@@ -51,9 +53,12 @@ class RankBatch:
         response_start = _starts(batch.response_lengths)
         self.micro_batches: list[MicroBatch] = []
         index, done = [torch.zeros(0, dtype=torch.int64)], 0
-        for samples in plan.ranks[dp_rank]:
-            lay_out = _packed if packed else _padded
-            grid = lay_out(batch.lengths[list(samples)], multiple)
+        lay_out = _packed if packed else _padded
+        grids = [lay_out(batch.lengths[list(samples)], multiple) for samples in plan.ranks[dp_rank]]
+        if uniform:
+            rows, columns = (max(grid.sample.shape[axis] for grid in grids) for axis in range(2))
+            grids = [grid.stretched(rows, columns) for grid in grids]
+        for samples, grid in zip(plan.ranks[dp_rank], grids, strict=True):
             micro, where = _micro_batch(batch, samples, grid, token_start, response_start, done)
             if packed:
                 micro = replace(micro, packing=pack(_sizes(grid), device))
@@ -110,6 +115,14 @@ class _Grid:
 
     sample: Tensor
     token: Tensor
+
+    def stretched(self, rows: int, columns: int) -> _Grid:
+        """With padding on the right and below."""
+        more = (0, columns - self.sample.shape[1], 0, rows - self.sample.shape[0])
+        sample = torch.nn.functional.pad(self.sample, more, value=-1)
+        token = torch.arange(columns).expand(rows, columns).clone()
+        token[: self.token.shape[0], : self.token.shape[1]] = self.token
+        return _Grid(sample, token)
 
 
 def _padded(lengths: Tensor, multiple: int) -> _Grid:

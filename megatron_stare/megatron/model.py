@@ -70,9 +70,12 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=1,
         sequence_parallel=parallel.sequence,
         pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
-        variable_seq_lengths=parallel.pipeline > 1,  # every micro-batch has its own length
+        # Every micro-batch has its own length. Two stages of several chunks would exchange lengths in a batch that gloo
+        # matches by order, and take one for another: there, micro-batches are given one length (microbatch.py).
+        variable_seq_lengths=parallel.pipeline > 1 and parallel.virtual_pipeline == 1,
         batch_p2p_comm=False,  # batched, two stages of two chunks exchange the wrong tensors, and nothing says so
         overlap_p2p_comm=False,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
@@ -86,14 +89,13 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         persist_layer_norm=has_transformer_engine(),
         gradient_accumulation_fusion=False,
         **recomputed[model.recompute],
-        **_experts(shape, parallel),
+        **_experts(shape),
     )
 
 
-def _experts(shape: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
+def _experts(shape: ModelShape) -> dict[str, Any]:
     """Settings of mixture-of-experts layers; variable lengths in a pipeline want the dispatcher named for any model."""
-    cpu_and_flat = not torch.cuda.is_available() and parallel.pipeline == 1
-    settings: dict[str, Any] = {"moe_token_dispatcher_type": "allgather" if cpu_and_flat else "alltoall"}
+    settings: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}  # ranks hold different numbers of tokens
     if shape.experts:
         settings |= {
             "num_moe_experts": shape.experts,
@@ -186,6 +188,11 @@ def named_parameters(model: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter
             yield name, parameter
 
 
+def is_expert(name: str) -> bool:
+    """Whether a parameter belongs to one expert; experts are never cut over tensor-parallel ranks."""
+    return ".local_experts." in name
+
+
 def unwrap(chunk: Any) -> GPTModel:
     """The GPTModel inside its wrappers."""
     while hasattr(chunk, "module"):
@@ -202,7 +209,8 @@ def load_hf(model: list[nn.Module], folder: HfFolder, shape: ModelShape, layout:
     """
     for name, parameter in named_parameters(model):
         rule = rule_for(name, shape)
-        part: Tensor = shard(rule, [folder.slice(hf) for hf in rule.hf], shape, layout.tp_rank, layout.tp)
+        cut = (0, 1) if is_expert(name) else (layout.tp_rank, layout.tp)
+        part: Tensor = shard(rule, [folder.slice(hf) for hf in rule.hf], shape, *cut)
         if part.shape != parameter.shape:
             raise DataError(
                 f"{', '.join(rule.hf)} make a tensor of shape {tuple(part.shape)}, the model wants "

@@ -74,6 +74,7 @@ class Trainer:
             device(),
             packed=self.config.batch.packed,
             multiple=self.layout.tp if self.config.parallel.sequence else 1,
+            uniform=self.config.parallel.virtual_pipeline > 1,
         )
         log_prob, entropy = score(self.model, self._batch, self.head)
         if self.layout.last_stage:

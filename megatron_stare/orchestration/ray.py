@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from megatron_stare.config.schema import Config
-from megatron_stare.errors import UserError
+from megatron_stare.errors import ConfigError, UserError
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.orchestration.engine_worker import EngineWorker
 from megatron_stare.orchestration.groups import EngineGroup, TrainerGroup, plan_rules
@@ -118,6 +118,19 @@ def start_ray(config: Config) -> None:
     ray.init(object_store_memory=config.runtime.object_store_mb * 2**20, _node_ip_address=LOOPBACK, **common)
 
 
+def check_gpus(config: Config) -> None:
+    """Raises ConfigError where the cluster has GPUs, but fewer than the layout needs."""
+    wanted = config.parallel.world_size + config.rollout.engines
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    if 0 < gpus < wanted:
+        raise ConfigError(
+            f"{config.parallel.world_size} trainer ranks and {config.rollout.engines} engines need {wanted} GPUs, "
+            f"the cluster has {gpus}",
+            where="parallel",
+            fix="add nodes, or lower parallel.data or rollout.engines",
+        )
+
+
 class RayRunner:
     """Starts or joins Ray, then places ranks and engines."""
 
@@ -125,6 +138,7 @@ class RayRunner:
         start_ray(config)
         self._started: list[Workers] = []
         try:
+            check_gpus(config)
             self.trainers = TrainerGroup(self._trainers(config), plan_rules(config))
             self.engines = EngineGroup(self._engines(config), config.rollout.max_batch)
         except BaseException:

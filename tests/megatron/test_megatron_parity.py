@@ -50,7 +50,8 @@ def step_of(
     )
     plan = plan_micro_batches(batch.lengths.tolist(), rules)
     multiple = layout.tp if parallel.sequence else 1
-    rank_batch = RankBatch(batch, plan, layout.dp_rank, device(), packed=packed, multiple=multiple)
+    uniform = parallel.virtual_pipeline > 1
+    rank_batch = RankBatch(batch, plan, layout.dp_rank, device(), packed=packed, multiple=multiple, uniform=uniform)
     head = Head(shape.vocab_size, TEMPERATURE, layout)
     log_prob, entropy = score(model, rank_batch, head)
     total = int(batch.response_lengths.sum())
@@ -163,19 +164,21 @@ LAYOUTS = {
 @pytest.mark.distributed
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("family", ["qwen2_tied", "qwen3"])
-def test_equal_to_transformers(ranks, tmp_path: Path, family: str, name: str, packed: bool) -> None:
+def test_equal_to_transformers(ranks, tmp_path: Path, name: str, packed: bool) -> None:
     layout, budget = LAYOUTS[name]
-    save_model(tmp_path, family)
+    save_model(tmp_path, "qwen2_tied")
     results = check(ranks, tmp_path, layout, budget, packed)
     assert (results[0]["micro_batches"][0] > 1) == (budget < 10_000)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_tied"])
-def test_other_families(ranks, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("qwen2", "tp2-pp2"), ("qwen3_tied", "pp2-vpp2"), ("qwen3", "tp4-shared-kv"), ("qwen3", "tp2-sp-pp2")],
+)
+def test_other_families(ranks, tmp_path: Path, family: str, name: str) -> None:
     save_model(tmp_path, family)
-    check(ranks, tmp_path, {"tensor": 2, "pipeline": 2}, 40, packed=True)
+    check(ranks, tmp_path, *LAYOUTS[name], packed=True)
 
 
 @pytest.mark.distributed
