@@ -1,5 +1,10 @@
 """Errors meant for the person at the keyboard. `cli.py` prints them without a traceback and exits with 2."""
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
 
 class UserError(Exception):
     """Something the user can mend.
@@ -44,3 +49,11 @@ class RewardFailureError(UserError):
 
 class NonFiniteError(UserError):
     """A loss or gradient is not finite; the optimizer was not stepped."""
+
+
+def unknown_name(key: str, known: Iterable[str], where: str) -> ConfigError:
+    """The error for a name that is not one of `known`, with the nearest that is."""
+    known = sorted(known)
+    near = difflib.get_close_matches(key, known, n=1)
+    fix = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
+    return ConfigError(f"unknown name {key!r}", where=where, fix=fix)

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from megatron_stare.algorithms.method import Method
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, DataError
-from megatron_stare.registry import build_method
+from megatron_stare.methods import build_method
 from megatron_stare.weights.hf_folder import HfFolder
 from megatron_stare.weights.shape import ModelShape, read_shape
 

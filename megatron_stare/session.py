@@ -11,11 +11,11 @@ from megatron_stare.batch import Prompt, Sample, SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.data.source import make_source
 from megatron_stare.errors import RewardFailureError
+from megatron_stare.methods import build_method
 from megatron_stare.observability.live import make_display
 from megatron_stare.observability.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from megatron_stare.orchestration.groups import Runner
 from megatron_stare.preflight import check, load_tokenizer
-from megatron_stare.registry import build_method
 from megatron_stare.rewards.pool import RewardPool
 from megatron_stare.rollout.collect import check_versions, requests_for, samples_from
 from megatron_stare.rollout.stop import stop_token_ids

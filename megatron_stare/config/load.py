@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from megatron_stare.config.schema import Config
-from megatron_stare.errors import ConfigError
+from megatron_stare.errors import ConfigError, unknown_name
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
@@ -84,19 +83,11 @@ def config_error(error: ValidationError, model: type[BaseModel] | Iterable[str],
     where = f"{source}: {'.'.join(loc)}" if loc else source
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         known = _keys_at(model, loc[:-1]) if isinstance(model, type) else list(model)
-        return unknown_key(loc[-1], known, where)
+        return unknown_name(loc[-1], known, where)
     if first["type"] in ("missing", "missing_argument"):
         return ConfigError("this key is required and missing", where=where)
     message = first["msg"].removeprefix("Value error, ")
     return ConfigError(f"{message} (got {first['input']!r})", where=where)
-
-
-def unknown_key(key: str, known: Iterable[str], where: str) -> ConfigError:
-    """The error for a name that is not one of `known`, with the nearest that is."""
-    known = sorted(known)
-    near = difflib.get_close_matches(key, known, n=1)
-    fix = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
-    return ConfigError(f"unknown name {key!r}", where=where, fix=fix)
 
 
 def _keys_at(model: type[BaseModel], loc: list[str]) -> list[str]:

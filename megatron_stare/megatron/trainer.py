@@ -25,8 +25,8 @@ from megatron_stare.megatron.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.model import build_policy, load_hf
 from megatron_stare.megatron.optimizer import build_optimizer
 from megatron_stare.megatron.passes import Head, accumulate_gradients, score
+from megatron_stare.methods import build_method
 from megatron_stare.ops.statistics import answer, gather_statistics
-from megatron_stare.registry import build_method
 from megatron_stare.statistics import Max, Mean, Request, Statistics, Sum, scalar
 from megatron_stare.weights.hf_folder import HfFolder
 from megatron_stare.weights.shape import read_shape

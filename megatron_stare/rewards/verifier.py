@@ -6,11 +6,12 @@ A verifier is any function `(response text, reference answer) -> reward`. It may
 
 from __future__ import annotations
 
-import importlib
+import sys
 from collections.abc import Callable
 from typing import SupportsFloat
 
 from megatron_stare.errors import ConfigError
+from megatron_stare.registry import resolve
 
 Verifier = Callable[[str, str], SupportsFloat]
 
@@ -21,29 +22,20 @@ VERIFIERS = {
 
 
 def make_verifier(name: str) -> Verifier:
-    """The verifier called `name`.
-
-    This is not `registry.resolve`, for two reasons: the registry imports the methods and so torch, 200 MB a worker;
-    and a user's module may fail to import in any way, which the user wants to read about.
+    """The verifier called `name`, proven on answers whose verdict is known where its module has a `self_test`.
 
     Args:
         name: 'arithmetic', 'math', or the dotted path of a function.
 
     Raises:
-        ConfigError: unknown short name (with a suggestion), a module that does not import, or not a function.
+        ConfigError: unknown name (with a suggestion), a module that does not import, not a function, or a verifier
+            that gets known answers wrong here.
     """
     where = "reward.verifier"
-    if name not in VERIFIERS and "." not in name:
-        from megatron_stare.config.load import unknown_key  # imports pydantic, which no healthy worker needs
-
-        raise unknown_key(name, VERIFIERS, where)
-    module_name, _, attribute = VERIFIERS.get(name, name).rpartition(".")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise ConfigError(f"cannot import {module_name!r}: {type(error).__name__}: {error}", where=where) from error
-    verify = getattr(module, attribute, None)
+    verify = resolve(name, VERIFIERS, where)
     if not callable(verify):
-        problem = f"{module_name!r} has no {attribute!r}" if verify is None else f"{name!r} is not a function"
-        raise ConfigError(problem, where=where)
+        raise ConfigError(f"{name!r} is not a function", where=where)
+    self_test = getattr(sys.modules[verify.__module__], "self_test", None)
+    if self_test is not None and (failures := self_test()):
+        raise ConfigError(f"the verifier gets known answers wrong: {'; '.join(failures)}", where=where)
     return verify

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_stare.algorithms import METHODS
 from megatron_stare.config.load import read_yaml, validate
-from megatron_stare.registry import build_method
+from megatron_stare.methods import build_method
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIGS = sorted((ROOT / "configs/algorithm").glob("*.yaml"))

@@ -9,7 +9,7 @@ import torch
 from token_batches import by_sequence, loss_and_gradient, token_batch
 
 from megatron_stare.errors import ConfigError
-from megatron_stare.registry import build_method
+from megatron_stare.methods import build_method
 
 NAME = "my_method.MyMethod"
 REWARDS = [1.0, 0.0, 0.0, 1.0]

@@ -133,7 +133,7 @@ def test_256_short_answers_are_quick():
     [
         ("arithmetics", "did you mean 'arithmetic'"),
         ("no_such_module.verify", "cannot import 'no_such_module'"),
-        ("verifiers_for_tests.no_such_function", "has no 'no_such_function'"),
+        ("verifiers_for_tests.no_such_function", "unknown name 'no_such_function'"),
         ("verifiers_for_tests.not_a_function", "is not a function"),
         ("verifier_that_raises.verify", "RuntimeError: licence file not found"),
         ("verifier_that_exits.verify", "exited with code 7 as it started"),

@@ -1,0 +1,51 @@
+"""Micro-batch plans: every sample once, budgets kept, ranks in step and about equally loaded."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_stare.errors import ConfigError
+from megatron_stare.ops.plan import PlanRules, plan_micro_batches
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 50), max_size=60),
+    data_parallel=st.integers(1, 5),
+    multiple=st.integers(1, 4),
+    packed=st.booleans(),
+)
+def test_what_every_plan_keeps(lengths: list[int], data_parallel: int, multiple: int, packed: bool) -> None:
+    rules = PlanRules(data_parallel=data_parallel, budget=64, packed=packed, multiple=multiple, hidden=32)
+    plan = plan_micro_batches(lengths, rules)
+    assert sorted(i for rank in plan.ranks for micro in rank for i in micro) == list(range(len(lengths)))
+    assert len(plan.ranks) == data_parallel
+    assert {len(rank) for rank in plan.ranks} == {plan.micro_batches}
+    assert plan.micro_batches >= 1
+    assert plan.micro_batches % multiple == 0
+    for rank in plan.ranks:
+        for micro in filter(None, rank):
+            sizes = [lengths[i] for i in micro]
+            assert (sum(sizes) if packed else max(sizes) * len(sizes)) <= 64
+    assert plan == plan_micro_batches(lengths, rules)
+
+
+@given(lengths=st.lists(st.integers(1, 1000), min_size=1, max_size=60), data_parallel=st.integers(1, 5))
+def test_no_rank_is_ahead_by_more_than_one_sample(lengths: list[int], data_parallel: int) -> None:
+    rules = PlanRules(data_parallel=data_parallel, budget=1000, packed=True, hidden=32)
+    plan = plan_micro_batches(lengths, rules)
+    work = [sum(rules.cost(lengths[i]) for micro in rank for i in micro) for rank in plan.ranks]
+    assert max(work) - min(work) <= rules.cost(max(lengths)) + 1e-6
+
+
+def test_long_samples_cost_more_than_their_length() -> None:
+    rules = PlanRules(data_parallel=2, budget=10_000, packed=True, hidden=64)
+    plan = plan_micro_batches([4000] + [500] * 8, rules)
+    assert plan.ranks[0] == ((0,),)  # the one long sample outweighs all short ones, which would equal it in tokens
+
+
+def test_a_sample_longer_than_the_budget_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"batch.micro_batch_tokens: the longest sample has 65 tokens"):
+        plan_micro_batches([3, 65], PlanRules(data_parallel=1, budget=64, packed=True))
