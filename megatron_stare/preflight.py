@@ -55,17 +55,39 @@ def check_layout(config: Config, shape: ModelShape) -> None:
         )
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         raise ConfigError("virtual stages need a pipeline", where="parallel.virtual_pipeline", fix="set it to 1")
-    chunks = parallel.pipeline * parallel.virtual_pipeline
-    if shape.layers % chunks:
-        raise ConfigError(
-            f"{shape.layers} layers cannot be cut into {parallel.pipeline} stages x {parallel.virtual_pipeline} chunks",
-            where="parallel.pipeline",
-            fix=f"pipeline x virtual_pipeline must divide {shape.layers}",
-        )
+    check_stages(config, shape)
     if parallel.sequence and parallel.tensor == 1:
         raise ConfigError("sequence parallelism needs tensor parallelism", where="parallel.sequence", fix="set false")
     check_experts(config, shape)
     check_tensor(config, shape)
+
+
+def check_stages(config: Config, shape: ModelShape) -> None:
+    """Raises ConfigError where the layers cannot be cut into the pipeline's stages."""
+    parallel = config.parallel
+    first = parallel.first_stage_layers
+    if first is None:
+        if shape.layers % (parallel.pipeline * parallel.virtual_pipeline):
+            raise ConfigError(
+                f"{shape.layers} layers cannot be cut into {parallel.pipeline} stages x {parallel.virtual_pipeline} "
+                "chunks",
+                where="parallel.pipeline",
+                fix=f"pipeline x virtual_pipeline must divide {shape.layers}; or set parallel.first_stage_layers",
+            )
+        return
+    if parallel.pipeline == 1 or parallel.virtual_pipeline > 1:
+        raise ConfigError(
+            "a first stage of its own size needs a pipeline without virtual stages",
+            where="parallel.first_stage_layers",
+            fix="set it to null",
+        )
+    rest, stages = shape.layers - first, parallel.pipeline - 1
+    if rest < stages or rest % stages:
+        raise ConfigError(
+            f"{first} of {shape.layers} layers leave {rest} for {stages} stages",
+            where="parallel.first_stage_layers",
+            fix=f"the rest must be a multiple of {stages}, above 0",
+        )
 
 
 def check_experts(config: Config, shape: ModelShape) -> None:

@@ -36,6 +36,7 @@ def dry(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
         ("algorithm.share=2", "share"),
         ("parallel.tensor=3", "cannot be cut over 3 tensor-parallel ranks"),
         ("parallel.pipeline=2", "3 layers cannot be cut into 2 stages x 1 chunks"),
+        ("parallel={tensor: 1, pipeline: 2, first_stage_layers: 3}", "3 of 3 layers leave 0 for 1 stages"),
         ("parallel.virtual_pipeline=3", "virtual stages need a pipeline"),
         ("parallel.context=2", "context parallelism is not supported yet"),
         ("parallel.expert=2", "the model has no experts"),

@@ -40,6 +40,9 @@ class ParallelConfig(Section):
     tensor: int = Field(1, ge=1, description="tensor-parallel ranks")
     pipeline: int = Field(1, ge=1, description="pipeline stages")
     virtual_pipeline: int = Field(1, ge=1, description="model chunks a pipeline stage holds")
+    first_stage_layers: int | None = Field(
+        None, ge=1, description="layers of the first pipeline stage; the others share the rest. null: all alike"
+    )
     context: int = Field(1, ge=1, description="context-parallel ranks")
     expert: int = Field(1, ge=1, description="expert-parallel ranks")
     data: int = Field(1, ge=1, description="data-parallel replicas")

@@ -68,6 +68,7 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1,

@@ -153,6 +153,7 @@ LAYOUTS = {
     "dp4": ({"data": 4}, 24),
     "tp2-sp": ({"tensor": 2, "sequence": True}, 40),
     "pp2": ({"pipeline": 2}, 40),
+    "pp2-uneven": ({"pipeline": 2, "first_stage_layers": 3}, 40),
     "pp2-vpp2": ({"pipeline": 2, "virtual_pipeline": 2}, 40),
     "tp2-pp2": ({"tensor": 2, "pipeline": 2}, 40),
     "tp2-dp2": ({"tensor": 2, "data": 2}, 30),

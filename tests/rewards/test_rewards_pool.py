@@ -24,7 +24,7 @@ OK, ZERO = Score(1.0, "ok"), Score(0.0, "ok")
 @pytest.fixture(scope="module")
 def pool():
     """A pool that tests may hurt; it has to recover for the next one."""
-    with RewardPool(OBEY, workers=2, timeout_s=0.5) as pool:
+    with RewardPool(OBEY, workers=2, timeout_s=1) as pool:
         yield pool
 
 
@@ -96,11 +96,12 @@ def test_prints_go_to_stderr(capfd):
     assert capfd.readouterr() == ("", "noise\n")
 
 
-def test_a_worker_that_died_between_calls_costs_nothing(pool):
-    for pid in pool.pids:
-        os.kill(pid, signal.SIGKILL)
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert pool.score([RIGHT] * 10) == [OK] * 10
+def test_a_worker_that_died_between_calls_costs_nothing():
+    with RewardPool(OBEY, workers=2, timeout_s=5) as pool:  # its own: a successor may still be starting in a shared one
+        for pid in pool.pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert pool.score([RIGHT] * 10) == [OK] * 10
 
 
 def test_long_and_broken_texts_arrive(pool):
