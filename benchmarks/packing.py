@@ -83,7 +83,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         start = time.perf_counter()
         rank_batch = RankBatch(batch, plan_micro_batches(batch.lengths.tolist(), rules), 0, device(), packed=packed)
         score(model, rank_batch, head)
-        accumulate_gradients(model, rank_batch, head, lambda lp, micro: (lp.sum() / tokens, {"lp": lp.detach()}))
+        accumulate_gradients(model, rank_batch, head, lambda lp, ent, micro: (lp.sum() / tokens, {"lp": lp.detach()}))
         return time.perf_counter() - start, len(rank_batch.micro_batches)
 
     once(True), once(False)  # warm up

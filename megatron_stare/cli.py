@@ -68,8 +68,7 @@ def _train(args: argparse.Namespace) -> None:
     if args.dry_run:
         from megatron_stare.preflight import check
 
-        check(config)
-        print(dump_yaml(config), end="")
+        print(dump_yaml(check(config)), end="")
         return
     from megatron_stare.observability.closing import closing
     from megatron_stare.train import train  # imports torch and transformers: seconds

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -13,28 +15,38 @@ from megatron_stare.weights.hf_folder import HfFolder
 from megatron_stare.weights.shape import ModelShape, read_shape
 
 
-def check(config: Config) -> None:
-    """Raises UserError for the first thing that cannot work: model, layout, lengths or method."""
-    check_method(build_method(config.algorithm))
+def check(config: Config) -> Config:
+    """The configuration with every setting of its method spelled out.
+
+    Raises:
+        UserError: the first thing that cannot work: method, model, layout or lengths.
+    """
+    method = build_method(config.algorithm)
     shape = read_shape(config.model.path)
     HfFolder(config.model.path)
+    check_reference(config, method, shape)
     check_layout(config, shape)
     check_lengths(config, shape)
     if config.model.dtype == "bfloat16" and not torch.cuda.is_available() and not config.runtime.ray_address:
         raise ConfigError("bfloat16 training needs CUDA", where="model.dtype", fix="use float32 on a CPU")
+    return config.model_copy(update={"algorithm": {"name": config.algorithm["name"], **dataclasses.asdict(method)}})
 
 
-def check_method(method: Method) -> None:
-    """Raises ConfigError for what a method may ask and the trainer does not give yet."""
-    if method.needs_reference:
+def check_reference(config: Config, method: Method, shape: ModelShape) -> None:
+    """Raises UserError where the method needs a reference policy that is not there or is another kind of model."""
+    path = config.model.reference_path
+    if path is None:
+        return
+    if not method.needs_reference:
         raise ConfigError(
-            "a reference policy is not supported yet", where="algorithm.reference_kl", fix="set it to null"
+            "the method uses no reference policy",
+            where="model.reference_path",
+            fix="set algorithm.reference_kl={coef: ...}, or set it to null",
         )
-    if method.needs_entropy_gradient:
+    HfFolder(path)
+    if read_shape(path) != shape:
         raise ConfigError(
-            "an entropy bonus is not supported yet",
-            where="algorithm.entropy_bonus",
-            fix="set it to null; stare with entropy_target steers entropy without one",
+            f"{path} is not a model of the same shape as {config.model.path}", where="model.reference_path"
         )
 
 
@@ -58,6 +70,12 @@ def check_layout(config: Config, shape: ModelShape) -> None:
     check_stages(config, shape)
     if parallel.sequence and parallel.tensor == 1:
         raise ConfigError("sequence parallelism needs tensor parallelism", where="parallel.sequence", fix="set false")
+    if shape.experts and config.rollout.engine == "local":
+        raise ConfigError(
+            "the local engine samples from dense models only",
+            where="rollout.engine",
+            fix="use an engine of your own (a class path), or a dense model",
+        )
     check_experts(config, shape)
     check_tensor(config, shape)
 

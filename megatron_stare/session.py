@@ -31,7 +31,7 @@ class Session:
     """
 
     def __init__(self, config: Config, resume: bool) -> None:
-        check(config)
+        config = check(config)
         self.config = config
         self.method = build_method(config.algorithm)
         self.tokenizer = load_tokenizer(config.model.path)

@@ -41,7 +41,7 @@ def dry(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
         ("parallel.context=2", "context parallelism is not supported yet"),
         ("parallel.expert=2", "the model has no experts"),
         ("model.recompute=full", "which a CPU does not have"),
-        ("algorithm.entropy_bonus={coef: 0.01}", "entropy bonus is not supported yet"),
+        ("model.reference_path=here", "the method uses no reference policy"),
         ("batch.samples_per_prompt=1", "use at least 2"),
         ("batch.micro_batch_tokens=20", "at least 48"),
         ("rollout.max_new_tokens=1000", "exceed the model's 128 positions"),

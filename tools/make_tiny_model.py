@@ -112,7 +112,9 @@ def supervise(
         plan = plan_micro_batches(batch.lengths.tolist(), everything)
         tokens = int(batch.response_lengths.sum())
 
-        def mean_loss(log_prob: Tensor, micro: MicroBatch, n: int = tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        def mean_loss(
+            log_prob: Tensor, entropy: Tensor, micro: MicroBatch, n: int = tokens
+        ) -> tuple[Tensor, dict[str, Tensor]]:
             return -log_prob.sum() / n, {"log_prob": log_prob.detach()}
 
         logged = accumulate_gradients(model, RankBatch(batch, plan, 0, device()), head, mean_loss)

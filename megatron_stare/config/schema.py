@@ -29,6 +29,10 @@ class ModelConfig(Section):
 
     path: str = Field(description="Hugging Face folder the policy starts from")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="parameters and activations in training")
+    reference_path: str | None = Field(
+        None, description="Hugging Face folder of the reference policy of a KL term; null: the same as `path`"
+    )
+    reference_offload: bool = Field(False, description="keep the reference in host memory between its passes")
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="activations computed again in backward: of attention, or of every layer"
     )

@@ -133,13 +133,20 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
 def build_policy(
     shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, layout: Layout, distributed_optimizer: bool
 ) -> list[nn.Module]:
-    """This rank's model chunks, wrapped for mixed precision and data parallelism. Parameters are not yet loaded."""
+    """This rank's model chunks with gradient buffers, reduced over data ranks. Parameters are not yet loaded."""
+    parts = build_model(shape, model, parallel, layout)
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=distributed_optimizer, grad_reduce_in_fp32=model.dtype == "bfloat16"
+    )
+    with backend():
+        return [DistributedDataParallel(config=unwrap(part).config, ddp_config=ddp, module=part) for part in parts]
+
+
+def build_model(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, layout: Layout) -> list[nn.Module]:
+    """This rank's model chunks, wrapped for mixed precision. Parameters are not yet loaded."""
     chunks = parallel.virtual_pipeline
     with backend():
         config = transformer_config(shape, model, parallel)
-        ddp = DistributedDataParallelConfig(
-            use_distributed_optimizer=distributed_optimizer, grad_reduce_in_fp32=model.dtype == "bfloat16"
-        )
         parts: list[nn.Module] = []
         for chunk in range(chunks):
             vp_stage = chunk if chunks > 1 else None
@@ -159,7 +166,7 @@ def build_policy(
             mark_cut_parameters(part, shape)
             if model.dtype == "bfloat16":
                 part = Float16Module(config, part)
-            parts.append(DistributedDataParallel(config=config, ddp_config=ddp, module=part))
+            parts.append(part)
         return parts
 
 

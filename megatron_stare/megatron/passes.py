@@ -18,17 +18,21 @@ from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.microbatch import MicroBatch, RankBatch
 from megatron_stare.ops.vocab_parallel import log_prob_and_entropy
 
-# [n] log-probs and the micro-batch they belong to -> scalar loss, and detached [n] tensors to log
-LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
+# [n] log-probs, entropies and the micro-batch they belong to -> scalar loss, and detached [n] tensors to log
+LossFunction = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True)
 class Head:
-    """How logits become log-probs."""
+    """How logits become log-probs and entropies.
+
+    entropy_gradient: whether entropies carry gradient; without it they cost nothing in backward.
+    """
 
     vocab_size: int
     temperature: float
     layout: Layout
+    entropy_gradient: bool = False
 
     def __call__(self, logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """logits [b, s, V of this rank] -> log-prob and entropy [n] of the micro-batch's response positions."""
@@ -38,6 +42,7 @@ class Head:
             vocab_size=self.vocab_size,
             temperature=self.temperature,
             group=self.layout.tp_group if self.layout.tp > 1 else None,
+            entropy_gradient=self.entropy_gradient,
         )
 
 
@@ -64,7 +69,7 @@ def accumulate_gradients(
     """
 
     def loss_function(logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        loss, logged = loss_of(head(logits, micro)[0], micro)
+        loss, logged = loss_of(*head(logits, micro), micro)
         # the loss is already scaled by counts over the whole batch: with 0 tokens Megatron divides by nothing
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), logged
 

@@ -25,6 +25,7 @@ from megatron_stare.megatron.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.model import build_policy, load_hf
 from megatron_stare.megatron.optimizer import build_optimizer
 from megatron_stare.megatron.passes import Head, accumulate_gradients, score
+from megatron_stare.megatron.reference import Reference
 from megatron_stare.methods import build_method
 from megatron_stare.ops.statistics import answer, gather_statistics
 from megatron_stare.statistics import Max, Mean, Request, Statistics, Sum, scalar
@@ -57,7 +58,10 @@ class Trainer:
         self.optimizer, self.scheduler = build_optimizer(
             self.model, config.optimizer, config.model.dtype, config.run.steps
         )
-        self.head = Head(self.shape.vocab_size, config.rollout.temperature, self.layout)
+        self.head = Head(
+            self.shape.vocab_size, config.rollout.temperature, self.layout, self.method.needs_entropy_gradient
+        )
+        self.reference = Reference(config, self.shape, self.layout) if self.method.needs_reference else None
         self._batch: RankBatch | None = None
         self._measured: Measured | None = None  # on the last pipeline stage only
 
@@ -77,9 +81,11 @@ class Trainer:
             uniform=self.config.parallel.virtual_pipeline > 1,
         )
         log_prob, entropy = score(self.model, self._batch, self.head)
+        reference = self.reference.score(self._batch, self.head) if self.reference is not None else None
         if self.layout.last_stage:
             carries_loss, shaped = self.method.carries_loss(batch), self.method.shaped_rewards(batch)
-            self._measured = Measured(self._batch.token_batch(log_prob, entropy, carries_loss, shaped))
+            tokens = self._batch.token_batch(log_prob, entropy, carries_loss, shaped)
+            self._measured = Measured(replace(tokens, reference_log_prob=reference))
 
     @torch.no_grad()
     def measure(self, state: dict[str, float]) -> None:
@@ -122,11 +128,12 @@ class Trainer:
         state = {name: float(x) for name, x in self._measured.state.items()}
         return {**{name: float(x) for name, x in metrics.items()}, **rates}, state
 
-    def _loss(self, log_prob: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss(self, log_prob: Tensor, entropy: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         assert self._measured is not None  # Megatron calls it on the last stage
         statistics, state = self._measured.statistics, self._measured.state
         rows = torch.arange(micro.span.start, micro.span.stop, device=log_prob.device)
-        tokens = replace(self._measured.tokens.select(rows), log_prob=log_prob)
+        current_entropy = entropy if self.method.needs_entropy_gradient else None
+        tokens = replace(self._measured.tokens.select(rows), log_prob=log_prob, current_entropy=current_entropy)
         terms = self.method.token_loss(tokens, statistics, state)
         scale = self.method.coefficients(tokens, statistics)
         # where, not multiplication: a masked position may hold a loss that is not finite

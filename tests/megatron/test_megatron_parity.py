@@ -29,12 +29,13 @@ from megatron_stare.weights.shape import read_shape
 
 TEMPERATURE = 0.8
 SEED, SIZE = 3, 10
+MIX = 0.3  # entropy's share of the loss, so that the gradients of both outputs are seen
 
 
 def step_of(
     rank: int, init: str, path: str, parallel: ParallelConfig, budget: int, packed: bool, distributed: bool
 ) -> dict:
-    """Scores a fixed batch and takes the gradient of its mean log-prob; this rank's part of everything."""
+    """Scores a fixed batch and takes the gradient of a mix of its means; this rank's part of everything."""
     shape = read_shape(path)
     layout = parallel_layout.join(parallel, rank, init, seed=1, timeout_s=60)
     model = build_policy(shape, ModelConfig(path=path), parallel, layout, distributed_optimizer=distributed)
@@ -52,10 +53,12 @@ def step_of(
     multiple = layout.tp if parallel.sequence else 1
     uniform = parallel.virtual_pipeline > 1
     rank_batch = RankBatch(batch, plan, layout.dp_rank, device(), packed=packed, multiple=multiple, uniform=uniform)
-    head = Head(shape.vocab_size, TEMPERATURE, layout)
+    head = Head(shape.vocab_size, TEMPERATURE, layout, entropy_gradient=True)
     log_prob, entropy = score(model, rank_batch, head)
     total = int(batch.response_lengths.sum())
-    logged = accumulate_gradients(model, rank_batch, head, lambda lp, micro: (lp.sum() / total, {"lp": lp.detach()}))
+    logged = accumulate_gradients(
+        model, rank_batch, head, lambda lp, ent, _: ((lp.sum() + MIX * ent.sum()) / total, {"lp": lp.detach()})
+    )
     gradients = {} if distributed else export_hf(model, shape, layout, of=main_grad)
     with backend():
         optimizer.prepare_grads()
@@ -85,7 +88,7 @@ def truth(path: Path, batch: RolloutBatch) -> tuple[Tensor, Tensor, dict[str, Te
         log_probs.append(log_p.gather(1, tokens[prompt:, None]).squeeze(1))
         entropies.append(-(log_p.exp() * log_p).sum(1))
     log_prob = torch.cat(log_probs)
-    log_prob.mean().backward()
+    (log_prob.mean() + MIX * torch.cat(entropies).mean()).backward()
     gradients = as_saved({name: p.grad for name, p in model.named_parameters()})
     return log_prob.detach(), torch.cat(entropies).detach(), gradients
 

@@ -1,0 +1,42 @@
+"""The frozen reference policy that a KL term is measured against: loaded only when that term counts."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_stare.config.schema import Config
+from megatron_stare.megatron.cpu_backend import device
+from megatron_stare.megatron.layout import Layout
+from megatron_stare.megatron.microbatch import RankBatch
+from megatron_stare.megatron.model import build_model, load_hf
+from megatron_stare.megatron.passes import Head, score
+from megatron_stare.weights.hf_folder import HfFolder
+from megatron_stare.weights.shape import ModelShape
+
+
+class Reference:
+    """The policy of model.reference_path, in the trainer's layout, without gradients.
+
+    Args:
+        shape: of the trained policy, which the reference shares.
+    """
+
+    def __init__(self, config: Config, shape: ModelShape, layout: Layout) -> None:
+        self._offload = config.model.reference_offload
+        self._model = build_model(shape, config.model, config.parallel, layout)
+        for chunk in self._model:
+            chunk.eval().requires_grad_(False)
+        load_hf(self._model, HfFolder(config.model.reference_path or config.model.path), shape, layout)
+        self._move("cpu" if self._offload else str(device()))
+
+    def score(self, batch: RankBatch, head: Head) -> Tensor:
+        """Log-probs [N] of this rank's response positions, over the same micro-batches as the policy's."""
+        self._move(str(device()))
+        log_prob, _ = score(self._model, batch, head)
+        if self._offload:
+            self._move("cpu")
+        return log_prob
+
+    def _move(self, where: str) -> None:
+        for chunk in self._model:
+            chunk.to(where)
