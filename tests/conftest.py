@@ -13,8 +13,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 from ranks import RankPool
 
+settings.register_profile("project", deadline=None, derandomize=True)  # no timing asserts, the same examples every run
+settings.load_profile("project")
 torch.set_num_threads(1)  # two test processes of two threads each would fight over two cores
 
 
