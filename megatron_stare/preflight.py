@@ -25,11 +25,30 @@ def check(config: Config) -> Config:
     shape = read_shape(config.model.path)
     HfFolder(config.model.path)
     check_reference(config, method, shape)
+    check_device(config)
     check_layout(config, shape)
     check_lengths(config, shape)
-    if config.model.dtype == "bfloat16" and not torch.cuda.is_available() and not config.runtime.ray_address:
-        raise ConfigError("bfloat16 training needs CUDA", where="model.dtype", fix="use float32 on a CPU")
     return config.model_copy(update={"algorithm": {"name": config.algorithm["name"], **dataclasses.asdict(method)}})
+
+
+def check_device(config: Config) -> None:
+    """Raises ConfigError for what needs CUDA, where there is none; a cluster to be joined is not looked into."""
+    if torch.cuda.is_available() or config.runtime.ray_address:
+        return
+    if config.model.dtype == "bfloat16":
+        raise ConfigError("bfloat16 training needs CUDA", where="model.dtype", fix="use float32 on a CPU")
+    if config.optimizer.distributed:
+        raise ConfigError(
+            "Megatron's DistributedOptimizer does not resume exactly without its CUDA optimizers",
+            where="optimizer.distributed",
+            fix="set it to false on a CPU",
+        )
+    if config.model.recompute != "none":
+        raise ConfigError(
+            "activation recompute restores CUDA random states, which a CPU does not have",
+            where="model.recompute",
+            fix="set it to none, and lower batch.micro_batch_tokens to save memory",
+        )
 
 
 def check_reference(config: Config, method: Method, shape: ModelShape) -> None:
@@ -58,12 +77,6 @@ def check_layout(config: Config, shape: ModelShape) -> None:
             "context parallelism is not supported yet: megatron-core has it in Transformer Engine's attention only",
             where="parallel.context",
             fix="set it to 1; tensor parallelism with parallel.sequence=true also spreads long sequences",
-        )
-    if config.model.recompute != "none" and not torch.cuda.is_available() and not config.runtime.ray_address:
-        raise ConfigError(
-            "activation recompute restores CUDA random states, which a CPU does not have",
-            where="model.recompute",
-            fix="set it to none, and lower batch.micro_batch_tokens to save memory",
         )
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         raise ConfigError("virtual stages need a pipeline", where="parallel.virtual_pipeline", fix="set it to 1")

@@ -40,6 +40,7 @@ def dry(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
         ("parallel.virtual_pipeline=3", "virtual stages need a pipeline"),
         ("parallel.context=2", "context parallelism is not supported yet"),
         ("parallel.expert=2", "the model has no experts"),
+        ("optimizer.distributed=true", "does not resume exactly"),
         ("model.recompute=full", "which a CPU does not have"),
         ("model.reference_path=here", "the method uses no reference policy"),
         ("batch.samples_per_prompt=1", "use at least 2"),
