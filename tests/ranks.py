@@ -28,7 +28,7 @@ class RankPool:
         """
         while len(self._workers) < world:
             here, there = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(there, list(sys.path)))  # ends with its pipe
+            process = self._context.Process(target=_serve, args=(there, list(sys.path)), daemon=True)
             process.start()
             there.close()
             self._workers.append((process, here))
