@@ -52,7 +52,7 @@ def test_a_hang_costs_itself_alone(pool, how):
     before = pool.pids
     scores = pool.score([RIGHT] * 100 + [(how, "")] + [WRONG] * 100)
     assert scores[:100] == [OK] * 100
-    assert scores[100] == Score(None, "timeout", "no verdict within 0.5 s")
+    assert scores[100] == Score(None, "timeout", "no verdict within 1 s")
     assert scores[101:] == [ZERO] * 100
     assert len(set(before) & set(pool.pids)) == 1
     assert all(gone(pid, 0) for pid in set(before) - set(pool.pids))
