@@ -117,6 +117,7 @@ def supervise(
         ) -> tuple[Tensor, dict[str, Tensor]]:
             return -log_prob.sum() / n, {"log_prob": log_prob.detach()}
 
+        optimizer.zero_grad()
         logged = accumulate_gradients(model, RankBatch(batch, plan, 0, device()), head, mean_loss)
         with backend():
             scheduler.step(1)

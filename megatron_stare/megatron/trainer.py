@@ -109,6 +109,9 @@ class Trainer:
         """
         if self._batch is None:
             raise RuntimeError("update() before score()")
+        # The last step left every parameter's grad pointing into the gradient buffer: autograd would add to the buffer
+        # through it, and Megatron's hook would then add the buffer to itself.
+        self.optimizer.zero_grad()
         weights_before = self.export() if dump_to else {}
         logged = accumulate_gradients(self.model, self._batch, self.head, self._loss)
         metrics = self._metrics(logged)
