@@ -16,7 +16,12 @@ from megatron_stare.errors import UserError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Returns the exit code: 0 done, 2 a user error, 130 interrupted."""
-    args = parser().parse_args(argv)
+    args, rest = parser().parse_known_args(argv)
+    # argparse takes positionals in one run only: overrides after an option come back as unknown
+    if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
+        parser().error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides += rest
     try:
         args.run(args)
     except UserError as error:

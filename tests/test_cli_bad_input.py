@@ -93,7 +93,7 @@ def test_dry_run_prints_what_it_would_do_and_does_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = f"model.path={ROOT / 'assets/tiny-adder'}"
-    assert main(["train", QUICKSTART, path, "algorithm=grpo", "run.seed=7", "--dry-run"]) == 0
+    assert main(["train", QUICKSTART, path, "algorithm=grpo", "--dry-run", "run.seed=7"]) == 0
     printed = capsys.readouterr().out
     assert "name: grpo" in printed
     assert "seed: 7" in printed
