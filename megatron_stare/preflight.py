@@ -31,22 +31,6 @@ def check(config: Config) -> Config:
     return config.model_copy(update={"algorithm": {"name": config.algorithm["name"], **dataclasses.asdict(method)}})
 
 
-def check_checkpoints(config: Config, resume: bool) -> None:
-    """Raises ConfigError for runs whose checkpoints are not known to continue exactly."""
-    if config.parallel.virtual_pipeline > 1:
-        raise ConfigError(
-            "checkpoints of virtual pipelines are not proven yet",
-            where="parallel.virtual_pipeline",
-            fix="set it to 1; tools/check_invariance.py runs single steps of such layouts",
-        )
-    if resume and read_shape(config.model.path).tied and config.parallel.world_size > 1:
-        raise ConfigError(
-            "a model with tied embeddings, cut over several ranks, was seen to resume inexactly",
-            where="--resume",
-            fix="start a new run from the last exported policy, or train an untied model",
-        )
-
-
 def check_device(config: Config) -> None:
     """Raises ConfigError for what needs CUDA, where there is none; a cluster to be joined is not looked into."""
     if torch.cuda.is_available() or config.runtime.ray_address:
@@ -99,12 +83,6 @@ def check_layout(config: Config, shape: ModelShape) -> None:
     check_stages(config, shape)
     if parallel.sequence and parallel.tensor == 1:
         raise ConfigError("sequence parallelism needs tensor parallelism", where="parallel.sequence", fix="set false")
-    if shape.experts and config.rollout.engine == "local":
-        raise ConfigError(
-            "the local engine samples from dense models only",
-            where="rollout.engine",
-            fix="use an engine of your own (a class path), or a dense model",
-        )
     check_experts(config, shape)
     check_tensor(config, shape)
 

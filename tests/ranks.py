@@ -12,13 +12,19 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 120
+LEAVE_S = 10
 
 
 class RankPool:
-    """Processes that become rank 0..world-1 of a new process group for every call."""
+    """Processes that become rank 0..world-1 of a new process group for every call.
 
-    def __init__(self) -> None:
+    Args:
+        with_children: the ranks start processes of their own (as checkpoint writers do), which daemons may not.
+    """
+
+    def __init__(self, *, with_children: bool = False) -> None:
         self._context = mp.get_context("spawn")
+        self._with_children = with_children
         self._workers: list[tuple[Any, Any]] = []
 
     def run(self, function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
@@ -28,7 +34,7 @@ class RankPool:
         """
         while len(self._workers) < world:
             here, there = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(there, list(sys.path)), daemon=True)
+            process = self._context.Process(target=_serve, args=(there, list(sys.path)), daemon=not self._with_children)
             process.start()
             there.close()
             self._workers.append((process, here))
@@ -50,7 +56,8 @@ class RankPool:
 
     def close(self) -> None:
         for process, pipe in self._workers:
-            pipe.close()
+            pipe.close()  # an idle rank leaves by itself, and takes its own children with it
+            process.join(LEAVE_S if self._with_children else 0)
             process.kill()
             process.join()
         self._workers = []

@@ -53,10 +53,9 @@ def _state(
     *,
     loading: bool,
 ) -> dict[str, Any]:
-    state: dict[str, Any] = {f"model{i}": unwrap(chunk).sharded_state_dict() for i, chunk in enumerate(model)}
-    parameters: dict[str, Any] = {}
-    for i in range(len(model)):
-        parameters |= state[f"model{i}"]
+    # by chunk: two chunks of a virtual pipeline name their layers alike
+    parameters = {f"model{i}": unwrap(chunk).sharded_state_dict() for i, chunk in enumerate(model)}
+    state: dict[str, Any] = dict(parameters)
     state["optimizer"] = optimizer.sharded_state_dict(parameters, is_loading=loading)
     state["scheduler"] = scheduler.state_dict()
     state["random"] = ShardedObject("random", _random_states(), (layout.world,), (layout.rank,))

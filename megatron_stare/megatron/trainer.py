@@ -174,7 +174,8 @@ class Trainer:
             if not finite:
                 return norm, False
             self.scheduler.step(1)
-            clip_grad_by_total_norm_fp32(self.optimizer.get_parameters(), self.config.optimizer.clip_grad, norm)
+            for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):  # experts have their own
+                clip_grad_by_total_norm_fp32(part.get_parameters(), self.config.optimizer.clip_grad, norm)
             self.optimizer.step_with_ready_grads()
         return norm, True
 

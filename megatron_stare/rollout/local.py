@@ -53,8 +53,7 @@ class LocalEngine(Engine):
                 config, dtype=torch.float32, attn_implementation="sdpa"
             )
         self._model.eval().requires_grad_(False)
-        # tied weights appear once, under the name of the embedding
-        self._parameters: dict[str, Tensor] = dict(self._model.named_parameters())
+        self._parameters = checkpoint_views(self._model)
         self._state = EngineState.DIRTY
         self._version: int | None = None
         self._ledger: WeightLedger | None = None
@@ -134,3 +133,23 @@ class LocalEngine(Engine):
             finish_reason=decoded.finish_reason,
             prompt_tokens=len(request.input_ids),
         )
+
+
+def checkpoint_views(model: nn.Module) -> dict[str, Tensor]:
+    """The model's parameters under the names, and in the shapes, that a Hugging Face checkpoint gives them.
+
+    Tied weights appear once, under the name of the embedding. In memory transformers stacks the experts of a layer,
+    gate over up; a checkpoint holds each matrix by itself, so those are views into the stack.
+    """
+    views: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        folder, _, last = name.rpartition(".")
+        if not folder.endswith(".experts") or last not in ("gate_up_proj", "down_proj"):
+            views[name] = parameter
+            continue
+        for number, expert in enumerate(parameter.unbind()):
+            if last == "gate_up_proj":
+                views[f"{folder}.{number}.gate_proj.weight"], views[f"{folder}.{number}.up_proj.weight"] = expert.chunk(2)
+            else:
+                views[f"{folder}.{number}.down_proj.weight"] = expert
+    return views

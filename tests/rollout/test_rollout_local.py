@@ -1,11 +1,14 @@
 """The in-process engine against plain transformers, and its weight-update session."""
 
 import random
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qwen3Config
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from megatron_stare.batch import Prompt, SamplingParams
 from megatron_stare.errors import ConfigError, DataError, NonFiniteError
@@ -35,6 +38,9 @@ CONFIGS = {
     "qwen2-window": Qwen2Config(
         **SIZES, tie_word_embeddings=True, use_sliding_window=True, sliding_window=6, max_window_layers=1
     ),
+    "qwen3-moe": Qwen3MoeConfig(
+        **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, tie_word_embeddings=False
+    ),
 }
 PARAMS = SamplingParams(temperature=0.8, max_new_tokens=16, seed=11, step=4, stop_token_ids=(STOP,))
 
@@ -60,8 +66,12 @@ def reference_model(config, seed=0):
 
 
 def sync(engine, model, version=1):
+    """Sends what transformers itself would write into a checkpoint."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        weights = load_file(Path(folder) / "model.safetensors")
     engine.begin_weight_update(version)
-    engine.update_weights(list(model.named_parameters()))
+    engine.update_weights(list(weights.items()))
     return engine.end_weight_update()
 
 

@@ -1,0 +1,86 @@
+"""A step after loading a checkpoint is, bit for bit, the step that would have come without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from models import random_batch, save_model
+from ranks import RankPool
+from torch import Tensor
+
+from megatron_stare.config.schema import Config
+from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.ops.plan import PlanRules, plan_micro_batches
+
+
+def take_step(trainer: Trainer, seed: int) -> None:
+    parallel = trainer.config.parallel
+    batch = random_batch(seed, size=8)
+    rules = PlanRules(
+        data_parallel=parallel.data,
+        budget=48,
+        packed=True,
+        multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
+        hidden=32,
+    )
+    trainer.score(batch, plan_micro_batches(batch.lengths.tolist(), rules))
+    trainer.measure(trainer.method.initial_state())
+    trainer.update()
+
+
+def two_steps(rank: int, init: str, config: Config, folder: str, resumed: bool) -> tuple[dict[str, Tensor], float]:
+    """Step 1, save, step 2; or load what was saved and step 2. This rank's weights and the learning rate then."""
+    trainer = Trainer(config, rank, init)
+    if resumed:
+        trainer.load(folder)
+    else:
+        take_step(trainer, 1)
+        trainer.save(folder)
+    take_step(trainer, 2)
+    result = trainer.export(), float(trainer.optimizer.param_groups[0]["lr"])
+    trainer.close()
+    return result
+
+
+@pytest.fixture(scope="module")
+def writers() -> Iterator[RankPool]:
+    pool = RankPool(with_children=True)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen2_tied", {"tensor": 2}),
+        ("qwen2_tied", {"data": 2}),
+        ("qwen2_tied", {"tensor": 2, "pipeline": 2}),
+        ("qwen3", {"tensor": 2, "pipeline": 2}),
+        ("qwen2_tied", {"pipeline": 2, "virtual_pipeline": 2}),
+        ("qwen3_moe", {"data": 2, "expert": 2}),
+    ],
+    ids=["tp2", "dp2", "tp2-pp2", "tp2-pp2-untied", "pp2-vpp2", "ep2"],
+)
+def test_resumed_equals_uninterrupted(writers: RankPool, tmp_path: Path, family: str, layout: dict) -> None:
+    save_model(tmp_path / "model", family)
+    (tmp_path / "checkpoint").mkdir()
+    config = Config.model_validate(
+        {
+            "model": {"path": str(tmp_path / "model")},
+            "parallel": layout,
+            "optimizer": {"lr": 1e-2, "warmup_steps": 4, "weight_decay": 0.1},
+            "algorithm": {"name": "stare", "variant": "C2"},
+        }
+    )
+    world = config.parallel.world_size
+    straight = writers.run(two_steps, world, config, str(tmp_path / "checkpoint"), False)
+    resumed = writers.run(two_steps, world, config, str(tmp_path / "checkpoint"), True)
+    for (want, want_lr), (got, got_lr) in zip(straight, resumed, strict=True):
+        assert got_lr == want_lr
+        assert got.keys() == want.keys()
+        for name, weight in want.items():
+            assert torch.equal(got[name], weight), name
