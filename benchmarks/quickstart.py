@@ -65,11 +65,11 @@ def figures(run_dir: Path) -> dict[str, Any]:
     difference, low, high = paired_interval(before["correct"], after["correct"])
     rounded = {name: round(value, 4) for name, value in s.items() if value is not None}
     return {
-        **json.loads((run_dir / MEASURED).read_text()),
         "pass1": [before["pass1"], after["pass1"]],
         "pass1_gain_95": [round(x, 4) for x in (difference, low, high)],
         "greedy": [before["greedy"], after["greedy"]],
         **rounded,
+        **json.loads((run_dir / MEASURED).read_text()),  # of the whole command, start and evaluation included
     }
 
 
