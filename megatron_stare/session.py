@@ -15,7 +15,7 @@ from megatron_stare.methods import build_method
 from megatron_stare.observability.live import make_display
 from megatron_stare.observability.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from megatron_stare.orchestration.groups import Runner
-from megatron_stare.preflight import check, load_tokenizer
+from megatron_stare.preflight import check, load_tokenizer, notices
 from megatron_stare.rewards.pool import RewardPool
 from megatron_stare.rollout.collect import check_versions, requests_for, samples_from
 from megatron_stare.rollout.stop import stop_token_ids
@@ -61,6 +61,8 @@ class Session:
                 runner = make_runner(config)
             stack.callback(runner.close)
             self.trainers, self.engines = runner.trainers, runner.engines
+            for line in notices(config):
+                self.display.note(line)
             if restored:
                 self.trainers.load(str(restored.resolve()))
                 self.display.note(f"continuing after step {self.state.step}")
@@ -108,7 +110,7 @@ class Session:
         """
         scores = self.verifiers.score([(s.text, s.prompt.answer) for s in samples])
         for sample, score in zip(samples, scores, strict=True):
-            sample.reward, sample.reward_status = score.reward, score.status
+            sample.reward, sample.reward_status, sample.answer_at = score.reward, score.status, score.answer_at
         failed = [score for score in scores if score.status != "ok"]
         limit = self.config.reward.max_failure_rate
         if len(failed) > limit * len(samples):

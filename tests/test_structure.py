@@ -29,6 +29,7 @@ LEVELS = {
     "orchestration": 4,
     "run_state": 4,
     "evaluate": 4,
+    "layout_rules": 3,
     "preflight": 4,
     "session": 5,
     "train": 6,
@@ -37,7 +38,7 @@ LEVELS = {
 ONLY_IN = {
     "ray": {"orchestration/ray.py"},
     "megatron.core": {"megatron/"},
-    "transformers": {"rollout/", "preflight.py"},
+    "transformers": {"rollout/", "preflight.py", "weights/rope.py"},
 }
 
 

@@ -12,8 +12,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+from megatron.core import optimizer
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.overrides import TorchFunctionMode
+
+from megatron_stare.megatron.distributed_optimizer import ResumableDistributedOptimizer
 
 _CUDA_TYPES = {
     "torch.FloatTensor": "torch.cuda.FloatTensor",
@@ -74,6 +77,8 @@ def cpu_backend() -> Iterator[None]:
         mock.patch.object(torch.cuda, "current_stream", _InertStream),
         mock.patch.object(torch.cuda, "stream", return_value=contextlib.nullcontext()),
         mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host),
+        # its checkpoints are exact with the CUDA optimizers only
+        mock.patch.object(optimizer, "DistributedOptimizer", ResumableDistributedOptimizer),
         # used without being defined where Transformer Engine is absent
         mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
         _CudaMeansCpu(),
