@@ -29,7 +29,8 @@ def sharded_state(optimizer: MegatronOptimizer, parameters: dict[str, Any], *, l
         groups = [{key: _bare(value) for key, value in group.items()} for group in inner["param_groups"]]
         step = inner.get("state", {}).pop("common_step", groups[0].get("step"))
         inner["param_groups"] = LocalNonpersistentObject(groups)
-        states.append(state)
+        # of a DistributedOptimizer: the name of its form. In the file it would fix the number of optimizers
+        states.append({key: LocalNonpersistentObject(x) if isinstance(x, str) else x for key, x in state.items()})
     return states, step
 
 

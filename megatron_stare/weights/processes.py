@@ -52,9 +52,9 @@ def run_parts(function: Callable[[Part, Advance], Result], parts: Sequence[Part]
             advance(done - seen)
             seen = done
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        for started in processes:
+            started.kill()
+            started.join()
     return [results[number] for number in range(len(parts))]
 
 
