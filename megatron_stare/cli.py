@@ -81,9 +81,11 @@ def _train(args: argparse.Namespace) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers are forked and spawned around it
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models and tokenizers are local folders
     if args.dry_run:
-        from megatron_stare.preflight import check
+        from megatron_stare.preflight import check, check_checkpoints
 
-        print(dump_yaml(check(config)), end="")
+        resolved = check(config)
+        check_checkpoints(resolved)
+        print(dump_yaml(resolved), end="")
         return
     from megatron_stare.observability.closing import closing
     from megatron_stare.train import train  # imports torch and transformers: seconds

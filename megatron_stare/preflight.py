@@ -47,6 +47,16 @@ def check_weights(path: str, shape: ModelShape) -> None:
         check_folder(path, shape)
 
 
+def check_checkpoints(config: Config) -> None:
+    """Raises ConfigError where a run could not save what it needs to continue."""
+    if config.optimizer.name == "sgd":
+        raise ConfigError(
+            "megatron-core cannot save the state of SGD, and every run ends with a checkpoint",
+            where="optimizer.name",
+            fix="use adam; tools/check_invariance.py takes single steps of SGD",
+        )
+
+
 def check_device(config: Config) -> None:
     """Raises ConfigError for what needs CUDA, where there is none; a cluster to be joined is not looked into."""
     if torch.cuda.is_available() or config.runtime.ray_address:

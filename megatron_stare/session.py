@@ -15,7 +15,7 @@ from megatron_stare.methods import build_method
 from megatron_stare.observability.live import make_display
 from megatron_stare.observability.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from megatron_stare.orchestration.groups import Runner
-from megatron_stare.preflight import check, load_tokenizer, notices
+from megatron_stare.preflight import check, check_checkpoints, load_tokenizer, notices
 from megatron_stare.rewards.pool import RewardPool
 from megatron_stare.rollout.collect import check_versions, requests_for, samples_from
 from megatron_stare.rollout.stop import stop_token_ids
@@ -32,6 +32,7 @@ class Session:
 
     def __init__(self, config: Config, resume: bool) -> None:
         config = check(config)
+        check_checkpoints(config)
         self.config = config
         self.method = build_method(config.algorithm)
         self.tokenizer = load_tokenizer(config.model.path)

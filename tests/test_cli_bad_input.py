@@ -53,6 +53,7 @@ def dry(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
         ("batch.micro_batch_tokens=20", "at least 48"),
         ("rollout.max_new_tokens=1000", "exceed the model's 128 positions"),
         ("optimizer.lr=fast", "optimizer.lr"),
+        ("optimizer.name=sgd", "cannot save the state of SGD"),
         ("optimizer.lr=-1", "greater than 0"),
         ("model.path=/nowhere", "cannot read the model's config.json"),
         ("model.dtype=bfloat16", "use float32 on a CPU"),
