@@ -21,6 +21,7 @@ from typing import IO
 from megatron_stare.config.load import dump_yaml, load_config
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, DataError, UserError
+from megatron_stare.weights.staging import sync_entry
 from megatron_stare.weights.torch_dist import check_files
 
 _NAME = re.compile(r"step_(\d+)$")
@@ -141,7 +142,7 @@ class RunDir:
             _sync(staging)
             shutil.rmtree(final, ignore_errors=True)
             os.replace(staging, final)
-            _sync_entry(final.parent)
+            sync_entry(final.parent)
         except OSError as error:
             raise UserError(f"the checkpoint could not be written ({error.strerror})", where=str(final)) from error
         for old in self.checkpoints()[:-keep]:
@@ -185,13 +186,5 @@ def _sync(folder: Path) -> None:
     """Everything below `folder` is on disk when this returns."""
     for file in folder.rglob("*"):
         if file.is_file():
-            _sync_entry(file)
-    _sync_entry(folder)
-
-
-def _sync_entry(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            sync_entry(file)
+    sync_entry(folder)

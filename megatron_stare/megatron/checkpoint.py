@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
@@ -102,9 +102,8 @@ def _explained(folder: str) -> Iterator[None]:
     except (CheckpointingException, CheckpointException, KeyError, ValueError) as error:
         if isinstance(error, CheckpointException):  # of several ranks
             error = next(failure for failure, _ in error.failures.values())
-        reason = (str(error).strip('"').splitlines() or [type(error).__name__])[0].split(": [")[
-            0
-        ]  # a list of all names
+        first_line = (str(error).strip('"').splitlines() or [type(error).__name__])[0]
+        reason = first_line.split(": [")[0]  # without the list of all names
         raise DataError(
             f"the checkpoint does not fit this model and optimizer: {reason}",
             where=folder,
@@ -139,8 +138,13 @@ def _state(
 
 def _sizes(layout: Layout, model: Sequence[nn.Module]) -> dict[str, int]:
     """What tells whether a rank's random states are its own again."""
-    sizes = {"tensor": layout.tp, "pipeline": layout.pp, "virtual_pipeline": len(model), "data": layout.dp}
-    return {**sizes, "expert": parallel_state.get_expert_model_parallel_world_size()}
+    return {
+        "tensor": layout.tp,
+        "pipeline": layout.pp,
+        "virtual_pipeline": len(model),
+        "data": layout.dp,
+        "expert": layout.ep,
+    }
 
 
 def _random_states() -> dict[str, Any]:

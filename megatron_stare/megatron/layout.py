@@ -29,7 +29,7 @@ class Layout:
     pp: int
     dp_rank: int
     dp: int
-    expert_dp_rank: int  # among ranks that hold the same experts
+    ep: int
     tp_group: ProcessGroup
     dp_group: ProcessGroup  # ranks that hold different tokens of the batch
 
@@ -94,7 +94,7 @@ def join(parallel: ParallelConfig, rank: int, init_method: str, seed: int, timeo
         pp=parallel.pipeline,
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp=parallel_state.get_data_parallel_world_size(),
-        expert_dp_rank=parallel_state.get_expert_data_parallel_rank(),
+        ep=parallel.expert,
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
     )

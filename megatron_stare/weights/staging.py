@@ -35,18 +35,19 @@ def staging(target: Path, nbytes: int) -> Iterator[Path]:
             )
         yield folder
         for path in (*folder.iterdir(), folder):
-            _sync(path)
+            sync_entry(path)
         if target.exists():
             target.rmdir()
         folder.rename(target)
-        _sync(target.parent)
+        sync_entry(target.parent)
     except OSError as error:
         raise UserError(f"cannot be written ({error.strerror})", where=str(target), fix="is the disk full?") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def sync_entry(path: Path) -> None:
+    """A file's contents, or a folder's list of names, are on disk when this returns."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
