@@ -48,6 +48,9 @@ def build_optimizer(
             end_wd=config.weight_decay,
             wd_incr_steps=steps,
             wd_incr_style="constant",
+            # a resumed run may have another number of steps: the configuration's schedule counts, not the checkpoint's
+            override_opt_param_scheduler=True,
+            use_checkpoint_opt_param_scheduler=False,
         )
     return optimizer, scheduler
 

@@ -17,8 +17,9 @@ from megatron_stare.weights.hf_folder import HfFolder
 from megatron_stare.weights.shape import read_shape
 
 
-def decay_of(rank: int, init: str, path: str) -> tuple[dict[str, bool], list[float]]:
-    """Steps with zero gradients: what moves is what is decayed. Also the rates of the first steps."""
+def decay_of(rank: int, init: str, path: str) -> tuple[dict[str, bool], list[float], float]:
+    """Steps with zero gradients: what moves is what is decayed. Also the rates of the steps, and the rate where the
+    run is resumed with half as many steps again."""
     shape, parallel = read_shape(path), ParallelConfig()
     layout = parallel_layout.join(parallel, rank, init, seed=1, timeout_s=60)
     model = build_policy(shape, ModelConfig(path=path), parallel, layout, distributed_optimizer=False)
@@ -35,14 +36,17 @@ def decay_of(rank: int, init: str, path: str) -> tuple[dict[str, bool], list[flo
             optimizer.step()
         rates.append(float(optimizer.param_groups[0]["lr"]))
     moved = {name: not torch.equal(before[name], p.detach()) for name, p in named_parameters(model)}
+    longer_optimizer, longer = build_optimizer(model, config, "float32", steps=12)
+    longer.load_state_dict(scheduler.state_dict())
     parallel_layout.leave()
-    return moved, rates
+    return moved, rates, float(longer_optimizer.param_groups[0]["lr"])
 
 
 @pytest.mark.distributed
 def test_decay_and_schedule(ranks, tmp_path: Path) -> None:
     save_model(tmp_path, "qwen2")
-    ((moved, rates),) = ranks.run(decay_of, 1, str(tmp_path))
+    ((moved, rates, resumed),) = ranks.run(decay_of, 1, str(tmp_path))
     for name, was_moved in moved.items():
         assert was_moved == (not ("layernorm" in name or name.endswith("bias"))), name
     assert rates == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.075, 0.05, 0.025, 0.0])
+    assert resumed == pytest.approx(0.05)  # step 8 of 12, of which 4 warm up
