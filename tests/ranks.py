@@ -55,8 +55,9 @@ class RankPool:
         return results
 
     def close(self) -> None:
-        for process, pipe in self._workers:
+        for _, pipe in self._workers:
             pipe.close()  # an idle rank leaves by itself, and takes its own children with it
+        for process, _ in self._workers:
             process.join(LEAVE_S if self._with_children else 0)
             process.kill()
             process.join()

@@ -157,9 +157,11 @@ def gradient_spike(recent: Recent) -> str | None:
 
 
 def update_skipped(recent: Recent) -> str | None:
-    """The gradient was not finite."""
+    """A gradient was not finite."""
     if recent.now("update/finite") != 0:
         return None
+    if (taken := recent.now("update/count")) > 0:  # of several updates; their norms are averaged
+        return f"a gradient was not finite, {taken:.0f} of this step's optimizer steps were taken"
     return f"gradient norm {recent.now('optimizer/grad_norm'):g}, no optimizer step taken"
 
 

@@ -81,9 +81,9 @@ def _change(runs: Sequence[RunRecord]) -> Chart:
             continue
         forecasts.append(replace(rate, label="forecast, scaled", steps=steps, values=[fit.scale * x for x in rates]))
         whose = f"{run.name}: " if len(runs) > 1 else ""
+        together = f"correlation {fit.correlation:.2f}, " if math.isfinite(fit.correlation) else ""
         notes.append(
-            f"{whose}correlation {fit.correlation:.2f}, same sign in {fit.same_sign:.0%} of {fit.points} steps, "
-            f"scale {short(fit.scale)}"
+            f"{whose}{together}same sign in {fit.same_sign:.0%} of {fit.points} steps, scale {short(fit.scale)}"
         )
     about = "Solid: measured on the step's own tokens. Dashed: forecast × learning rate × one scale fitted to the run; "
     return Chart(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_stare.errors import DataError
 from megatron_stare.weights.blocks import Block, places, to_megatron
+from megatron_stare.weights.buffer import Buffer
 from megatron_stare.weights.convert_progress import Progress
 from megatron_stare.weights.open_files import OpenFiles
 from megatron_stare.weights.processes import Advance, run_parts
@@ -55,11 +56,15 @@ def compare(
 def compare_part(part: ComparedPart, advance: Advance) -> list[str]:
     """The Megatron names of parameters that differ."""
     different: dict[str, None] = {}
-    with TorchDist(part.checkpoint) as checkpoint, OpenFiles(os.O_RDONLY) as files:
+    buffer = Buffer()
+    with TorchDist(part.checkpoint, buffer) as checkpoint, OpenFiles(os.O_RDONLY) as files:
         for block in part.blocks:
+            buffer.clear()
             found = [part.entries[at.name] for at in block.hf]
             pieces = zip(found, block.hf, strict=True)
-            hf = to_megatron(block, [read_rows(files[e.file], e, at.start, at.stop) for e, at in pieces], part.shape)
+            hf = to_megatron(
+                block, [read_rows(files[e.file], e, at.start, at.stop, buffer) for e, at in pieces], part.shape
+            )
             for place in places(block.rule.megatron):
                 if place.key in checkpoint.sizes:
                     megatron = checkpoint.rows(place, block.start, block.stop)

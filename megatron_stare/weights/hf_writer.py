@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from megatron_stare.weights.blocks import Block, to_hf
+from megatron_stare.weights.buffer import Buffer
 from megatron_stare.weights.check import expected
 from megatron_stare.weights.open_files import OpenFiles
 from megatron_stare.weights.processes import Advance
@@ -65,8 +66,10 @@ def create_shards(folder: Path, shape: ModelShape, dtype: torch.dtype, shard_byt
 
 def write_part(part: HfPart, advance: Advance) -> None:
     """Converts the part's blocks and writes them; they are on disk when this returns."""
-    with TorchDist(part.checkpoint) as checkpoint, OpenFiles(os.O_WRONLY) as files:
+    buffer = Buffer()
+    with TorchDist(part.checkpoint, buffer) as checkpoint, OpenFiles(os.O_WRONLY) as files:
         for block in part.blocks:
+            buffer.clear()
             rows = checkpoint.rows(checkpoint.place(block.rule.megatron), block.start, block.stop)
             for at, piece in zip(block.hf, to_hf(block, rows, part.shape), strict=True):
                 entry = part.entries[at.name]

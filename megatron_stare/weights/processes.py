@@ -30,7 +30,7 @@ def run_parts(function: Callable[[Part, Advance], Result], parts: Sequence[Part]
     """
     if len(parts) == 1:
         return [function(parts[0], advance)]
-    context = mp.get_context("spawn")
+    context = mp.get_context("fork")  # what is imported here need not be again
     counter = context.Value("q", 0)
     results: dict[int, Result] = {}
     processes: list[BaseProcess] = []

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.errors import DataError
+from megatron_stare.weights.buffer import Buffer
 
 # dtypes that weights may have, as safetensors spells them
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -85,13 +86,13 @@ def lay_out(file: Path, tensors: dict[str, tuple[int, ...]], dtype: torch.dtype)
     return len(text).to_bytes(8, "little") + text, entries
 
 
-def read_bytes(descriptor: int, start: int, nbytes: int, file: Path) -> Tensor:
-    """A part of an open file as a uint8 tensor [nbytes] of its own.
+def read_bytes(descriptor: int, start: int, nbytes: int, file: Path, buffer: Buffer | None = None) -> Tensor:
+    """A part of an open file as a uint8 tensor [nbytes], in the buffer or in memory of its own.
 
     Raises:
         DataError: the file ends before.
     """
-    part = torch.empty(nbytes, dtype=torch.uint8)
+    part = torch.empty(nbytes, dtype=torch.uint8) if buffer is None else buffer.take(nbytes)
     view, done = part.numpy().data, 0
     while done < nbytes:
         got = os.preadv(descriptor, [view[done:]], start + done)
@@ -101,10 +102,10 @@ def read_bytes(descriptor: int, start: int, nbytes: int, file: Path) -> Tensor:
     return part
 
 
-def read_rows(descriptor: int, entry: Entry, start: int, stop: int) -> Tensor:
-    """Rows [start, stop) of a tensor."""
+def read_rows(descriptor: int, entry: Entry, start: int, stop: int, buffer: Buffer | None = None) -> Tensor:
+    """Rows [start, stop) of a tensor, in the buffer or in memory of their own."""
     width = entry.nbytes // entry.shape[0]
-    part = read_bytes(descriptor, entry.start + start * width, (stop - start) * width, entry.file)
+    part = read_bytes(descriptor, entry.start + start * width, (stop - start) * width, entry.file, buffer)
     return part.view(DTYPES[entry.dtype]).view(stop - start, *entry.shape[1:])
 
 

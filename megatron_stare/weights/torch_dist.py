@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_stare.errors import DataError
 from megatron_stare.weights.blocks import Block, Place, places
+from megatron_stare.weights.buffer import Buffer
 from megatron_stare.weights.open_files import OpenFiles
 from megatron_stare.weights.safetensors_file import read_bytes
 
@@ -74,13 +75,16 @@ class Chunk:
 class TorchDist:
     """A checkpoint opened for reading. A context manager: files stay open between reads."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, buffer: Buffer | None = None) -> None:
         """Reads the metadata.
+
+        Args:
+            buffer: that rows are read into; None: they get memory of their own.
 
         Raises:
             DataError: it cannot be read, or a file is missing or shorter than it says.
         """
-        self.path = Path(path)
+        self.path, self._buffer = Path(path), buffer
         try:
             metadata = FileSystemReader(self.path).read_metadata()
         except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError) as error:
@@ -149,7 +153,7 @@ class TorchDist:
         return self._by_lead[place.key, dims][place.lead]
 
     def rows(self, place: Place, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of a tensor, or of the matrix or vector at its leading indices; memory of its own.
+        """Rows [start, stop) of a tensor, or of the matrix or vector at its leading indices.
 
         Raises:
             DataError: some of them are not there.
@@ -184,7 +188,7 @@ class TorchDist:
             raise DataError("a tensor's elements are not stored in order", where=str(self.path / chunk.file))
         at = first + int(part.storage_offset()) * part.itemsize
         file = self.path / chunk.file
-        data = read_bytes(self._files[file], at, part.numel() * part.itemsize, file)
+        data = read_bytes(self._files[file], at, part.numel() * part.itemsize, file, self._buffer)
         return data.view(part.dtype).view(part.shape)
 
     def _skeleton(self, chunk: Chunk) -> tuple[Tensor, int]:

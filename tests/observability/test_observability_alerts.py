@@ -41,6 +41,7 @@ def test_a_healthy_run_has_none():
         ({"rollout/logprob_diff_max": 2e-3}, "differ by 0.002 nats", "engine and trainer differ"),
         ({"optimizer/grad_norm": 10.5}, "gradient norm 10.5 is 10 times the median 1", "gradient spike"),
         ({"update/finite": 0.0, "optimizer/grad_norm": math.inf}, "gradient norm inf, no optim", "no finite gradient"),
+        ({"update/finite": 0.0, "update/count": 3.0}, "3 of this step's optimizer steps", "no finite gradient"),
         ({"group/degenerate": 0.95}, "95% of the groups have equal rewards", "groups without signal"),
     ],
 )

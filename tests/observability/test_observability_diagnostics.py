@@ -69,6 +69,12 @@ def test_a_forecast_is_compared_at_the_steps_that_were_measured(tmp_path):
     assert list(change.targets[0].values) == pytest.approx(list(change.lines[0].values))
 
 
+def test_one_measurement_has_no_correlation(tmp_path):
+    page = page_of(tmp_path, make_run(tmp_path / "run", steps=EVERY))
+    assert "same sign in 100% of 1 steps" in page.text
+    assert "correlation nan" not in page.text
+
+
 def test_several_runs(tmp_path):
     runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b"), make_run(tmp_path / "old", forecast=False)]
     page = page_of(tmp_path, *runs)
