@@ -1,9 +1,10 @@
 """Offline conversion of a random bf16 checkpoint, both ways, against `cp` and fsync of the same bytes.
 
-Every copy and conversion starts from a cold page cache and ends when its output is on disk. Conversions are the command
-as a user runs it, start of the interpreters included. Copies and conversions take turns, so that a change of the disk's
-speed meets both. Memory is the anonymous part (RssAnon) of the whole process tree, sampled, above that of as many
-processes that have imported what the command imports.
+Every copy and conversion starts with the checkpoint's bytes out of the page cache and ends when its output is on disk.
+Conversions are the command as a user runs it, start of the interpreter included. Copies and conversions take turns, so
+that a change of the disk's speed meets both. In one more turn everything is cold, Python's and torch's own files too,
+which `cp` does without. Memory is the anonymous part (RssAnon) of the whole process tree, sampled,
+above that of as many processes that have imported what the command imports.
 
     python benchmarks/convert.py
 """
@@ -40,7 +41,7 @@ TARGET_SHARE = 0.5  # of cp's speed
 TARGET_ANON_GB = 1.5
 COMMAND = [sys.executable, "-m", "megatron_stare.cli", "convert"]
 IMPORTS = "import megatron_stare.cli, megatron_stare.weights.convert, time; print(flush=True); time.sleep(60)"
-SAMPLE_S = 0.02
+SAMPLE_S = 0.1  # seconds; a look at all processes takes several milliseconds of a core
 PARAMETERS_32B = 32.8e9
 
 
@@ -70,18 +71,22 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     imports = anonymous_of_imports()
     seconds: dict[str, list[float]] = {name: [] for name in ("cp_hf", "to_megatron", "cp_megatron", "to_hf")}
     peaks: dict[str, list[float]] = {"to_megatron": [], "to_hf": []}
-    for _ in range(args.repeats):
-        seconds["cp_hf"].append(timed(lambda: copy(hf, copied)))
+    cold = dict.fromkeys(seconds, 0.0)
+    for turn in range(args.repeats + 1):
+        everything = turn == args.repeats
+        took = {}
+        took["cp_hf"] = timed(hf, lambda: copy(hf, copied), everything)
         remove(copied, megatron)
-        took, peak = converted(args, hf, megatron, imports)
-        seconds["to_megatron"].append(took)
-        peaks["to_megatron"].append(peak)
-        seconds["cp_megatron"].append(timed(lambda: copy(megatron, copied)))
+        took["to_megatron"] = timed(hf, lambda: convert(args, hf, megatron, imports, peaks["to_megatron"]), everything)
+        took["cp_megatron"] = timed(megatron, lambda: copy(megatron, copied), everything)
         remove(copied)
-        took, peak = converted(args, megatron, copied, imports)
-        seconds["to_hf"].append(took)
-        peaks["to_hf"].append(peak)
+        took["to_hf"] = timed(megatron, lambda: convert(args, megatron, copied, imports, peaks["to_hf"]), everything)
         remove(copied)
+        if everything:
+            cold = took
+        else:
+            for name, value in took.items():
+                seconds[name].append(value)
     median = {name: statistics.median(values) for name, values in seconds.items()}
     share = {"to_megatron": median["cp_hf"] / median["to_megatron"], "to_hf": median["cp_megatron"] / median["to_hf"]}
     pairs = {
@@ -94,11 +99,11 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "settings": {key: value for key, value in vars(args).items() if key not in ("folder", "out")},
         "parameters": parameters,
         "gb": round(nbytes / 1e9, 3),
-        "cold_cache": "drop_caches" if os.geteuid() == 0 else "posix_fadvise",
         "seconds": {name: [round(value, 2) for value in values] for name, values in seconds.items()},
         "mb_per_s": {name: round(nbytes / value / 1e6) for name, value in median.items()},
         "share_of_cp": {name: round(value, 3) for name, value in share.items()},
         "share_of_cp_pairs": pairs,
+        "all_cold_seconds": {name: round(value, 2) for name, value in cold.items()} if os.geteuid() == 0 else None,
         "peak_anonymous_gb_above_imports": peak_gb,
         "anonymous_gb_of_imports_a_process": round(imports / 1e9, 3),
         "within_target": min(share.values()) >= TARGET_SHARE and max(peak_gb.values()) <= TARGET_ANON_GB,
@@ -145,15 +150,12 @@ def make_checkpoint(args: argparse.Namespace, folder: Path) -> int:
     return parameters
 
 
-def cool() -> None:
-    """Empties the page cache: all of it as root, else the files' part."""
+def timed(source: Path, work: Callable[[], None], everything: bool) -> float:
+    """Seconds of `work`, begun with `source` out of the page cache; `everything` empties all of it, as root."""
     os.sync()
-    if os.geteuid() == 0:
+    if everything and os.geteuid() == 0:
         Path("/proc/sys/vm/drop_caches").write_text("3\n")
-
-
-def timed(work: Callable[[], None]) -> float:
-    cool()
+    drop(source)
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
@@ -161,7 +163,6 @@ def timed(work: Callable[[], None]) -> float:
 
 def copy(source: Path, target: Path) -> None:
     """cp, and fsync of every file."""
-    drop(source)
     subprocess.run(["cp", "-r", source, target], check=True)
     for file in target.iterdir():
         descriptor = os.open(file, os.O_RDONLY)
@@ -182,11 +183,8 @@ def remove(*folders: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def converted(args: argparse.Namespace, source: Path, target: Path, imports: float) -> tuple[float, float]:
-    """Seconds, and bytes of anonymous memory above imports at the peak."""
-    cool()
-    drop(source)
-    start = time.perf_counter()
+def convert(args: argparse.Namespace, source: Path, target: Path, imports: float, peaks: list[float]) -> None:
+    """The command. Adds the bytes of anonymous memory above imports at the peak."""
     command = [*COMMAND, str(source), str(target), "--processes", str(args.processes)]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     peak = 0.0
@@ -197,7 +195,7 @@ def converted(args: argparse.Namespace, source: Path, target: Path, imports: flo
         time.sleep(SAMPLE_S)
     if process.returncode:
         sys.exit(f"{' '.join(command)} failed")
-    return time.perf_counter() - start, peak
+    peaks.append(peak)
 
 
 def anonymous(pid: int) -> float:
