@@ -11,6 +11,7 @@ from megatron_stare.algorithms.method import Method
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, DataError
 from megatron_stare.methods import build_method
+from megatron_stare.rollout.build import SGLANG
 from megatron_stare.weights.hf_folder import HfFolder
 from megatron_stare.weights.shape import ModelShape, read_shape
 
@@ -28,6 +29,7 @@ def check(config: Config) -> Config:
     check_device(config)
     check_layout(config, shape)
     check_lengths(config, shape)
+    check_engine(config)
     return config.model_copy(update={"algorithm": {"name": config.algorithm["name"], **dataclasses.asdict(method)}})
 
 
@@ -154,6 +156,14 @@ def check_tensor(config: Config, shape: ModelShape) -> None:
             where="parallel.tensor",
             fix=f"use a divisor or a multiple of {shape.kv_heads}",
         )
+
+
+def check_engine(config: Config) -> None:
+    """Raises ConfigError where SGLang is to be started and is not installed, or its settings do not go together."""
+    if config.rollout.engine == SGLANG:
+        from megatron_stare.rollout.sglang.build import check_servers
+
+        check_servers(config)
 
 
 def check_lengths(config: Config, shape: ModelShape) -> None:

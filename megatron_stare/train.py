@@ -32,7 +32,7 @@ def train(config: Config, *, resume: bool = False, dump_step: int | None = None)
         UserError: something the user can mend; the last checkpoint is intact.
     """
     with Session(config, resume) as run:
-        run.engines.update_weights(run.state.step, run.trainers.export())
+        run.sync(run.state.step)
         if not resume:
             measure_pass_rate(run)
 
@@ -47,15 +47,16 @@ def train(config: Config, *, resume: bool = False, dump_step: int | None = None)
                 batch.advantages = run.method.response_advantages(batch)
             with watch("score"):
                 run.trainers.score(batch)
+                agreement = run.agreement.after_score(batch, step)
                 run.trainers.measure(run.state.method)
             with watch("update"):
                 dump_to = str(run.dir.path.resolve() / f"dump_step_{step}") if step == dump_step else None
                 result = run.trainers.update(dump_to)
             with watch("sync"):
-                run.engines.update_weights(step, run.trainers.export())
+                run.sync(step)
 
             advance(run, step, result)
-            metrics = step_metrics(batch, samples, result.metrics, watch)
+            metrics = step_metrics(batch, samples, result.metrics | agreement, watch)
             run.writer.log(step, metrics)
             run.display.step(step, metrics)
             if step % config.run.rollouts_every == 0:

@@ -87,6 +87,29 @@ class Trainer:
             tokens = self._batch.token_batch(log_prob, entropy, carries_loss, shaped)
             self._measured = Measured(replace(tokens, reference_log_prob=reference))
 
+    def scored(self) -> tuple[Tensor, Tensor] | None:
+        """Canonical numbers and log-probs [n] of the response positions that `score` found here; None on ranks whose
+        positions the first of their tensor-parallel group reports."""
+        if self._measured is None or self.layout.tp_rank != 0:
+            return None
+        return self._measured.tokens.index.cpu(), self._measured.tokens.old_log_prob.cpu()
+
+    def rescore(self, batch: RolloutBatch, plan: MicroBatchPlan, temperature: float) -> tuple[Tensor, Tensor] | None:
+        """As `scored`, of any batch and at any temperature, and leaves the batch of the step alone."""
+        here = RankBatch(
+            batch,
+            plan,
+            self.layout.dp_rank,
+            device(),
+            packed=self.config.batch.packed,
+            multiple=self.layout.tp if self.config.parallel.sequence else 1,
+            uniform=self.config.parallel.virtual_pipeline > 1,
+        )
+        log_prob, *_ = score(self.model, here, replace(self.head, temperature=temperature))
+        if not self.layout.last_stage or self.layout.tp_rank != 0:
+            return None
+        return here.index, log_prob.cpu()
+
     @torch.no_grad()
     def measure(self, state: dict[str, float]) -> None:
         """The method's statistics over the whole batch, and its state for this step."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_stare.batch import SamplingParams
 from megatron_stare.config.schema import Config
-from megatron_stare.rollout.build import make_engine
+from megatron_stare.rollout.build import engine_of
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, ModelInfo
 
 
@@ -16,15 +16,13 @@ class EngineWorker:
     """Holds one engine. Its calls are those of `rollout.engine.Engine`."""
 
     def __init__(self, config: Config) -> None:
-        self._engine = make_engine(
-            config.rollout.engine,
-            model_path=config.model.path,
-            max_batch=config.rollout.max_batch,
-            threads=config.rollout.threads,
-        )
+        self._engine = engine_of(config)
 
     def generate(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[GenerateResult]:
         return self._engine.generate(requests, params)
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        return self._engine.score(sequences)
 
     def begin_weight_update(self, version: int) -> None:
         self._engine.begin_weight_update(version)

@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+from torch import Tensor
+
 from megatron_stare.batch import RolloutBatch, SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
@@ -62,6 +65,19 @@ class TrainerGroup:
         (metrics, state) = reported[0]
         return StepResult(metrics, state)
 
+    def log_probs(self, batch: RolloutBatch, temperature: float | None = None) -> Tensor:
+        """[N] log-probs of a batch's response tokens, in canonical order: those of the last `score`, or anew at a
+        temperature."""
+        if temperature is None:
+            parts = self._workers.call("scored")
+        else:
+            plan = plan_micro_batches(batch.lengths.tolist(), self._rules)
+            parts = self._workers.call("rescore", self._workers.share(batch), plan, temperature)
+        found = torch.full((int(batch.response_lengths.sum()),), torch.nan)
+        for index, log_prob in (part for part in parts if part is not None):
+            found[index] = log_prob.float()
+        return found
+
     def export(self) -> list[Handle]:
         """The policy's tensors by Hugging Face name, as handles the engines can take."""
         return self._workers.start("export")
@@ -88,9 +104,9 @@ class TrainerGroup:
 class EngineGroup:
     """All rollout engines."""
 
-    def __init__(self, workers: Workers, chunk: int) -> None:
+    def __init__(self, workers: Workers, chunk: int | None) -> None:
         self._workers = workers
-        self._chunk = chunk  # requests an engine is given at a time, so that progress can be seen
+        self._chunk = chunk  # requests an engine is given at a time, so that progress can be seen; None: all
 
     def generate(
         self,
@@ -101,9 +117,9 @@ class EngineGroup:
         """Every request's response, spread over the engines. `progress` is told responses finished and wanted."""
         shards = split_over_engines(requests, len(self._workers))
         chunks = [
-            (engine, shard[start : start + self._chunk])
+            (engine, shard[start : start + (self._chunk or len(shard))])
             for engine, shard in enumerate(shards)
-            for start in range(0, len(shard), self._chunk)
+            for start in range(0, len(shard), self._chunk or max(len(shard), 1))
         ]
         done = 0
 
@@ -115,6 +131,10 @@ class EngineGroup:
         progress(0, len(requests))
         handles = [self._workers.start_on(engine, "generate", chunk, params) for engine, chunk in chunks]
         return [result for results in self._workers.wait(handles, one_more) for result in results]
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """Log-probs, at temperature 1, of all tokens but the first of every sequence; by server, then by sequence."""
+        return [server for servers in self._workers.call("score", sequences) for server in servers]
 
     def update_weights(self, version: int, exported: Sequence[Handle]) -> None:
         """Sends the policy to every engine; only an engine that holds all of it publishes the version.

@@ -72,6 +72,14 @@ class Engine(ABC):
             EngineStateError: the engine is not HEALTHY.
         """
 
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """Log-probs, at temperature 1, of all tokens but the first of every sequence.
+
+        Returns:
+            By server of the engine, then by sequence. Engines in the trainer's process need not be able to.
+        """
+        raise NotImplementedError(f"{type(self).__name__} scores nothing")
+
     @abstractmethod
     def begin_weight_update(self, version: int) -> None:
         """Opens a session. From here until it ends well, the engine generates nothing.

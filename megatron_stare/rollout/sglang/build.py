@@ -1,0 +1,91 @@
+"""From a run's configuration to its SGLang engine: servers started or attached to, clients, and the weight sync."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_stare.config.schema import Config
+from megatron_stare.errors import ConfigError
+from megatron_stare.rollout.sglang.client import SGLangClient
+from megatron_stare.rollout.sglang.engine import SGLangEngine
+from megatron_stare.rollout.sglang.server import ServerOptions, ServerProcess
+from megatron_stare.rollout.sglang.sync import make_sync
+
+ROOT = Path(__file__).parents[3]
+ENVIRONMENT = ROOT / ".venv-sglang"  # of scripts/setup_sglang.sh
+API_KEY_VARIABLE = "SGLANG_API_KEY"  # of servers that are attached to
+
+
+def build_engine(config: Config) -> SGLangEngine:
+    """A new, DIRTY engine over `rollout.engines` servers started here, or over those of `sglang.urls`.
+
+    Raises:
+        UserError: a server does not start, does not answer, or is not one that a run can use. None is left behind.
+    """
+    loop = asyncio.new_event_loop()
+    with contextlib.ExitStack() as stack:
+        stack.callback(loop.close)
+        processes = []
+        if not config.sglang.urls:
+            # all are started before the first is waited for
+            for _ in range(config.rollout.engines):
+                processes.append(ServerProcess(server_options(config)))
+                stack.callback(processes[-1].close)
+        clients = _clients(config, processes)
+        for process, client in zip(processes, clients, strict=False):
+            process.wait_ready(client, loop.run_until_complete)
+        engine = SGLangEngine(
+            clients,
+            make_sync(config.sglang.sync, clients, config.model.path, config.runtime.timeout_s),
+            config.model.path,
+            config.model.dtype,
+            config.rollout.max_batch,
+            loop,
+            processes,
+        )
+        stack.pop_all()  # the engine's from here on
+        return engine
+
+
+def _clients(config: Config, processes: Sequence[ServerProcess]) -> list[SGLangClient]:
+    timeout = config.runtime.timeout_s
+    if processes:
+        return [SGLangClient(process.url, process.api_key, timeout) for process in processes]
+    key = os.environ.get(API_KEY_VARIABLE)
+    return [SGLangClient(url, key, timeout) for url in config.sglang.urls]
+
+
+def check_servers(config: Config) -> None:
+    """Raises ConfigError for what can be known to be wrong before a server is started."""
+    if config.sglang.urls:
+        return
+    if config.model.dtype != "float32":
+        raise ConfigError(
+            "servers started here run on the CPU, in float32", where="sglang.urls", fix="name running servers instead"
+        )
+    python = server_options(config).python
+    if not Path(python).exists():
+        raise ConfigError(
+            f"there is no Python at {python}",
+            where="sglang.python",
+            fix="bash scripts/setup_sglang.sh builds SGLang's environment",
+        )
+
+
+def server_options(config: Config) -> ServerOptions:
+    """How the servers of this run are started."""
+    python = config.sglang.python or os.environ.get("MEGATRON_STARE_SGLANG_PYTHON")
+    return ServerOptions(
+        python=python or str(ENVIRONMENT / "bin" / "python"),
+        model_path=config.model.path,
+        dtype=config.model.dtype,
+        threads=config.rollout.threads,
+        max_running=config.rollout.max_batch,
+        cache_tokens=config.sglang.cache_tokens,
+        seeds=config.sglang.seeds,
+        start_timeout_s=config.sglang.start_timeout_s,
+    )
