@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+import tempfile
 from dataclasses import replace
 
 import pytest
 import sglang_servers as servers
 import torch
+from leftovers import Traces
+from runs import environment
 from transformers import AutoModelForCausalLM
 
 from megatron_stare.batch import SamplingParams
 from megatron_stare.errors import DataError
 from megatron_stare.rollout.engine import GenerateRequest, WeightUpdateError
-from megatron_stare.rollout.sglang.client import everywhere
+from megatron_stare.rollout.sglang.build import build_engine
+from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
 from megatron_stare.rollout.sglang.protocol import SGLangError, generate_body, result_of
 from megatron_stare.rollout.sglang.sync import make_sync
 from megatron_stare.rollout.sglang.update import WeightUpdate
@@ -185,8 +191,6 @@ def test_a_tensor_that_the_model_does_not_have_is_noticed(engine):
 
 
 def test_nobody_without_the_key_is_served(engine):
-    from megatron_stare.rollout.sglang.client import SGLangClient
-
     async def ask():
         stranger = SGLangClient(engine.processes[0].url, None, 30)
         try:
@@ -196,3 +200,56 @@ def test_nobody_without_the_key_is_served(engine):
 
     with pytest.raises(SGLangError, match="401"):
         asyncio.run(ask())
+
+
+def outputs(results):
+    return [result.output_ids for result in results]
+
+
+def test_seeds_are_accepted_and_dropped_by_a_plain_server(engine):
+    """Nothing is promised there: the same requests give other responses."""
+    servers.sync(engine, 50, servers.weights())
+    assert outputs(engine.generate(requests(32), PARAMS)) != outputs(engine.generate(requests(32), PARAMS))
+
+
+def test_seeds_are_honoured_where_asked_for():
+    """The same request twice, alone, and in another batch in another order."""
+    wanted = requests(32)
+    with servers.running(seeds=True) as engine:
+        servers.sync(engine, 1, servers.weights())
+        together = engine.generate(wanted, PARAMS)
+        assert outputs(engine.generate(wanted, PARAMS)) == outputs(together)
+        assert outputs(engine.generate(wanted[::-1], PARAMS))[::-1] == outputs(together)
+        for i in (3, 17):
+            assert engine.generate([wanted[i]], PARAMS)[0].output_ids == together[i].output_ids
+        other = engine.generate(wanted, replace(PARAMS, step=2))
+        assert outputs(other) != outputs(together)
+        assert len({tuple(ids) for ids in outputs(together)}) > 8
+        servers.sync(engine, 2, servers.weights())
+        assert outputs(engine.generate(wanted, PARAMS)) == outputs(together)
+
+
+def test_servers_end_with_a_killed_starter(tmp_path):
+    traces = Traces(tmp_path)
+    code = "import sglang_servers, sys\nwith sglang_servers.running(): print('up', flush=True); sys.stdin.read()"
+    starter = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=traces.environment(environment()),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert starter.stdout.readline() == "up\n"
+    assert traces.look() == 1
+    starter.kill()
+    starter.communicate()
+    assert traces.left() == []
+
+
+def test_a_server_that_does_not_start_says_so_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2", "architectures": ["NoSuchModel"]}')
+    with pytest.raises(SGLangError, match="its last words"):
+        build_engine(servers.config(tmp_path / "model"))
+    assert not list(tmp_path.glob("megatron-stare-*"))

@@ -29,9 +29,12 @@ class SGLangClient:
         url: of the server, without a path.
         api_key: sent as a bearer token; None: the server asks for none.
         timeout_s: limit of one call, seconds. A response that takes longer than that to generate is lost.
+        transport: takes the requests instead of the network.
     """
 
-    def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
+    def __init__(
+        self, url: str, api_key: str | None, timeout_s: float, transport: httpx2.AsyncBaseTransport | None = None
+    ) -> None:
         self.url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx2.AsyncClient(
@@ -40,6 +43,7 @@ class SGLangClient:
             timeout=timeout_s,
             # the engine bounds what is under way; connections are kept, as opening one costs more than a short response
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+            transport=transport,
             trust_env=False,  # no proxy between a run and its servers
         )
 
