@@ -33,7 +33,7 @@ method() {
 arguments=()
 algorithm=stare
 compare=
-engine=
+engine=local
 while [ $# -gt 0 ]; do
     case "$1" in
     -h | --help) usage; exit 0 ;;
@@ -54,17 +54,17 @@ while [ $# -gt 0 ]; do
     esac
 done
 
-source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
-cd "$ROOT"
 case "$engine" in
-"" | local) ;;
-sglang)
-    source scripts/setup_sglang.sh
-    # one core each for the server and the trainer's two ranks, which take turns with it
-    arguments=(rollout.engine=sglang rollout.threads=1 ${arguments[@]+"${arguments[@]}"})
-    ;;
+local | sglang) ;;
 *) usage_error "unknown engine $engine: local or sglang" ;;
 esac
+
+source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
+cd "$ROOT"
+if [ "$engine" = sglang ]; then
+    source scripts/setup_sglang.sh
+    arguments=(rollout.engine=sglang ${arguments[@]+"${arguments[@]}"})
+fi
 
 train() { # method, then what comes before the user's own arguments
     local name="$1"

@@ -3,6 +3,7 @@ what they hold is simple: it counts calls, keeps the weights it is sent, and say
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import json
@@ -36,12 +37,15 @@ class FakeServer:
     async def _answer(self, request: httpx2.Request) -> httpx2.Response:
         path = request.url.path
         self.calls.append(path)
+        await asyncio.sleep(0)  # as the network does, so that one server is not asked everything
         if request.headers.get("authorization") != "Bearer key":
             return httpx2.Response(401, text="Unauthorized")
         if path in self.broken:
             return httpx2.Response(400, text=f"{path} is broken")
         body = json.loads(request.content) if request.content else {}
         known = {"/generate": self._generate, "/server_info": self._info, "/weights_checker": self._checker}
+        if path == "/begin_weight_update":
+            self._held = Fingerprint(torch.float32)
         known |= {"/update_weights_from_tensor": self._load, "/update_weight_version": self._publish}
         return httpx2.Response(200, json=known.get(path, lambda _: {"success": True})(body))
 
@@ -75,7 +79,7 @@ class FakeServer:
         return {"success": True, "message": "Success"}
 
     def _checker(self, _: dict[str, Any]) -> dict[str, Any]:
-        checksums, self._held = self._held.checksums(), Fingerprint(torch.float32)
+        checksums = self._held.checksums()
         total = hashlib.sha256(repr(checksums).encode()).hexdigest()
         return {"success": True, "ranks": [{"checksums": checksums, "per_gpu_checksum": total}]}
 

@@ -24,7 +24,7 @@ from megatron_stare.rollout.sglang.serve import API_KEY_VARIABLE, SCRATCH_VARIAB
 
 LOOPBACK = "127.0.0.1"
 PROBE_EVERY_S = 0.5
-LEAVE_S = 10.0  # from the order to end until the process group is killed
+LEAVE_S = 5.0  # from the order to go until the process group is killed
 LOG_TAIL_BYTES = 3000
 
 
@@ -141,14 +141,12 @@ class ServerProcess:
     def close(self) -> None:
         """Ends the server's process group and removes what it wrote. Closing twice is allowed."""
         if self._process.stdin is not None and not self._process.stdin.closed:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process_group, signal.SIGTERM)  # time to unlink its shared memory
+            self._process.stdin.close()  # the order to go, see serve.py
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(LEAVE_S)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process_group, signal.SIGKILL)
             self._process.wait()
-            self._process.stdin.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 

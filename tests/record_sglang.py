@@ -1,0 +1,76 @@
+"""Records real exchanges with an SGLang server for the unit tests, which then run without one.
+
+python tests/record_sglang.py            # writes tests/rollout/sglang_exchanges.json; needs scripts/setup_sglang.sh
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import sglang_servers as servers
+import torch
+
+from megatron_stare.batch import SamplingParams
+from megatron_stare.rollout.engine import GenerateRequest
+from megatron_stare.rollout.sglang.client import SGLangClient
+from megatron_stare.rollout.sglang.protocol import generate_body
+from megatron_stare.rollout.sglang.sync import make_sync
+from megatron_stare.rollout.sglang.update import WeightUpdate
+
+OUT = Path(__file__).parent / "rollout" / "sglang_exchanges.json"
+STOP, A, B = 1, 5, 9
+PARAMS = SamplingParams(1.0, 6, seed=1, step=1, stop_token_ids=(STOP,))
+REQUEST = GenerateRequest("0:0", (3, 14, 4), 0, 0)
+# filled in by the server, or of releases after the first that is supported
+INTERNAL = ("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized")
+INTERNAL += ("ebnf_full_assistant", "stream_interval", "beam_width", "watermark")
+
+
+async def record(client: SGLangClient) -> dict[str, Any]:
+    """Exchanges that end in every way a response can."""
+    sync = make_sync("tensor", [client], str(servers.MODEL), 120)
+
+    async def update(version: int, token: int, mode: Any = "abort") -> None:
+        new = WeightUpdate([client], sync, version, torch.float32, mode)
+        await new.begin()
+        for bucket in servers.buckets(servers.says_only(token)):
+            await new.send(bucket)
+        await new.end()
+
+    async def ask(name: str, means: str, params: SamplingParams = PARAMS) -> dict[str, Any]:
+        body = generate_body(REQUEST, params, name)
+        return {"body": body, "answer": await client.generate(body), "means": means}
+
+    await update(1, STOP)
+    found = {"stop": await ask("stop", "stop")}
+    found["stop in the last place"] = await ask("last", "stop", replace(PARAMS, max_new_tokens=1))
+    await update(2, A)
+    found["length"] = await ask("length", "length")
+    long = replace(PARAMS, max_new_tokens=100)
+    cut = asyncio.create_task(ask("abort", "abort", long))
+    await ask("before", "length")
+    await client.abort("abort")
+    found["abort"] = await cut
+    swapped = asyncio.create_task(ask("swap", "length", long))
+    await ask("before the swap", "length")
+    await update(3, B, "in_place")
+    found["two versions"] = await swapped
+    return found
+
+
+def main() -> None:
+    code = "from sglang.srt.sampling.sampling_params import SamplingParams as S; print(*S.__struct_fields__)"
+    fields = subprocess.run([servers.PYTHON, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    with servers.running() as engine, servers.attached(engine) as (loop, (client,)):
+        exchanges = loop.run_until_complete(record(client))
+    recorded = {"sampling_fields": fields, "sampling_fields_not_sent": INTERNAL, "generate": exchanges}
+    OUT.write_text(json.dumps(recorded, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
