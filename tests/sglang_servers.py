@@ -21,6 +21,7 @@ from megatron_stare.rollout.sglang.engine import SGLangEngine
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "assets" / "tiny-adder"
 PYTHON = os.environ.get("MEGATRON_STARE_SGLANG_PYTHON", str(ENVIRONMENT / "bin" / "python"))
+START_S = 900  # a machine that runs other tests as well
 MISSING = None if Path(PYTHON).exists() else f"no SGLang at {PYTHON}; bash scripts/setup_sglang.sh installs it"
 
 
@@ -30,7 +31,7 @@ def config(model: Path = MODEL, engines: int = 1, **sglang: object) -> Config:
         {
             "model": {"path": str(model)},
             "rollout": {"engine": "sglang", "engines": engines, "max_prompt_tokens": 16, "max_new_tokens": 100},
-            "sglang": sglang,
+            "sglang": {"start_timeout_s": START_S, **sglang},
         }
     )
 

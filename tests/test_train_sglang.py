@@ -17,7 +17,12 @@ pytestmark = [
     pytest.mark.distributed,
     pytest.mark.skipif(servers.MISSING is not None, reason=str(servers.MISSING)),
 ]
-SGLANG = ("rollout.engine=sglang", f"sglang.python={servers.PYTHON}", "eval.prompts=0")
+SGLANG = (
+    "rollout.engine=sglang",
+    f"sglang.python={servers.PYTHON}",
+    f"sglang.start_timeout_s={servers.START_S}",
+    "eval.prompts=0",
+)
 LIMIT = 1e-4  # nats, float32
 
 

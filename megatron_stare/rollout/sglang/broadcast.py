@@ -76,7 +76,7 @@ class BroadcastSync(WeightSync):
         assert self._group is not None
         options = BroadcastOptions()
         options.rootRank = 0
-        self._group.broadcast([flat], options).wait(timedelta(seconds=self._timeout_s))
+        self._group.broadcast([flat], options).wait(timedelta(seconds=self._timeout_s))  # type: ignore[attr-defined]
 
     async def end(self) -> None:
         await everywhere(*(c.end_weight_update() for c in self._clients))

@@ -24,6 +24,7 @@ from megatron_stare.rollout.sglang.serve import API_KEY_VARIABLE, SCRATCH_VARIAB
 
 LOOPBACK = "127.0.0.1"
 PROBE_EVERY_S = 0.5
+PORTS = range(20_000, 32_000)
 LEAVE_S = 5.0  # from the order to go until the process group is killed
 LOG_TAIL_BYTES = 3000
 
@@ -44,13 +45,12 @@ class ServerOptions:
     seeds: bool
     start_timeout_s: float
 
-    def arguments(self, port: int, nccl_port: int) -> list[str]:
+    def arguments(self, port: int) -> list[str]:
         """Of sglang.launch_server."""
         given: dict[str, object] = {
             "model-path": str(Path(self.model_path).resolve()),
             "host": LOOPBACK,
             "port": port,
-            "nccl-port": nccl_port,
             "dtype": self.dtype,
             "device": "cpu",
             "attention-backend": "torch_native",
@@ -73,13 +73,13 @@ class ServerProcess:
     def __init__(self, options: ServerOptions) -> None:
         self._options = options
         self.api_key = secrets.token_hex(16)
-        port, nccl_port = free_ports(2)
+        port = free_port()
         self.url = f"http://{LOOPBACK}:{port}"
         self._scratch = Path(tempfile.mkdtemp(prefix="megatron-stare-sglang-"))
         self._log = self._scratch / "server.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [options.python, "-m", "megatron_stare.rollout.sglang.serve", *options.arguments(port, nccl_port)],
+                [options.python, "-m", "megatron_stare.rollout.sglang.serve", *options.arguments(port)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -133,9 +133,10 @@ class ServerProcess:
             raise SGLangError(f"the server ended with {code}; its last words:\n{self.last_words()}", where=self.url)
 
     def last_words(self) -> str:
-        """The end of the server's log."""
+        """The end of the server's log, which names its key, without it."""
         with contextlib.suppress(OSError):
-            return self._log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
+            text = self._log.read_bytes().decode(errors="replace")
+            return text.replace(self.api_key, "<key>")[-LOG_TAIL_BYTES:]
         return ""
 
     def close(self) -> None:
@@ -150,10 +151,15 @@ class ServerProcess:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
-def free_ports(count: int) -> list[int]:
-    """Different TCP ports of loopback that are free now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((LOOPBACK, 0))
-        return [each.getsockname()[1] for each in sockets]
+def free_port() -> int:
+    """A TCP port of loopback that is free now.
+
+    Below the range the kernel hands out by itself: minutes pass until the server listens, in which another program's
+    connection would take it.
+    """
+    for _ in range(100):
+        port = PORTS.start + secrets.randbelow(len(PORTS))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
+    raise SGLangError(f"no free port between {PORTS.start} and {PORTS.stop}", fix="end programs that listen there")
