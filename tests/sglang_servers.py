@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_stare.config.schema import Config
 from megatron_stare.rollout.sglang.build import ENVIRONMENT, build_engine
-from megatron_stare.rollout.sglang.client import SGLangClient
+from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
 from megatron_stare.rollout.sglang.engine import SGLangEngine
 
 ROOT = Path(__file__).parent.parent
@@ -54,7 +54,7 @@ def attached(engine: SGLangEngine) -> Iterator[tuple[asyncio.AbstractEventLoop, 
     try:
         yield loop, clients
     finally:
-        loop.run_until_complete(asyncio.gather(*(client.close() for client in clients)))
+        loop.run_until_complete(everywhere(*(client.close() for client in clients)))
         loop.close()
 
 

@@ -30,9 +30,7 @@ class Run:
     """A run in a process of its own, read line by line."""
 
     def __init__(self, folder: Path, *overrides: str, **settings: object) -> None:
-        scratch = folder / "scratch"
-        scratch.mkdir()
-        self.dir, self.traces = folder / "run", Traces(scratch)
+        self.dir, self.traces = folder / "run", Traces()
         self.log = (folder / "stderr.log").open("w+")
         self.process = subprocess.Popen(
             command(model(), f"run.dir={self.dir}", *SGLANG, *overrides, **settings),

@@ -229,8 +229,8 @@ def test_seeds_are_honoured_where_asked_for():
         assert outputs(engine.generate(wanted, PARAMS)) == outputs(together)
 
 
-def test_servers_end_with_a_killed_starter(tmp_path):
-    traces = Traces(tmp_path)
+def test_servers_end_with_a_killed_starter():
+    traces = Traces()
     code = "import sglang_servers, sys\nwith sglang_servers.running(): print('up', flush=True); sys.stdin.read()"
     starter = subprocess.Popen(
         [sys.executable, "-c", code],

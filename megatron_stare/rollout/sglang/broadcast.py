@@ -39,7 +39,8 @@ class BroadcastSync(WeightSync):
         world, timeout = len(self._clients) + 1, timedelta(seconds=self._timeout_s)
         # rank 0 holds the store; the servers' rendezvous waits for it
         self._store = TCPStore(LOOPBACK, 0, world, is_master=True, timeout=timeout, wait_for_workers=False)
-        store = PrefixStore(f"{GROUP}/", PrefixStore(GROUP, self._store))  # as the servers nest theirs
+        # the servers' group looks for its keys below these names
+        store = PrefixStore("cpu/", PrefixStore(f"{GROUP}/", PrefixStore(GROUP, self._store)))
         body = {
             "master_address": LOOPBACK,
             "master_port": self._store.port,

@@ -103,10 +103,13 @@ def score_body(tokens: Sequence[int], rid: str) -> dict[str, Any]:
 
 def prompt_log_probs(answer: Mapping[str, Any], tokens: Sequence[int], where: str) -> list[float]:
     """The log-probs, nats, of every token of a `score_body` but the first."""
-    found = answer["meta_info"]["input_token_logprobs"]
-    if [entry[1] for entry in found] != list(tokens):
-        raise SGLangError("the server scored other tokens than were sent", where=where)
-    return [float(entry[0]) for entry in found[1:]]
+    entries = answer["meta_info"].get("input_token_logprobs") or []
+    found = [entry for entry in entries if entry[0] is not None]  # the first token has none
+    # the server scores the last id of the vocabulary rightly, but calls it 0
+    named = [entry[1] for entry in found]
+    if len(named) != len(tokens) - 1 or any(n not in (t, 0) for n, t in zip(named, tokens[1:], strict=True)):
+        raise SGLangError(f"{list(tokens)} was to be scored, the server scored {entries}"[:500], where=where)
+    return [float(entry[0]) for entry in found]
 
 
 def result_of(

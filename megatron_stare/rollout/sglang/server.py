@@ -59,6 +59,7 @@ class ServerOptions:
             "max-total-tokens": self.cache_tokens,
             "max-running-requests": self.max_running,
             "weight-version": NO_VERSION,
+            "log-level-http": "warning",  # not a line a request
             "load-format": "dummy",  # weights come from the weight sync alone, so that a lost one cannot go unseen
         }
         flags = ["--sleep-on-idle", "--skip-tokenizer-init", "--skip-server-warmup"]
