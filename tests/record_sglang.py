@@ -64,8 +64,15 @@ async def record(client: SGLangClient) -> dict[str, Any]:
 
 
 def main() -> None:
-    code = "from sglang.srt.sampling.sampling_params import SamplingParams as S; print(*S.__struct_fields__)"
-    fields = subprocess.run([servers.PYTHON, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    code = (
+        "import megatron_stare.rollout.sglang.serve\n"  # before transformers asks for torchvision
+        "from sglang.srt.sampling.sampling_params import SamplingParams as S\nprint(*S.__struct_fields__)"
+    )
+    fields = (
+        subprocess.run([servers.PYTHON, "-c", code], check=True, capture_output=True, text=True)
+        .stdout.splitlines()[-1]
+        .split()
+    )
     with servers.running() as engine, servers.attached(engine) as (loop, (client,)):
         exchanges = loop.run_until_complete(record(client))
     recorded = {"sampling_fields": fields, "sampling_fields_not_sent": INTERNAL, "generate": exchanges}
