@@ -21,6 +21,7 @@ from megatron_stare.observability.run_files import read_run
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks/results/quickstart.json"
+MEASURED = "measured.json"  # beside a finished run: what it was run from, and how long it took
 
 
 def main() -> None:
@@ -35,7 +36,7 @@ def main() -> None:
     for algorithm in args.algorithms:
         for seed in args.seeds:
             run_dir = args.runs / f"{algorithm}-{seed}"
-            if not (run_dir / "wall_s").exists():
+            if not (run_dir / MEASURED).exists():
                 start = time.monotonic()
                 subprocess.run(
                     [
@@ -50,8 +51,9 @@ def main() -> None:
                     cwd=ROOT,
                     check=True,
                 )
-                (run_dir / "wall_s").write_text(str(time.monotonic() - start))
-            record(f"{algorithm}-{seed}", {"commit": commit, **figures(run_dir)})
+                measured = {"commit": commit, "wall_s": round(time.monotonic() - start)}
+                (run_dir / MEASURED).write_text(json.dumps(measured))
+            record(f"{algorithm}-{seed}", figures(run_dir))
 
 
 def figures(run_dir: Path) -> dict[str, Any]:
@@ -63,11 +65,11 @@ def figures(run_dir: Path) -> dict[str, Any]:
     difference, low, high = paired_interval(before["correct"], after["correct"])
     rounded = {name: round(value, 4) for name, value in s.items() if value is not None}
     return {
-        "wall_s": round(float((run_dir / "wall_s").read_text())),
         "pass1": [before["pass1"], after["pass1"]],
         "pass1_gain_95": [round(x, 4) for x in (difference, low, high)],
         "greedy": [before["greedy"], after["greedy"]],
         **rounded,
+        **json.loads((run_dir / MEASURED).read_text()),  # of the whole command, start and evaluation included
     }
 
 

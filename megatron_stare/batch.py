@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from itertools import accumulate
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -56,6 +57,7 @@ class Sample:
     loss_mask: list[bool] | None = None  # False: not sampled (a tool observation); None: every token was sampled
     reward: float | None = None
     reward_status: Literal["pending", "ok", "timeout", "crash"] = "pending"
+    answer_at: int | None = None  # character of `text` where the answer begins; -1: no answer; None: not known
 
     @property
     def truncated(self) -> bool:
@@ -87,6 +89,15 @@ class RolloutBatch:
     def lengths(self) -> Tensor:
         """[B] prompt plus response, tokens."""
         return self.prompt_lengths + self.response_lengths
+
+    def first(self, samples: int) -> RolloutBatch:
+        """The batch of its first `samples` samples."""
+        tokens, responses = int(self.lengths[:samples].sum()), int(self.response_lengths[:samples].sum())
+        sizes = {"tokens": tokens, "sampled": responses, "rollout_log_probs": responses, "weight_versions": responses}
+        kept: dict[str, Any] = {
+            name: x[: sizes.get(name, samples)] for name, x in vars(self).items() if isinstance(x, Tensor)
+        }
+        return replace(self, **kept)
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample], step: int = 0) -> RolloutBatch:
@@ -136,9 +147,9 @@ class TokenBatch:
     sequence: Tensor  # [N] int64, which sample of the whole batch
     position: Tensor  # [N] int64, from the start of the response
     index: Tensor  # [N] int64, canonical
-    num_sequences: int  # B of the whole batch
+    num_sequences: int  # samples of the optimizer step's batch with loss positions
     current_entropy: Tensor | None = None  # [N] with gradient, in the training pass of methods that ask for it
-    sequence_lengths: Tensor | None = None  # [B] loss positions of each sample of the whole batch
+    sequence_lengths: Tensor | None = None  # [B] loss positions of each sample; 0 outside the optimizer step's batch
     selection_log_prob: Tensor | None = None  # [N] what surprisals and selections read; None: old_log_prob
     reference_log_prob: Tensor | None = None  # [N] under the reference policy, for methods that ask for it
     sum_p2: Tensor | None = None  # [N] sum of p^2 over the vocabulary, for the entropy sensitivity
@@ -176,11 +187,24 @@ class MicroBatchPlan:
     """Which samples every data-parallel rank takes in every micro-batch: `ranks[dp_rank][micro_batch]` = samples.
 
     One plan serves the log-prob pass and training, so on-policy ratios are 1. Every rank has the same number of
-    micro-batches; an empty one is a dummy that runs with coefficient 0.
+    micro-batches; an empty one is a dummy that runs with coefficient 0. The micro-batches of one mini-batch, the batch
+    of an optimizer step, stand together: `sizes` says how many each mini-batch has; (): all are one mini-batch.
     """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
+    sizes: tuple[int, ...] = ()
 
     @property
     def micro_batches(self) -> int:
         return len(self.ranks[0])
+
+    @property
+    def mini_batches(self) -> list[slice]:
+        """The micro-batches of every mini-batch."""
+        sizes = self.sizes or (self.micro_batches,)
+        return [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+    def samples(self, mini_batch: int) -> list[int]:
+        """The samples of one mini-batch, in canonical order."""
+        where = self.mini_batches[mini_batch]
+        return sorted(sample for rank in self.ranks for micro_batch in rank[where] for sample in micro_batch)

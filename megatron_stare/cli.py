@@ -57,6 +57,16 @@ def parser() -> argparse.ArgumentParser:
     )
     train.set_defaults(run=_train)
 
+    convert = commands.add_parser(
+        "convert",
+        help="convert a Hugging Face folder to a distributed checkpoint, or back",
+        description="Converts a Hugging Face folder to a distributed checkpoint that loads in any layout, or a "
+        "distributed checkpoint (converted, of a run, or of Megatron-LM) to a Hugging Face folder. "
+        "See docs/checkpoints.md.",
+    )
+    _add_convert_arguments(convert)
+    convert.set_defaults(run=_convert)
+
     report = commands.add_parser("report", help="write report.html of one or several runs")
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     report.add_argument("--out", type=Path, help="file to write; default report.html in the first run directory")
@@ -71,15 +81,54 @@ def _train(args: argparse.Namespace) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers are forked and spawned around it
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models and tokenizers are local folders
     if args.dry_run:
-        from megatron_stare.preflight import check
+        from megatron_stare.preflight import check, check_checkpoints
 
-        print(dump_yaml(check(config)), end="")
+        resolved = check(config)
+        check_checkpoints(resolved)
+        print(dump_yaml(resolved), end="")
         return
     from megatron_stare.observability.closing import closing
     from megatron_stare.train import train  # imports torch and transformers: seconds
 
     run_dir = train(config, resume=args.resume, dump_step=args.dump_step)
     print(closing(run_dir))
+
+
+def _add_convert_arguments(convert: argparse.ArgumentParser) -> None:
+    """The arguments of a conversion."""
+    convert.add_argument("source", type=Path, help="Hugging Face folder, distributed checkpoint or run directory")
+    convert.add_argument("target", type=Path, help="folder to write; must not exist")
+    convert.add_argument(
+        "--model",
+        type=Path,
+        metavar="HF_DIR",
+        help="where config.json and tokenizer are; default: in the checkpoint, or what the run started from",
+    )
+    convert.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the result; default: as it is")
+    convert.add_argument("--processes", type=_at_least_one, default=1, metavar="N", help="default 1")
+    convert.add_argument(
+        "--shard-gb", type=float, default=4.0, metavar="GB", help="largest safetensors file, 10^9 bytes; default 4"
+    )
+    convert.add_argument(
+        "--check", action="store_true", help="read both sides again and compare every tensor bit for bit"
+    )
+
+
+def _at_least_one(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _convert(args: argparse.Namespace) -> None:
+    import torch
+
+    from megatron_stare.weights.convert import Options, convert
+
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    options = Options(dtype, args.processes, round(args.shard_gb * 1e9), args.check)
+    convert(args.source, args.target, args.model, options)
+    print(f"wrote {args.target}" + (", and both sides are equal bit for bit" if args.check else ""))
 
 
 def _report(args: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -10,10 +11,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from megatron_stare.algorithms.method import Method
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, DataError
+from megatron_stare.layout_rules import check_layout
 from megatron_stare.methods import build_method
 from megatron_stare.rollout.build import SGLANG
-from megatron_stare.weights.hf_folder import HfFolder
+from megatron_stare.weights.blocks import cut
+from megatron_stare.weights.check import check_folder
 from megatron_stare.weights.shape import ModelShape, read_shape
+from megatron_stare.weights.torch_dist import TorchDist, is_checkpoint
+from megatron_stare.weights.torch_dist_check import check_checkpoint
 
 
 def check(config: Config) -> Config:
@@ -24,13 +29,34 @@ def check(config: Config) -> Config:
     """
     method = build_method(config.algorithm)
     shape = read_shape(config.model.path)
-    HfFolder(config.model.path)
+    check_weights(config.model.path, shape)
     check_reference(config, method, shape)
+    check_updates(config)
+    check_statistics(config, method)
+    check_optimizer(config)
     check_device(config)
-    check_layout(config, shape)
+    check_layout(config.parallel, shape)
     check_lengths(config, shape)
     check_engine(config)
     return config.model_copy(update={"algorithm": {"name": config.algorithm["name"], **dataclasses.asdict(method)}})
+
+
+def check_weights(path: str, shape: ModelShape) -> None:
+    """Raises DataError where a Hugging Face folder or converted checkpoint does not hold the model's weights."""
+    if is_checkpoint(Path(path)):
+        check_checkpoint(TorchDist(path), shape, cut(shape))
+    else:
+        check_folder(path, shape)
+
+
+def check_checkpoints(config: Config) -> None:
+    """Raises ConfigError where a run could not save what it needs to continue."""
+    if config.optimizer.name == "sgd":
+        raise ConfigError(
+            "megatron-core cannot save the state of SGD, and every run ends with a checkpoint",
+            where="optimizer.name",
+            fix="use adam; tools/check_invariance.py takes single steps of SGD",
+        )
 
 
 def check_device(config: Config) -> None:
@@ -39,12 +65,6 @@ def check_device(config: Config) -> None:
         return
     if config.model.dtype == "bfloat16":
         raise ConfigError("bfloat16 training needs CUDA", where="model.dtype", fix="use float32 on a CPU")
-    if config.optimizer.distributed:
-        raise ConfigError(
-            "Megatron's DistributedOptimizer does not resume exactly without its CUDA optimizers",
-            where="optimizer.distributed",
-            fix="set it to false on a CPU",
-        )
     if config.model.recompute != "none":
         raise ConfigError(
             "activation recompute restores CUDA random states, which a CPU does not have",
@@ -53,109 +73,83 @@ def check_device(config: Config) -> None:
         )
 
 
+def check_optimizer(config: Config) -> None:
+    """Raises ConfigError for what Megatron's DistributedOptimizer does not have."""
+    if config.optimizer.distributed and config.optimizer.name != "adam":
+        raise ConfigError(
+            f"{config.optimizer.name} has no distributed form", where="optimizer.distributed", fix="set it to false"
+        )
+
+
 def check_reference(config: Config, method: Method, shape: ModelShape) -> None:
     """Raises UserError where the method needs a reference policy that is not there or is another kind of model."""
     path = config.model.reference_path
+    for name in ("reference_path", "reference_refresh_every"):
+        if getattr(config.model, name) is not None and not method.needs_reference:
+            raise ConfigError(
+                "the method uses no reference policy",
+                where=f"model.{name}",
+                fix="set algorithm.reference_kl={coef: ...}, or set it to null",
+            )
     if path is None:
         return
-    if not method.needs_reference:
-        raise ConfigError(
-            "the method uses no reference policy",
-            where="model.reference_path",
-            fix="set algorithm.reference_kl={coef: ...}, or set it to null",
-        )
-    HfFolder(path)
     if read_shape(path) != shape:
         raise ConfigError(
             f"{path} is not a model of the same shape as {config.model.path}", where="model.reference_path"
         )
+    check_weights(path, shape)
 
 
-def check_layout(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError for a layout the model cannot be cut into, or that does not run here."""
-    parallel = config.parallel
-    if parallel.context != 1:
-        raise ConfigError(
-            "context parallelism is not supported yet: megatron-core has it in Transformer Engine's attention only",
-            where="parallel.context",
-            fix="set it to 1; tensor parallelism with parallel.sequence=true also spreads long sequences",
-        )
-    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
-        raise ConfigError("virtual stages need a pipeline", where="parallel.virtual_pipeline", fix="set it to 1")
-    check_stages(config, shape)
-    if parallel.sequence and parallel.tensor == 1:
-        raise ConfigError("sequence parallelism needs tensor parallelism", where="parallel.sequence", fix="set false")
-    check_experts(config, shape)
-    check_tensor(config, shape)
-
-
-def check_stages(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError where the layers cannot be cut into the pipeline's stages."""
-    parallel = config.parallel
-    first = parallel.first_stage_layers
-    if first is None:
-        if shape.layers % (parallel.pipeline * parallel.virtual_pipeline):
-            raise ConfigError(
-                f"{shape.layers} layers cannot be cut into {parallel.pipeline} stages x {parallel.virtual_pipeline} "
-                "chunks",
-                where="parallel.pipeline",
-                fix=f"pipeline x virtual_pipeline must divide {shape.layers}; or set parallel.first_stage_layers",
-            )
+def check_updates(config: Config) -> None:
+    """Raises ConfigError where the rollout batch cannot be cut into mini-batches of equal size."""
+    prompts, mini_batch = config.batch.prompts, config.batch.mini_batch_prompts
+    if mini_batch is None or prompts % mini_batch == 0:
         return
-    if parallel.pipeline == 1 or parallel.virtual_pipeline > 1:
+    divisors = [n for n in range(1, prompts + 1) if prompts % n == 0]
+    nearest = min(divisors, key=lambda n: (abs(n - mini_batch), n))
+    raise ConfigError(
+        f"{prompts} prompt groups cannot be cut into mini-batches of {mini_batch}",
+        where="batch.mini_batch_prompts",
+        fix=f"use a divisor of batch.prompts; the nearest is {nearest}",
+    )
+
+
+def check_statistics(config: Config, method: Method) -> None:
+    """Raises ConfigError where the gate lags although the log-prob pass that it would save is needed."""
+    if not config.skips_log_prob_pass:
+        return
+    exact = "set statistics.gate=exact"
+    if config.statistics.surprisal != "rollout":
         raise ConfigError(
-            "a first stage of its own size needs a pipeline without virtual stages",
-            where="parallel.first_stage_layers",
-            fix="set it to null",
+            f"surprisal {config.statistics.surprisal} takes a log-prob pass, which gives the exact gate for nothing",
+            where="statistics.gate",
+            fix=f"{exact}, or statistics.surprisal=rollout as well",
         )
-    rest, stages = shape.layers - first, parallel.pipeline - 1
-    if rest < stages or rest % stages:
+    if config.batch.updates > 1:
         raise ConfigError(
-            f"{first} of {shape.layers} layers leave {rest} for {stages} stages",
-            where="parallel.first_stage_layers",
-            fix=f"the rest must be a multiple of {stages}, above 0",
+            f"{config.batch.updates} optimizer steps a rollout batch need old log-probs, and the pass that gives them "
+            "gives the exact gate for nothing",
+            where="statistics.gate",
+            fix=f"{exact}, or batch.mini_batch_prompts=null and batch.epochs=1",
+        )
+    if method.reads_log_prob_pass is not None:
+        raise ConfigError(f"{method.reads_log_prob_pass}, which this setting skips", where="statistics.gate", fix=exact)
+    if config.observability.entropy_forecast:
+        raise ConfigError(
+            "the entropy forecast is made from the log-prob pass, which this setting skips",
+            where="statistics.gate",
+            fix=f"{exact}, or observability.entropy_forecast=false",
         )
 
 
-def check_experts(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError where experts and layout do not fit."""
-    parallel = config.parallel
-    if parallel.expert > 1 and not shape.experts:
-        raise ConfigError("the model has no experts", where="parallel.expert", fix="set it to 1")
-    if shape.experts and shape.experts % parallel.expert:
-        raise ConfigError(
-            f"{shape.experts} experts cannot be cut over {parallel.expert} ranks", where="parallel.expert"
-        )
-    ranks = parallel.tensor * parallel.data
-    if ranks % parallel.expert:
-        raise ConfigError(
-            f"a pipeline stage has {ranks} ranks, over which {parallel.expert} expert-parallel ones do not go",
-            where="parallel.expert",
-            fix=f"use a divisor of {ranks}",
-        )
-    if shape.experts and parallel.tensor > 1 and not parallel.sequence:
-        raise ConfigError(
-            "experts under tensor parallelism need sequence parallelism", where="parallel.sequence", fix="set true"
-        )
-
-
-def check_tensor(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError where heads or feed-forward columns cannot be cut over the tensor-parallel ranks."""
-    parallel = config.parallel
-    tp = parallel.tensor
-    for what, number in (("attention heads", shape.heads), ("feed-forward columns", shape.ffn)):
-        if number % tp:
-            raise ConfigError(
-                f"{number} {what} cannot be cut over {tp} tensor-parallel ranks",
-                where="parallel.tensor",
-                fix=f"use a divisor of {number}",
-            )
-    if shape.kv_heads % tp and tp % shape.kv_heads:
-        raise ConfigError(
-            f"{shape.kv_heads} key-value heads cannot be cut over or shared by {tp} tensor-parallel ranks",
-            where="parallel.tensor",
-            fix=f"use a divisor or a multiple of {shape.kv_heads}",
-        )
+def notices(config: Config) -> list[str]:
+    """What is allowed, but should be known when a run starts; a line each."""
+    if config.statistics.scope == "micro_batch":
+        return [
+            "warning: statistics.scope=micro_batch selects tokens by micro-batch and rank, so a run depends on its "
+            "layout; use it only to compare with published code"
+        ]
+    return []
 
 
 def check_engine(config: Config) -> None:

@@ -21,11 +21,22 @@ from typing import IO
 from megatron_stare.config.load import dump_yaml, load_config
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, DataError, UserError
+from megatron_stare.weights.staging import sync_entry
+from megatron_stare.weights.torch_dist import check_files
 
 _NAME = re.compile(r"step_(\d+)$")
 
 # what may differ between a run and its continuation; everything else changes what is trained
-FREE_TO_CHANGE = ("run.", "eval.", "runtime.", "reward.workers", "reward.timeout_s", "rollout.threads")
+FREE_TO_CHANGE = (
+    "run.",
+    "parallel.",
+    "eval.",
+    "observability.",
+    "runtime.",
+    "reward.workers",
+    "reward.timeout_s",
+    "rollout.threads",
+)
 NOT_FREE = ("run.seed",)
 
 
@@ -36,7 +47,7 @@ class RunState:
     step: int = 0
     data: dict[str, int] = field(default_factory=dict)  # of the prompt source
     method: dict[str, float] = field(default_factory=dict)  # of the algorithm: gate, controllers
-    skipped: int = 0  # consecutive steps without an update, because the gradient was not finite
+    skipped: int = 0  # consecutive updates that were not taken, because the gradient was not finite
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2)
@@ -131,7 +142,7 @@ class RunDir:
             _sync(staging)
             shutil.rmtree(final, ignore_errors=True)
             os.replace(staging, final)
-            _sync_entry(final.parent)
+            sync_entry(final.parent)
         except OSError as error:
             raise UserError(f"the checkpoint could not be written ({error.strerror})", where=str(final)) from error
         for old in self.checkpoints()[:-keep]:
@@ -139,7 +150,7 @@ class RunDir:
         return final
 
     def newest(self) -> tuple[Path, RunState]:
-        """The newest complete checkpoint. Raises DataError where there is none."""
+        """The newest complete checkpoint. Raises DataError where there is none, or where a file of it was cut since."""
         for leftover in (self.path / "checkpoints").glob("*.tmp"):
             shutil.rmtree(leftover)  # of a save that was killed
         checkpoints = self.checkpoints()
@@ -147,6 +158,7 @@ class RunDir:
             raise DataError(
                 "the run has no complete checkpoint", where=str(self.path), fix="start it anew in another run.dir"
             )
+        check_files(checkpoints[-1])
         return checkpoints[-1], RunState.from_json((checkpoints[-1] / "run_state.json").read_text())
 
 
@@ -174,13 +186,5 @@ def _sync(folder: Path) -> None:
     """Everything below `folder` is on disk when this returns."""
     for file in folder.rglob("*"):
         if file.is_file():
-            _sync_entry(file)
-    _sync_entry(folder)
-
-
-def _sync_entry(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            sync_entry(file)
+    sync_entry(folder)

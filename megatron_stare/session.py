@@ -16,7 +16,7 @@ from megatron_stare.observability.live import make_display
 from megatron_stare.observability.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from megatron_stare.orchestration.agreement import AgreementWatch
 from megatron_stare.orchestration.groups import Runner
-from megatron_stare.preflight import check, load_tokenizer
+from megatron_stare.preflight import check, check_checkpoints, load_tokenizer, notices
 from megatron_stare.rewards.pool import RewardPool
 from megatron_stare.rollout.collect import check_versions, requests_for, samples_from
 from megatron_stare.rollout.stop import stop_token_ids
@@ -33,6 +33,7 @@ class Session:
 
     def __init__(self, config: Config, resume: bool) -> None:
         config = check(config)
+        check_checkpoints(config)
         self.config = config
         self.method = build_method(config.algorithm)
         self.tokenizer = load_tokenizer(config.model.path)
@@ -63,6 +64,8 @@ class Session:
             stack.callback(runner.close)
             self.trainers, self.engines = runner.trainers, runner.engines
             self.agreement = AgreementWatch(config, self.trainers, self.engines)
+            for line in notices(config):
+                self.display.note(line)
             if restored:
                 self.trainers.load(str(restored.resolve()))
                 self.display.note(f"continuing after step {self.state.step}")
@@ -115,7 +118,7 @@ class Session:
         """
         scores = self.verifiers.score([(s.text, s.prompt.answer) for s in samples])
         for sample, score in zip(samples, scores, strict=True):
-            sample.reward, sample.reward_status = score.reward, score.status
+            sample.reward, sample.reward_status, sample.answer_at = score.reward, score.status, score.answer_at
         failed = [score for score in scores if score.status != "ok"]
         limit = self.config.reward.max_failure_rate
         if len(failed) > limit * len(samples):

@@ -1,11 +1,13 @@
 """The training loop. It reads like the algorithm; everything it calls lives elsewhere.
 
 rollouts -> rewards -> group advantages -> log-prob and entropy pass -> statistics, gate, weights
-         -> forward and backward of the weighted loss -> optimizer step -> weight sync
+         -> for every mini-batch: forward and backward of the weighted loss -> optimizer step
+         -> weight sync
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_stare.batch import RolloutBatch
@@ -14,11 +16,11 @@ from megatron_stare.errors import NonFiniteError
 from megatron_stare.evaluate import evaluate
 from megatron_stare.observability.report import write_report
 from megatron_stare.observability.step_metrics import Stopwatch, step_metrics
-from megatron_stare.orchestration.groups import StepResult
+from megatron_stare.orchestration.updates import UpdateResult, combined
 from megatron_stare.session import Session
 from megatron_stare.weights.hf_folder import write_folder
 
-MAX_SKIPPED = 3  # consecutive steps without a finite gradient before the run stops
+MAX_SKIPPED = 3  # consecutive updates without a finite gradient before the run stops
 
 
 def train(config: Config, *, resume: bool = False, dump_step: int | None = None) -> Path:
@@ -26,7 +28,7 @@ def train(config: Config, *, resume: bool = False, dump_step: int | None = None)
 
     Args:
         resume: continue the newest checkpoint of the run.
-        dump_step: the step whose batch, weights, loss and gradients are written out; None: no step.
+        dump_step: the step of whose first update batch, weights, loss and gradients are written out; None: no step.
 
     Raises:
         UserError: something the user can mend; the last checkpoint is intact.
@@ -51,12 +53,15 @@ def train(config: Config, *, resume: bool = False, dump_step: int | None = None)
                 run.trainers.measure(run.state.method)
             with watch("update"):
                 dump_to = str(run.dir.path.resolve() / f"dump_step_{step}") if step == dump_step else None
-                result = run.trainers.update(dump_to)
+                updates = [run.trainers.update(0, dump_to)]
+                updates += [run.trainers.update(number) for number in range(1, config.batch.updates)]
+                if config.model.reference_refresh_every and step % config.model.reference_refresh_every == 0:
+                    run.trainers.refresh_reference()
             with watch("sync"):
                 run.sync(step)
 
-            advance(run, step, result)
-            metrics = step_metrics(batch, samples, result.metrics | agreement, watch)
+            advance(run, step, updates)
+            metrics = step_metrics(batch, samples, combined(updates) | agreement, watch)
             run.writer.log(step, metrics)
             run.display.step(step, metrics)
             if step % config.run.rollouts_every == 0:
@@ -73,17 +78,17 @@ def train(config: Config, *, resume: bool = False, dump_step: int | None = None)
         return run.dir.path
 
 
-def advance(run: Session, step: int, result: StepResult) -> None:
-    """Moves the run's state on by one step. Raises NonFiniteError after MAX_SKIPPED steps without an update."""
-    updated = bool(result.metrics["update/finite"])
-    run.state.step, run.state.data, run.state.method = step, run.source.state(), result.state
-    run.state.skipped = 0 if updated else run.state.skipped + 1
-    if run.state.skipped >= MAX_SKIPPED:
-        raise NonFiniteError(
-            f"the gradient was not finite in {MAX_SKIPPED} steps in a row",
-            where=f"step {step}",
-            fix="lower optimizer.lr, and look at loss and log-prob metrics of the last steps; the weights are unharmed",
-        )
+def advance(run: Session, step: int, updates: Sequence[UpdateResult]) -> None:
+    """Moves the run's state on by one step. Raises NonFiniteError where MAX_SKIPPED updates in a row were not taken."""
+    run.state.step, run.state.data, run.state.method = step, run.source.state(), updates[-1].state
+    for update in updates:
+        run.state.skipped = 0 if update.finite else run.state.skipped + 1
+        if run.state.skipped >= MAX_SKIPPED:
+            raise NonFiniteError(
+                f"the gradient was not finite in {MAX_SKIPPED} optimizer steps in a row",
+                where=f"step {step}",
+                fix="lower optimizer.lr, and look at the last steps' loss and log-probs; the weights are unharmed",
+            )
 
 
 def measure_pass_rate(run: Session) -> None:

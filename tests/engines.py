@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import torch
+
 from megatron_stare.rollout.local import LocalEngine
+from megatron_stare.weights.checksum import tensor_checksum
 
 
 class FrozenEngine(LocalEngine):
-    """Takes every weight update after the first and goes on with the weights it had."""
+    """Takes every weight update after the first and goes on with the weights it had, but vouches for those sent."""
 
     _updates = 0
+    _sent: dict[str, str]
 
     def begin_weight_update(self, version: int) -> None:
         self._updates += 1
+        self._sent = {}
         if self._updates == 1:
             super().begin_weight_update(version)
 
     def update_weights(self, named_tensors) -> None:  # type: ignore[no-untyped-def]
         if self._updates == 1:
             super().update_weights(named_tensors)
+        self._sent |= {name: tensor_checksum(tensor) for name, tensor in named_tensors}
 
     def end_weight_update(self) -> dict[str, str]:
-        return super().end_weight_update() if self._updates == 1 else {}
+        return super().end_weight_update() if self._updates == 1 else self._sent
+
+
+class CorruptedEngine(LocalEngine):
+    """Loses one bit of one weight after every update but the first."""
+
+    _updates = 0
+
+    def end_weight_update(self) -> dict[str, str]:
+        self._updates += 1
+        if self._updates > 1:
+            self._parameters["model.norm.weight"].view(torch.int32)[0] ^= 1
+        return super().end_weight_update()

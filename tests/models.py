@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -21,7 +21,22 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+
 FAMILIES: dict[str, Any] = {
+    "llama": lambda: LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "llama_tied_llama3": lambda: LlamaConfig(
+        **{**SIZES, "num_key_value_heads": 1}, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE
+    ),
+    "qwen2_yarn": lambda: Qwen2Config(**SIZES, tie_word_embeddings=False, rope_parameters=YARN_ROPE),
     "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen2_tied": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False),

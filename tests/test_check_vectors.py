@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
+import importlib
 import json
 import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -35,17 +34,9 @@ ANSWERS_TOO = {
 }
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_vectors", ROOT / "tools/check_vectors.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-TOOL = load()
+# as a script has it: its own folder first
+sys.path.insert(0, str(ROOT / "tools"))
+TOOL = importlib.import_module("check_vectors")
 
 
 def run(tmp_path: Path, file: Any) -> int:

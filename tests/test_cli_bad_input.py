@@ -40,13 +40,20 @@ def dry(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
         ("parallel.virtual_pipeline=3", "virtual stages need a pipeline"),
         ("parallel.context=2", "context parallelism is not supported yet"),
         ("parallel.expert=2", "the model has no experts"),
-        ("optimizer.distributed=true", "does not resume exactly"),
+        ("optimizer={name: sgd, distributed: true}", "sgd has no distributed form"),
         ("model.recompute=full", "which a CPU does not have"),
         ("model.reference_path=here", "the method uses no reference policy"),
+        ("model.reference_refresh_every=10", "model.reference_refresh_every: the method uses no reference policy"),
+        ("batch.mini_batch_prompts=5", "use a divisor of batch.prompts; the nearest is 4"),
+        ("batch.mini_batch_prompts=64", "the nearest is 32"),
+        ("batch.epochs=0", "greater than or equal to 1"),
+        ("statistics.surprisal=new", "statistics.surprisal"),
+        ("statistics.gate=lagged", "surprisal old takes a log-prob pass, which gives the exact gate for nothing"),
         ("batch.samples_per_prompt=1", "use at least 2"),
         ("batch.micro_batch_tokens=20", "at least 48"),
         ("rollout.max_new_tokens=1000", "exceed the model's 128 positions"),
         ("optimizer.lr=fast", "optimizer.lr"),
+        ("optimizer.name=sgd", "cannot save the state of SGD"),
         ("optimizer.lr=-1", "greater than 0"),
         ("model.path=/nowhere", "cannot read the model's config.json"),
         ("model.dtype=bfloat16", "use float32 on a CPU"),
@@ -56,6 +63,44 @@ def dry(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
 )
 def test_refused_before_anything_starts(capsys: pytest.CaptureFixture[str], override: str, message: str) -> None:
     assert message in dry(capsys, override)
+
+
+LAGGED = ("statistics={surprisal: rollout, gate: lagged}", "observability.entropy_forecast=false")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("batch.epochs=2", "2 optimizer steps a rollout batch need old log-probs"),
+        ("batch.mini_batch_prompts=8", "batch.mini_batch_prompts=null and batch.epochs=1"),
+        ("algorithm=gtpo", "GTPO shapes rewards by the entropies of the log-prob pass"),
+        ("algorithm=grpo_s", "GRPO-S shapes rewards"),
+        ("algorithm=gspo", "GSPO's ratio"),
+        ("algorithm=clip_cov", "Clip-Cov draws"),
+        ("algorithm=kl_cov", "KL-Cov holds"),
+        ("algorithm=stapo", "STAPO's mask"),
+        ("algorithm=stapo_stare", "STAPO's mask"),
+        ("algorithm=twenty_entropy", "20-Entropy chooses"),
+        ("algorithm.correction={mode: truncate}", "the importance correction"),
+        ("algorithm.reference_kl={coef: 0.1}", "the reference policy is scored"),
+        ("algorithm={name: grpo, entropy_bonus: {target: 0.2}}", "entropy_bonus.target"),
+        ("observability.entropy_forecast=true", "observability.entropy_forecast=false"),
+    ],
+)
+def test_a_log_prob_pass_that_is_needed_is_not_skipped(
+    capsys: pytest.CaptureFixture[str], override: str, message: str
+) -> None:
+    error = dry(capsys, *LAGGED, override)
+    assert message in error
+    assert "statistics.gate: " in error
+    assert "set statistics.gate=exact" in error
+
+
+def test_a_log_prob_pass_that_nobody_reads_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
+    path = f"model.path={ROOT / 'assets/tiny-adder'}"
+    for method in ("stare", "grpo", "dapo", "justrl", "cispo"):
+        assert main(["train", QUICKSTART, path, *LAGGED, f"algorithm={method}", "--dry-run"]) == 0
+    assert "gate: lagged" in capsys.readouterr().out
 
 
 def test_missing_and_broken_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

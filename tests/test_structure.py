@@ -29,6 +29,7 @@ LEVELS = {
     "orchestration": 4,
     "run_state": 4,
     "evaluate": 4,
+    "layout_rules": 3,
     "preflight": 4,
     "session": 5,
     "train": 6,
@@ -40,7 +41,7 @@ ONLY_IN = {
     # the server's environment has them, the trainer's has not
     "sglang": {f"rollout/sglang/{name}.py" for name in ("cpu_platform", "cpu_platform_class", "serve")},
     "httpx2": {"rollout/sglang/client.py"},
-    "transformers": {"rollout/", "preflight.py"},
+    "transformers": {"rollout/", "preflight.py", "weights/rope.py"},
 }
 
 

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.distributed
 
 def test_a_run_leaves_everything_it_promises(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    done = train(model(), f"run.dir={run_dir}", "run.rollouts_every=1", cwd=tmp_path)
+    watched = "observability.measured_every=2"
+    done = train(model(), f"run.dir={run_dir}", "run.rollouts_every=1", watched, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "step 2/2" in done.stdout
     names = {p.name for p in run_dir.iterdir()}
@@ -38,6 +39,11 @@ def test_a_run_leaves_everything_it_promises(tmp_path: Path) -> None:
         assert row["ratio/max_abs_log"] == 0.0  # one plan serves both passes: on policy, exactly
         assert row["rollout/logprob_diff_max"] < 1e-4
         assert row["update/finite"] == 1.0
+        masses = [row[f"forecast/mass_{side}"] for side in ("common_plus", "rare_plus", "common_minus", "rare_minus")]
+        assert row["forecast/plain_change"] == pytest.approx(sum(masses))
+        assert 0 < row["signal/format"] <= 1
+    assert ["forecast/measured_change" in row for row in rows] == [False, True]
+    assert "Entropy forecast" in (run_dir / "report.html").read_text()
     assert [json.loads(line)["weights"] for line in (run_dir / "eval.jsonl").open()] == ["base", "trained"]
     policy = AutoModelForCausalLM.from_pretrained(run_dir / "hf")
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "hf")

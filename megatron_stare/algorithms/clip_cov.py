@@ -47,6 +47,10 @@ class ClipCov(Grpo):
         if not 0 < self.share <= 1 or self.cov_low >= self.cov_high:
             raise ValueError("share must lie in (0, 1] and cov_low below cov_high")
 
+    @property
+    def reads_log_prob_pass(self) -> str | None:
+        return "Clip-Cov draws from tokens that the ratio to the old log-probs does not clip"
+
     def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
         asked = dict(mean_requests(kept))
         if "cov/tokens" in known:

@@ -53,6 +53,10 @@ class GrpoS(Clipped):
             raise ValueError("beta1, beta2 and eps must be at least 0, and one beta above")
         refuse_by_token(self.aggregation, self.correction)
 
+    @property
+    def reads_log_prob_pass(self) -> str | None:
+        return "GRPO-S shapes rewards by the entropies of the log-prob pass"
+
     def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
         number = _whole(kept.sequence_lengths).shape[0]
         return {

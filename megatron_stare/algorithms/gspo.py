@@ -35,6 +35,10 @@ class Gspo(Grpo):
         super().__post_init__()
         refuse_by_token(self.aggregation, self.correction)
 
+    @property
+    def reads_log_prob_pass(self) -> str | None:
+        return "GSPO's ratio is that of a whole response to its old log-probs"
+
     def surrogate(self, batch: TokenBatch, advantage: Tensor) -> Surrogate:
         return clip(self.ratio(batch), advantage, low=self.clip_low, high=self.clip_high, dual=self.dual_clip)
 

@@ -53,6 +53,10 @@ class Gtpo(Clipped):
         if self.entropy_clamp is not None and not 0 <= self.entropy_clamp[0] < self.entropy_clamp[1]:
             raise ValueError("entropy_clamp must be [low, high] with 0 <= low < high")
 
+    @property
+    def reads_log_prob_pass(self) -> str | None:
+        return "GTPO shapes rewards by the entropies of the log-prob pass"
+
     def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
         correct, entropy = self._correct(kept)[kept.sequence], self._entropy(kept)
         right, wrong = kept.mask & correct, kept.mask & ~correct

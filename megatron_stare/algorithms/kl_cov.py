@@ -45,6 +45,10 @@ class KlCov(PolicyGradient):
     def advantages(self, rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
         return group_advantages(rewards, groups, counted, spread=self.advantage_spread)
 
+    @property
+    def reads_log_prob_pass(self) -> str | None:
+        return "KL-Cov holds tokens to their old log-probs"
+
     def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
         asked = dict(mean_requests(kept))
         if "cov/tokens" in known:

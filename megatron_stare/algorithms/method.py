@@ -1,9 +1,9 @@
 """The contract between a method and the trainer.
 
-A step goes: `response_advantages` from shaped rewards (whole batch) -> log-prob pass -> `requests`, answered over all
-ranks -> `control` updates the method's state -> `token_loss` and `coefficients`, micro-batch by micro-batch. The
-training loss is the sum over tokens of coefficient times token loss. Shape legend: B samples, N response positions at
-hand.
+A step goes: `response_advantages` from shaped rewards (rollout batch) -> log-prob pass -> `requests`, answered over all
+ranks -> `control` updates the method's state, once -> for every mini-batch `requests`, answered over that alone, then
+`token_loss` and `coefficients`, micro-batch by micro-batch. The training loss is the sum over tokens of coefficient
+times token loss. Shape legend: B samples, N response positions at hand.
 """
 
 from __future__ import annotations
@@ -46,6 +46,16 @@ class Method(ABC):
         """Whether the batch must be scored by the reference policy (`TokenBatch.reference_log_prob`)."""
         return False
 
+    @property
+    def reads_log_prob_pass(self) -> str | None:
+        """What the method needs old log-probs or entropies for beside its gate, as a sentence; None: nothing.
+
+        Only with None may a run skip the log-prob pass (`statistics.gate: lagged`). Then there is one update a rollout
+        batch; `requests` finds NaN for both, and `control` moves the state after the training pass, which gives them;
+        in `token_loss` the old log-prob is the current one, detached.
+        """
+        return f"{type(self).__name__} does not say that it can do without the log-prob pass"
+
     def carries_loss(self, batch: RolloutBatch) -> Tensor:
         """[B] bool: the responses whose sampled tokens carry loss; the others leave N and every quantile."""
         return batch.scored
@@ -71,7 +81,7 @@ class Method(ABC):
         return {}
 
     def requests(self, batch: TokenBatch, known: Statistics) -> Mapping[str, Request]:
-        """The statistics of the whole batch that the method needs.
+        """The statistics that the method needs, of the rollout batch for `control`, of a mini-batch for the loss.
 
         Asked again while it names new ones, so that a request may build on answers in `known`. `tokens`, the number of
         positions that carry loss, is what `coefficients` divides by.
@@ -79,7 +89,8 @@ class Method(ABC):
         return {"tokens": Count(batch.mask)}
 
     def control(self, state: State, statistics: Statistics) -> State:
-        """The state this step uses and the next one starts from. No host synchronisation."""
+        """The state this step uses and the next one starts from, by the rollout batch's statistics. No host
+        synchronisation."""
         return state
 
     @abstractmethod

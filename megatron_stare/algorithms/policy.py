@@ -70,6 +70,17 @@ class PolicyGradient(Method):
     def needs_reference(self) -> bool:
         return self.reference_kl is not None and self.reference_kl.coef > 0
 
+    @property
+    def reads_log_prob_pass(self) -> str | None:
+        """See Method. The add-ons speak here; a method that reads the pass itself says so in an override."""
+        if self.correction is not None:
+            return "the importance correction compares old log-probs with the engine's before the loss"
+        if self.needs_reference:
+            return "the reference policy is scored beside the log-prob pass"
+        if self.entropy_bonus is not None and self.entropy_bonus.target is not None:
+            return "entropy_bonus.target is steered by the log-prob pass, and acts a step late already"
+        return None
+
     def carries_loss(self, batch: RolloutBatch) -> Tensor:
         return batch.scored if self.truncated == "keep" else batch.scored & ~batch.truncated
 

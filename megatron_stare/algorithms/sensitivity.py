@@ -8,7 +8,10 @@ at the rate dH/deta = -A Phi(a), with
 
 so the entropy falls for common tokens (s < s*) of positive advantage, U+, and for rare ones of negative advantage, L-;
 it rises on U- and on the rare tokens of positive advantage, L+. s* belongs to a position: it needs the distribution.
-All functions are elementwise over [N] positions, without host synchronisation. At temperature T: divide by T^2.
+All functions are elementwise over [N] positions, without host synchronisation.
+
+At temperature T everything above is that of the distribution that is sampled from, softmax(z / T). Both the push on the
+logits z and the slope of the entropy in them carry a factor 1 / T, so rates per unit of step in z carry 1 / T^2.
 """
 
 from __future__ import annotations
@@ -20,9 +23,12 @@ import torch
 from torch import Tensor
 
 from megatron_stare.batch import TokenBatch
-from megatron_stare.statistics import Count, Request, Statistics, Sum, scalar
+from megatron_stare.statistics import Count, Mean, Request, Statistics, Sum, scalar
 
 QUADRANTS = ("common_plus", "rare_plus", "common_minus", "rare_minus")  # U+, L+, U-, L-
+# float32 log-probs carry errors of some 1e-6, and where a token is all but certain Phi is smaller than that: without a
+# tolerance its sign would be that of the rounding. Tokens so near zero move nothing and count as common.
+_NEUTRAL = 3e-6
 _HALLEY_STEPS = 12  # converges cubically; double precision is reached in six from any x up to 1e12
 
 
@@ -56,34 +62,40 @@ def lambert_w0(x: Tensor) -> Tensor:
     return torch.where(x >= -1 / torch.e - 1e-15, w, float("nan"))
 
 
+def is_rare(phi: Tensor) -> Tensor:
+    """[N] bool: past the critical surprisal, s > s*, which is Phi < 0."""
+    return phi < -_NEUTRAL
+
+
 def quadrants(batch: TokenBatch, phi: Tensor) -> dict[str, Tensor]:
     """[N] bool each: the tokens of U+, L+, U-, L- among those that carry loss. Advantage 0 is in none."""
-    common = phi > 0
+    rare = is_rare(phi)
     plus, minus = batch.mask & (batch.advantage > 0), batch.mask & (batch.advantage < 0)
-    return dict(zip(QUADRANTS, (plus & common, plus & ~common, minus & common, minus & ~common), strict=True))
+    return dict(zip(QUADRANTS, (plus & ~rare, plus & rare, minus & ~rare, minus & rare), strict=True))
 
 
-def sensitivity_requests(batch: TokenBatch, weight: Tensor | None = None) -> Mapping[str, Request]:
+def sensitivity_requests(batch: TokenBatch, push: Tensor) -> Mapping[str, Request]:
     """What `EntropyForecast.of` needs of the whole batch.
 
     Args:
         batch: with sum_p2 and sum_p2_log_p.
-        weight: [N] the method's factor on every token's advantage; None: 1.
+        push: [N] slope of the objective (minus the loss) in every token's log-prob: what the method makes of the
+            advantage, divided as its aggregation divides. A / N is the plain policy gradient.
     """
     if batch.sum_p2 is None or batch.sum_p2_log_p is None:
         raise ValueError("the entropy sensitivity needs sum_p2 and sum_p2_log_p of every token")
-    log_prob = batch.old_log_prob.detach()
     s2 = second_moment(batch.sum_p2, batch.sum_p2_log_p, batch.entropy)
-    phi = sensitivity(log_prob, batch.entropy, s2)
-    advantage = batch.advantage if weight is None else batch.advantage * weight
+    phi = sensitivity(batch.old_log_prob.detach(), batch.entropy, s2)
+    plain = -batch.advantage * phi
     asked: dict[str, Request] = {
         "sensitivity/tokens": Count(batch.mask),
-        "sensitivity/change": Sum(-advantage * phi, batch.mask),
-        "sensitivity/unweighted": Sum(-batch.advantage * phi, batch.mask),
-        "sensitivity/rare": Count(batch.mask & (-log_prob > critical_surprisal(batch.entropy, s2))),
+        "sensitivity/change": Sum(-push * phi, batch.mask),
+        "sensitivity/plain": Sum(plain, batch.mask),
+        "sensitivity/rare": Count(batch.mask & is_rare(phi)),
+        "sensitivity/critical": Mean(critical_surprisal(batch.entropy, s2), batch.mask),
     }
     for name, where in quadrants(batch, phi).items():
-        asked[f"sensitivity/{name}"] = Sum(-batch.advantage * phi, where)
+        asked[f"sensitivity/{name}"] = Sum(plain, where)
         asked[f"sensitivity/{name}_tokens"] = Count(where)
     return asked
 
@@ -92,37 +104,47 @@ def sensitivity_requests(batch: TokenBatch, weight: Tensor | None = None) -> Map
 class EntropyForecast:
     """First-order forecast of one step, 0-dim tensors.
 
-    change: d mean entropy / d eta of the weighted step, nats per unit of step in logit space.
-    rare_share: share of tokens past their critical surprisal.
-    masses: by quadrant, its part of the unweighted change.
+    Rates are per unit of a step that moves every token's logits by its advantage times (one_hot(a) - p), nats.
+
+    change: rate of the mean entropy under what the method makes of the advantages.
+    plain_change: the same under the advantages as they are; the sum of the masses.
+    masses: by quadrant, its part of `plain_change`.
     shares: by quadrant, its share of the tokens.
-    neutral_weight: W*, the weight on L+ for which the unweighted change would be zero.
+    rare_share: share of tokens past their critical surprisal.
+    critical_surprisal: mean of s*, nats.
+    neutral_weight: W*, the weight on L+ for which `plain_change` would be zero.
     """
 
     change: Tensor
-    rare_share: Tensor
+    plain_change: Tensor
     masses: dict[str, Tensor]
     shares: dict[str, Tensor]
+    rare_share: Tensor
+    critical_surprisal: Tensor
     neutral_weight: Tensor
 
     @classmethod
-    def of(cls, statistics: Statistics) -> EntropyForecast:
+    def of(cls, statistics: Statistics, temperature: float = 1.0) -> EntropyForecast:
+        """The forecast from the answers to `sensitivity_requests`; `temperature` divided the logits."""
         tokens = scalar(statistics, "sensitivity/tokens").clamp_min(1)
-        masses = {name: scalar(statistics, f"sensitivity/{name}") / tokens for name in QUADRANTS}
+        per_token = tokens * temperature**2
+        plain, rare_plus = scalar(statistics, "sensitivity/plain"), scalar(statistics, "sensitivity/rare_plus")
         return cls(
-            change=scalar(statistics, "sensitivity/change") / tokens,
-            rare_share=scalar(statistics, "sensitivity/rare") / tokens,
-            masses=masses,
+            change=scalar(statistics, "sensitivity/change") / temperature**2,
+            plain_change=plain / per_token,
+            masses={name: scalar(statistics, f"sensitivity/{name}") / per_token for name in QUADRANTS},
             shares={name: scalar(statistics, f"sensitivity/{name}_tokens") / tokens for name in QUADRANTS},
-            neutral_weight=neutral_weight(
-                -scalar(statistics, "sensitivity/unweighted"), scalar(statistics, "sensitivity/rare_plus")
-            ),
+            rare_share=scalar(statistics, "sensitivity/rare") / tokens,
+            critical_surprisal=scalar(statistics, "sensitivity/critical"),
+            neutral_weight=neutral_weight(-plain, rare_plus),
         )
 
     def metrics(self) -> dict[str, Tensor]:
         return {
             "forecast/entropy_change": self.change,
+            "forecast/plain_change": self.plain_change,
             "forecast/rare_share": self.rare_share,
+            "forecast/critical_surprisal": self.critical_surprisal,
             "forecast/neutral_weight": self.neutral_weight,
             **{f"forecast/mass_{name}": value for name, value in self.masses.items()},
             **{f"forecast/share_{name}": value for name, value in self.shares.items()},

@@ -86,6 +86,10 @@ class Stapo(Grpo):
     interpolation: Interpolation = "linear"
     denominator: Literal["kept", "all"] = "kept"
 
+    @property
+    def reads_log_prob_pass(self) -> str | None:
+        return "STAPO's mask reads the entropies of the log-prob pass"
+
     def filters(self) -> tuple[Filter, ...]:
         spurious = SpuriousTokens(
             tau_p=self.tau_p,

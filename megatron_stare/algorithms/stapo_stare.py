@@ -24,6 +24,10 @@ class StapoStare(Stare):
 
     spurious: SpuriousTokens = field(default_factory=SpuriousTokens)
 
+    @property
+    def reads_log_prob_pass(self) -> str | None:
+        return "STAPO's mask reads the entropies of the log-prob pass"
+
     def filters(self) -> tuple[Filter, ...]:
         return (*super().filters(), self.spurious)
 

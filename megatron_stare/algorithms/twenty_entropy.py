@@ -83,6 +83,10 @@ class TwentyEntropy(Grpo):
         if not 0 < self.share <= 1:
             raise ValueError("share must lie in (0, 1]")
 
+    @property
+    def reads_log_prob_pass(self) -> str | None:
+        return "20-Entropy chooses tokens by the entropies of the log-prob pass"
+
     def filters(self) -> tuple[Filter, ...]:
         forks = HighEntropyTokens(share=self.share, rule=self.rule, leaves_count=self.denominator == "kept")
         return (*super().filters(), forks)

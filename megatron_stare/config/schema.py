@@ -17,7 +17,9 @@ class RunConfig(Section):
     name: str = Field("run", description="name of the run; part of the directory when `dir` is not given")
     dir: str | None = Field(None, description="run directory; default runs/<name>-<time>")
     seed: int = Field(1, ge=0, lt=2**31, description="seeds data order and sampling noise")
-    steps: int = Field(100, ge=1, description="training steps; one step is one rollout batch")
+    steps: int = Field(
+        100, ge=1, description="training steps; one step is one rollout batch, whatever its number of optimizer steps"
+    )
     checkpoint_every: int = Field(50, ge=0, description="steps between checkpoints; 0: only after the last step")
     keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints kept")
     rollouts_every: int = Field(10, ge=1, description="steps between dumps of sampled rollouts")
@@ -33,6 +35,9 @@ class ModelConfig(Section):
         None, description="Hugging Face folder of the reference policy of a KL term; null: the same as `path`"
     )
     reference_offload: bool = Field(False, description="keep the reference in host memory between its passes")
+    reference_refresh_every: int | None = Field(
+        None, ge=1, description="steps after which the current policy becomes the reference; null: never"
+    )
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="activations computed again in backward: of attention, or of every layer"
     )
@@ -60,10 +65,19 @@ class ParallelConfig(Section):
 class BatchConfig(Section):
     """The rollout batch and how training walks through it."""
 
-    prompts: int = Field(32, ge=1, description="prompt groups a step")
+    prompts: int = Field(32, ge=1, description="prompt groups a rollout batch, that is a step")
+    mini_batch_prompts: int | None = Field(
+        None, ge=1, description="prompt groups an optimizer step, a divisor of `prompts`; null: all of them"
+    )
+    epochs: int = Field(1, ge=1, description="times the optimizer steps walk through the rollout batch")
     samples_per_prompt: int = Field(8, description="responses a prompt (the group size of GRPO)")
     micro_batch_tokens: int = Field(8192, ge=1, description="tokens a micro-batch, padding included")
     packed: bool = Field(True, description="lay the sequences of a micro-batch end to end instead of padding them")
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps a rollout batch."""
+        return self.epochs * (self.prompts // (self.mini_batch_prompts or self.prompts))
 
     @field_validator("samples_per_prompt")
     @classmethod
@@ -71,6 +85,27 @@ class BatchConfig(Section):
         if value < 2:
             raise ValueError("a group of one response has no spread, so its advantage is always zero; use at least 2")
         return value
+
+
+class StatisticsConfig(Section):
+    """What the selection of tokens, and a method's gate, are read from."""
+
+    surprisal: Literal["old", "current", "rollout"] = Field(
+        "old",
+        description="surprisals are those of the log-prob pass; of the policy before each optimizer step, whose "
+        "mini-batch is scored again; or of the engine",
+    )
+    gate: Literal["exact", "lagged"] = Field(
+        "exact",
+        description="the gate reads this step's log-prob pass, or the training pass of the step before, which saves "
+        "the log-prob pass: with surprisal `rollout`, one optimizer step a rollout batch, and a method that needs no "
+        "other old log-probs or entropies",
+    )
+    scope: Literal["global", "micro_batch"] = Field(
+        "global",
+        description="tokens are selected over the optimizer step's batch, or by micro-batch and rank, only to compare "
+        "with published code",
+    )
 
 
 class RolloutConfig(Section):
@@ -88,6 +123,9 @@ class RolloutConfig(Section):
     max_new_tokens: int = Field(1024, ge=1, description="longest response, tokens")
     max_batch: int = Field(256, ge=1, description="responses the local engine decodes together")
     threads: int = Field(1, ge=1, description="CPU threads of an engine")
+    sync_bucket_mb: int = Field(
+        16, ge=1, description="largest bucket of weights on its way to the engines, MB; a larger tensor goes alone"
+    )
 
 
 class SGLangConfig(Section):
@@ -140,8 +178,15 @@ class OptimizerConfig(Section):
     name: Literal["adam", "sgd"] = Field("adam", description="adam is AdamW")
     lr: float = Field(1e-6, gt=0, description="peak learning rate")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
-    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up from 0")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="shape after the warm-up")
+    warmup_steps: int = Field(
+        0,
+        ge=0,
+        description="optimizer steps of linear warm-up from 0; a rollout batch takes epochs * prompts / "
+        "mini_batch_prompts of them",
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="shape after the warm-up, up to the last optimizer step of run.steps rollout batches"
+    )
     weight_decay: float = Field(0.01, ge=0, description="decoupled; norms and biases are spared")
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
     beta2: float = Field(0.999, ge=0, lt=1, description="decay of the second moment")
@@ -156,6 +201,17 @@ class EvalConfig(Section):
     prompts: int = Field(0, ge=0, description="problems; 0: no evaluation")
     every: int = Field(0, ge=0, description="steps between evaluations; 0: only before and after")
     greedy: bool = Field(True, description="also decode greedily")
+
+
+class ObservabilityConfig(Section):
+    """What is watched beside training; none of it changes what is learnt. See docs/diagnostics.md."""
+
+    entropy_forecast: bool = Field(
+        True, description="log the first-order entropy forecast of every step, from two more sums of the log-prob pass"
+    )
+    measured_every: int = Field(
+        10, ge=0, description="steps between measurements of what a forecast came to, a forward pass each; 0: never"
+    )
 
 
 class RuntimeConfig(Section):
@@ -175,6 +231,7 @@ class Config(Section):
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     batch: BatchConfig = BatchConfig()
+    statistics: StatisticsConfig = StatisticsConfig()
     rollout: RolloutConfig = RolloutConfig()
     sglang: SGLangConfig = SGLangConfig()
     data: DataConfig = DataConfig()
@@ -184,7 +241,13 @@ class Config(Section):
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     eval: EvalConfig = EvalConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+
+    @property
+    def skips_log_prob_pass(self) -> bool:
+        """Whether the training pass does without a log-prob pass before it; preflight refuses where it cannot."""
+        return self.statistics.gate == "lagged"
 
     @field_validator("algorithm", mode="before")
     @classmethod

@@ -1,19 +1,32 @@
-"""Distributed checkpoints of model, optimizer, schedule and random states, by megatron.core.dist_checkpointing."""
+"""Distributed checkpoints of model, optimizer, schedule and random states, by megatron.core.dist_checkpointing.
+
+All tensors are saved as parts of the whole model's, so a checkpoint loads in any layout. The random states are those of
+ranks: in another layout they begin anew from the run's seed. docs/checkpoints.md says what may change on a resume.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_stare.errors import DataError
 from megatron_stare.megatron.cpu_backend import backend
 from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.model import unwrap
+from megatron_stare.megatron.optimizer_state import load_state, sharded_state
+from megatron_stare.weights.torch_dist import check_files
 
 
 def save(
@@ -22,10 +35,15 @@ def save(
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
     layout: Layout,
+    reference: Sequence[nn.Module] = (),
 ) -> None:
-    """Writes the checkpoint into `folder`, which exists and is empty. The caller makes it visible when all is done."""
+    """Writes the checkpoint into `folder`, which exists and is empty. The caller makes it visible when all is done.
+
+    Args:
+        reference: chunks of a reference policy that moves with the run; one that does not is not saved.
+    """
     with backend():
-        dist_checkpointing.save(_state(model, optimizer, scheduler, layout, loading=False), folder)
+        dist_checkpointing.save(_state(model, optimizer, scheduler, layout, reference, loading=False), folder)
 
 
 def load(
@@ -34,15 +52,63 @@ def load(
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
     layout: Layout,
+    reference: Sequence[nn.Module] = (),
 ) -> None:
-    """Restores what `save` wrote."""
-    with backend():
-        state = dist_checkpointing.load(_state(model, optimizer, scheduler, layout, loading=True), folder)
+    """Restores what `save` wrote, in this or another layout.
+
+    Raises:
+        DataError: files are missing or cut short, or the checkpoint holds other tensors than this model and optimizer.
+    """
+    check_files(folder)
+    with backend(), _explained(folder):
+        common = dist_checkpointing.load_common_state_dict(folder)
+        wanted = _state(model, optimizer, scheduler, layout, reference, loading=True)
+        if common.get("layout") != _sizes(layout, model):
+            del wanted["random"]
+        state = dist_checkpointing.load(wanted, folder)
         for i, chunk in enumerate(model):
             unwrap(chunk).load_state_dict(state[f"model{i}"])
-        optimizer.load_state_dict(state["optimizer"])
+        for i, chunk in enumerate(reference):
+            unwrap(chunk).load_state_dict(state[f"reference{i}"])
+        load_state(optimizer, state["optimizer"], state["optimizer_step"])
         scheduler.load_state_dict(state["scheduler"])
-        _set_random_states(state["random"])
+        if "random" in wanted:
+            _set_random_states(state["random"])
+
+
+def load_weights(folder: str | Path, model: Sequence[nn.Module]) -> None:
+    """Fills a model's parameters from any distributed checkpoint that holds them, such as a converted one.
+
+    Raises:
+        DataError: the checkpoint holds others.
+    """
+    with backend(), _explained(str(folder)):
+        wanted = {f"model{i}": _parameters(chunk) for i, chunk in enumerate(model)}
+        state = dist_checkpointing.load(wanted, str(folder))
+        for i, chunk in enumerate(model):
+            unwrap(chunk).load_state_dict(state[f"model{i}"], strict=False)  # what is left out is extra states
+
+
+def _parameters(chunk: nn.Module) -> dict[str, Any]:
+    parts = unwrap(chunk).sharded_state_dict()
+    return {name: part for name, part in parts.items() if not name.endswith("_extra_state")}
+
+
+@contextlib.contextmanager
+def _explained(folder: str) -> Iterator[None]:
+    """Says in our words what Megatron and torch say of a checkpoint that does not fit."""
+    try:
+        yield
+    except (CheckpointingException, CheckpointException, KeyError, ValueError) as error:
+        if isinstance(error, CheckpointException):  # of several ranks
+            error = next(failure for failure, _ in error.failures.values())
+        first_line = (str(error).strip('"').splitlines() or [type(error).__name__])[0]
+        reason = first_line.split(": [")[0]  # without the list of all names
+        raise DataError(
+            f"the checkpoint does not fit this model and optimizer: {reason}",
+            where=folder,
+            fix="the layout may change on a resume, the model and the kind of optimizer may not",
+        ) from error
 
 
 def _state(
@@ -50,16 +116,35 @@ def _state(
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
     layout: Layout,
+    reference: Sequence[nn.Module],
     *,
     loading: bool,
 ) -> dict[str, Any]:
     # by chunk: two chunks of a virtual pipeline name their layers alike
     parameters = {f"model{i}": unwrap(chunk).sharded_state_dict() for i, chunk in enumerate(model)}
     state: dict[str, Any] = dict(parameters)
-    state["optimizer"] = optimizer.sharded_state_dict(parameters, is_loading=loading)
+    for i, chunk in enumerate(reference):
+        weights = unwrap(chunk).sharded_state_dict()
+        add_prefix_for_sharding(weights, "reference.")  # the policy's tensors have the same names
+        state[f"reference{i}"] = weights
+    state["optimizer"], step = sharded_state(optimizer, parameters, loading=loading)
     state["scheduler"] = scheduler.state_dict()
+    if not loading:
+        state["optimizer_step"] = step
+        state["layout"] = _sizes(layout, model)
     state["random"] = ShardedObject("random", _random_states(), (layout.world,), (layout.rank,))
     return state
+
+
+def _sizes(layout: Layout, model: Sequence[nn.Module]) -> dict[str, int]:
+    """What tells whether a rank's random states are its own again."""
+    return {
+        "tensor": layout.tp,
+        "pipeline": layout.pp,
+        "virtual_pipeline": len(model),
+        "data": layout.dp,
+        "expert": layout.ep,
+    }
 
 
 def _random_states() -> dict[str, Any]:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
+from unittest.mock import patch
 
 import torch
+from megatron.core import optimizer
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.overrides import TorchFunctionMode
+
+from megatron_stare.megatron.distributed_optimizer import ResumableDistributedOptimizer
 
 _CUDA_TYPES = {
     "torch.FloatTensor": "torch.cuda.FloatTensor",
@@ -68,14 +71,16 @@ def cpu_backend() -> Iterator[None]:
     if torch.cuda.is_available():
         raise RuntimeError("cpu_backend() on a machine with CUDA would hide the GPU from Megatron")
     with (
-        mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
-        mock.patch.object(torch.cuda, "synchronize", return_value=None),
-        mock.patch.object(torch.cuda, "Stream", _InertStream),
-        mock.patch.object(torch.cuda, "current_stream", _InertStream),
-        mock.patch.object(torch.cuda, "stream", return_value=contextlib.nullcontext()),
-        mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host),
+        patch.object(torch.cuda, "current_device", return_value="cpu"),
+        patch.object(torch.cuda, "synchronize", return_value=None),
+        patch.object(torch.cuda, "Stream", _InertStream),
+        patch.object(torch.cuda, "current_stream", _InertStream),
+        patch.object(torch.cuda, "stream", return_value=contextlib.nullcontext()),
+        patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host),
+        # its checkpoints are exact with the CUDA optimizers only
+        patch.object(optimizer, "DistributedOptimizer", ResumableDistributedOptimizer),
         # used without being defined where Transformer Engine is absent
-        mock.patch.object(moe_utils, "te_general_gemm", None, create=True),
+        patch.object(moe_utils, "te_general_gemm", None, create=True),
         _CudaMeansCpu(),
     ):
         yield

@@ -1,8 +1,9 @@
-"""The policy, or its gradients, as whole Hugging Face tensors: gathered over tensor-parallel ranks, mapped back."""
+"""The policy, or its gradients, as whole Hugging Face tensors on the first rank: what Megatron holds, as shards of the
+weight stream."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -10,54 +11,81 @@ from torch import Tensor, nn
 
 from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.model import is_expert, named_parameters
-from megatron_stare.weights.mapping import rule_for, unshard
 from megatron_stare.weights.shape import ModelShape
+from megatron_stare.weights.stream import Bucket, stream
+from megatron_stare.weights.stream_plan import BucketLayout, Shard, plan_stream
+
+EXPORT_BUCKET_BYTES = 64 * 2**20
 
 
-@torch.no_grad()
+def own(parameter: nn.Parameter) -> Tensor:
+    """A parameter's values, without autograd."""
+    return parameter.detach()
+
+
+def shards(model: list[nn.Module], layout: Layout, of: Callable[[nn.Parameter], Tensor] = own) -> list[Shard]:
+    """This rank's parameters, or what `of` gives for each of them in its shape."""
+    return [
+        Shard(name, of(parameter), *((0, 1) if is_expert(name) else (layout.tp_rank, layout.tp)))
+        for name, parameter in named_parameters(model)
+    ]
+
+
 def export_hf(
-    model: list[nn.Module],
-    shape: ModelShape,
-    layout: Layout,
-    of: Callable[[nn.Parameter], Tensor] = lambda parameter: parameter.detach(),
+    model: list[nn.Module], shape: ModelShape, layout: Layout, of: Callable[[nn.Parameter], Tensor] = own
 ) -> dict[str, Tensor]:
-    """Whole tensors by Hugging Face name, on the CPU. One rank gives each tensor; all ranks must call this.
+    """All tensors by Hugging Face name, in the first rank's host memory; nothing elsewhere. All ranks must call this.
+
+    For models that one process can hold; PolicyStream is for all others.
 
     Args:
         of: what is exported of a parameter: itself, or its gradient. Must have the parameter's shape.
     """
-    mine = [(name, of(p).contiguous()) for name, p in named_parameters(model) if _gives(name, shape, layout)]
-    shared = [(name, tensor) for name, tensor in mine if not is_expert(name)]
-    gathered = _gather([tensor for _, tensor in shared], layout)
-    whole = [(name, [tensor]) for name, tensor in mine if is_expert(name)]
-    if layout.tp_rank == 0:
-        whole += [(name, shards) for (name, _), shards in zip(shared, gathered, strict=True)]
-    tensors: dict[str, Tensor] = {}
-    for name, shards in whole:
-        for hf, tensor in unshard(rule_for(name, shape), shards, shape).items():
-            tensors[hf] = tensor.to("cpu", copy=True).contiguous()
-    return tensors
+    held, group = shards(model, layout, of), dist.group.WORLD
+    buckets = stream(plan_stream(held, shape, EXPORT_BUCKET_BYTES, group), held, group)
+    named = (pair for bucket in buckets if bucket is not None for pair in bucket.tensors())
+    return {name: tensor.to("cpu", copy=True) for name, tensor in named}
 
 
-def _gives(name: str, shape: ModelShape, layout: Layout) -> bool:
-    """Whether this rank, with the others of its tensor-parallel group, is the one that exports a parameter it holds."""
-    if shape.tied and name == "output_layer.weight":
-        return False  # the last pipeline stage's copy of the embedding
-    return (layout.expert_dp_rank if is_expert(name) else layout.dp_rank) == 0
+class PolicyStream:
+    """A rank's end of the weight sync: planned once, run through after every change of the weights.
 
+    All ranks must make it and make the same calls: `begin`, `next` once a bucket, `end`. Only the first rank's calls
+    return something.
+    """
 
-def _gather(tensors: list[Tensor], layout: Layout) -> list[list[Tensor]]:
-    """Every tensor's shards of all tensor-parallel ranks, in one collective over a flat buffer a dtype."""
-    if layout.tp == 1:
-        return [[t] for t in tensors]
-    result: list[list[Tensor]] = [[] for _ in tensors]
-    for dtype in sorted({t.dtype for t in tensors}, key=str):  # the same order on every rank
-        chosen = [i for i, t in enumerate(tensors) if t.dtype == dtype]
-        flat = torch.cat([tensors[i].flatten() for i in chosen])
-        parts = flat.new_empty(layout.tp, flat.numel())
-        dist.all_gather_into_tensor(parts.view(-1), flat, group=layout.tp_group)
-        sizes = [tensors[i].numel() for i in chosen]
-        for part in parts:
-            for i, piece in zip(chosen, part.split(sizes), strict=True):
-                result[i].append(piece.view_as(tensors[i]))
-    return result
+    def __init__(self, model: list[nn.Module], shape: ModelShape, layout: Layout, bucket_bytes: int) -> None:
+        self._model, self._layout = model, layout
+        self._plan = plan_stream(shards(model, layout), shape, bucket_bytes, dist.group.WORLD)
+        self._buckets: Iterator[Bucket | None] = iter(())
+        self._checksums: dict[str, str] = {}
+
+    @property
+    def layouts(self) -> tuple[BucketLayout, ...]:
+        """What each bucket holds, for whoever takes them."""
+        return self._plan.layouts
+
+    def begin(self) -> None:
+        """Starts with the weights as they are."""
+        self._finish()  # of a sync that an error cut short: its messages must not be taken for this one's
+        self._buckets = stream(self._plan, shards(self._model, self._layout), dist.group.WORLD)
+        self._checksums = {}
+
+    @torch.no_grad()
+    def next(self) -> Tensor | None:
+        """The next bucket, flat, in host memory."""
+        bucket = next(self._buckets)
+        if bucket is None:
+            return None
+        bucket = Bucket(bucket.layout, bucket.flat.cpu())
+        self._checksums |= bucket.checksums()  # while the next bucket is on its way
+        return bucket.flat
+
+    def end(self) -> dict[str, str]:
+        """Waits until everything is sent. Returns each tensor's checksum by name."""
+        self._finish()
+        return self._checksums
+
+    def _finish(self) -> None:
+        for _ in self._buckets:
+            pass

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import gc
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch.distributed import ProcessGroup
 
 from megatron_stare.config.schema import ParallelConfig
@@ -27,7 +29,7 @@ class Layout:
     pp: int
     dp_rank: int
     dp: int
-    expert_dp_rank: int  # among ranks that hold the same experts
+    ep: int
     tp_group: ProcessGroup
     dp_group: ProcessGroup  # ranks that hold different tokens of the batch
 
@@ -53,6 +55,7 @@ def join(parallel: ParallelConfig, rank: int, init_method: str, seed: int, timeo
         UserError: the ranks cannot meet there.
     """
     cuda = torch.cuda.is_available()
+    gc.collect()  # a former model is a reference cycle; its groups keep dozens of threads that wake up all the time
     try:
         dist.init_process_group(
             "nccl" if cuda else "gloo",
@@ -91,7 +94,7 @@ def join(parallel: ParallelConfig, rank: int, init_method: str, seed: int, timeo
         pp=parallel.pipeline,
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp=parallel_state.get_data_parallel_world_size(),
-        expert_dp_rank=parallel_state.get_expert_data_parallel_rank(),
+        ep=parallel.expert,
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
@@ -102,3 +105,4 @@ def leave() -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+    RotaryEmbedding.forward.cache_clear()  # keeps models, and with them groups

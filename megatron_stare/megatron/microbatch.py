@@ -6,6 +6,7 @@ micro-batch; N those of this rank, micro-batch after micro-batch; M those of the
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -48,6 +49,7 @@ class RankBatch:
         uniform: bool = False,
     ) -> None:
         self.batch = batch
+        self.plan = plan
         self.device = device
         token_start = _starts(batch.lengths)
         response_start = _starts(batch.response_lengths)
@@ -82,7 +84,7 @@ class RankBatch:
         assert batch.advantages is not None
         sequence = self.sequence[index]
         counted = batch.sampled & carries_loss[self.sequence]  # [M]
-        lengths = torch.zeros(batch.size, dtype=torch.int64).index_add_(0, self.sequence, counted.to(torch.int64))
+        lengths = self._loss_lengths(carries_loss)
         here = self.device
         return TokenBatch(
             log_prob=log_prob,
@@ -103,6 +105,39 @@ class RankBatch:
             max_length=int(batch.response_lengths.max()),
             step=batch.step,
         )
+
+    def mini_batch(self, number: int) -> RankBatch:
+        """The micro-batches of one optimizer step alone; their spans are still those among the rank's N."""
+        part = copy.copy(self)
+        part.micro_batches = self.micro_batches[self.plan.mini_batches[number]]
+        return part
+
+    @property
+    def span(self) -> slice:
+        """Where the response positions of these micro-batches stand among the rank's N."""
+        return slice(self.micro_batches[0].span.start, self.micro_batches[-1].span.stop)
+
+    def tokens_of(self, number: int, tokens: TokenBatch, carries_loss: Tensor) -> TokenBatch:
+        """The rank's N positions, of which only those of one mini-batch carry loss and are counted.
+
+        Args:
+            tokens: from `token_batch`.
+            carries_loss: [B] bool, as given there.
+        """
+        mine = torch.zeros(self.batch.size, dtype=torch.bool)
+        mine[self.plan.samples(number)] = True
+        lengths = self._loss_lengths(carries_loss & mine)
+        return replace(
+            tokens,
+            mask=tokens.mask & mine.to(self.device)[tokens.sequence],
+            num_sequences=int((lengths > 0).sum()),
+            sequence_lengths=lengths.to(self.device),
+        )
+
+    def _loss_lengths(self, carries_loss: Tensor) -> Tensor:
+        """[B] int64 loss positions of every sample; on the host, where the batch lies."""
+        counted = self.batch.sampled & carries_loss[self.sequence]
+        return torch.zeros(self.batch.size, dtype=torch.int64).index_add_(0, self.sequence, counted.to(torch.int64))
 
 
 def _starts(lengths: Tensor) -> Tensor:

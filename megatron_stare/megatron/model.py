@@ -33,6 +33,7 @@ from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.norm import RMSNorm
 from megatron_stare.weights.hf_folder import HfFolder
 from megatron_stare.weights.mapping import rule_for, shard
+from megatron_stare.weights.rope import scaled_frequencies
 from megatron_stare.weights.shape import ModelShape
 
 
@@ -63,6 +64,7 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
+        softmax_scale=scaled_frequencies(shape)[1] if shape.rope_scaling else None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor,
@@ -163,6 +165,8 @@ def build_model(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig,
                 rotary_base=shape.rope_theta,
                 vp_stage=vp_stage,
             ).to(device())
+            if shape.rope_scaling:  # megatron-core knows one setting of one scaling
+                unwrap(part).rotary_pos_emb.inv_freq = scaled_frequencies(shape)[0].to(device())
             mark_cut_parameters(part, shape)
             if model.dtype == "bfloat16":
                 part = Float16Module(config, part)

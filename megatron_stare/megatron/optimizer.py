@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
@@ -14,7 +15,7 @@ from megatron_stare.megatron.cpu_backend import backend
 def build_optimizer(
     model: list[nn.Module], config: OptimizerConfig, dtype: str, steps: int
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """The optimizer and the scheduler that sets its rates before every step.
+    """The optimizer and the scheduler that sets its rates before every one of the run's `steps` optimizer steps.
 
     Megatron applies wd_mult, which spares norms and biases, through its scheduler only, so there is always one.
     """
@@ -49,3 +50,18 @@ def build_optimizer(
             wd_incr_style="constant",
         )
     return optimizer, scheduler
+
+
+def take_step(optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, clip_grad: float) -> tuple[float, bool]:
+    """Clips and steps. Returns the gradient norm before clipping, and whether it was finite; if not, no step."""
+    with backend():
+        optimizer.prepare_grads()
+        norm = float(optimizer.get_grad_norm())  # the one value a step reads from the device
+        finite = norm < float("inf")  # False for NaN too
+        if not finite:
+            return norm, False
+        scheduler.step(1)
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):  # experts have their own
+            clip_grad_by_total_norm_fp32(part.get_parameters(), clip_grad, norm)
+        optimizer.step_with_ready_grads()
+    return norm, True

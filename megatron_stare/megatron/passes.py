@@ -34,8 +34,9 @@ class Head:
     layout: Layout
     entropy_gradient: bool = False
 
-    def __call__(self, logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """logits [b, s, V of this rank] -> log-prob and entropy [n] of the micro-batch's response positions."""
+    def __call__(self, logits: Tensor, micro: MicroBatch, *, second_moment: bool = False) -> tuple[Tensor, ...]:
+        """logits [b, s, V of this rank] -> log-prob and entropy [n] of the micro-batch's response positions, and
+        with `second_moment` the sums [n] of the entropy sensitivity."""
         return log_prob_and_entropy(
             logits.flatten(0, 1)[micro.rows],
             micro.targets,
@@ -43,20 +44,25 @@ class Head:
             temperature=self.temperature,
             group=self.layout.tp_group if self.layout.tp > 1 else None,
             entropy_gradient=self.entropy_gradient,
+            second_moment=second_moment,
         )
 
 
-def score(model: list[nn.Module], batch: RankBatch, head: Head) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies [N] of this rank's response positions; on the last pipeline stage only, else empty."""
+def score(model: list[nn.Module], batch: RankBatch, head: Head, *, second_moment: bool = False) -> tuple[Tensor, ...]:
+    """Log-probs and entropies [N] of this rank's response positions; on the last pipeline stage only, else empty.
 
-    def collect(logits: Tensor, micro: MicroBatch, **_: Any) -> tuple[Tensor, Tensor]:
-        return head(logits, micro)
+    Args:
+        second_moment: also give sum p^2 and sum p^2 ln p [N] over the vocabulary.
+    """
+
+    def collect(logits: Tensor, micro: MicroBatch, **_: Any) -> tuple[Tensor, ...]:
+        return head(logits, micro, second_moment=second_moment)
 
     with torch.no_grad():
         scored = _run(model, batch, collect, forward_only=True)
     empty = torch.zeros(0, device=batch.device)
-    log_prob, entropy = zip(*scored, strict=True) if scored else ((), ())
-    return torch.cat([empty, *log_prob]), torch.cat([empty, *entropy])
+    columns = zip(*scored, strict=True) if scored else [()] * (4 if second_moment else 2)
+    return tuple(torch.cat([empty, *column]) for column in columns)
 
 
 def accumulate_gradients(
@@ -69,7 +75,8 @@ def accumulate_gradients(
     """
 
     def loss_function(logits: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        loss, logged = loss_of(*head(logits, micro), micro)
+        log_prob, entropy = head(logits, micro)
+        loss, logged = loss_of(log_prob, entropy, micro)
         # the loss is already scaled by counts over the whole batch: with 0 tokens Megatron divides by nothing
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), logged
 

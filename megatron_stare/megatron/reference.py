@@ -1,16 +1,18 @@
-"""The frozen reference policy that a KL term is measured against: loaded only when that term counts."""
+"""The reference policy that a KL term is measured against, frozen but for refreshes; loaded only when that term
+counts."""
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.cpu_backend import device
 from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.microbatch import RankBatch
-from megatron_stare.megatron.model import build_model, load_hf
+from megatron_stare.megatron.model import build_model, unwrap
 from megatron_stare.megatron.passes import Head, score
-from megatron_stare.weights.hf_folder import HfFolder
+from megatron_stare.megatron.start import load_start
 from megatron_stare.weights.shape import ModelShape
 
 
@@ -23,20 +25,27 @@ class Reference:
 
     def __init__(self, config: Config, shape: ModelShape, layout: Layout) -> None:
         self._offload = config.model.reference_offload
-        self._model = build_model(shape, config.model, config.parallel, layout)
-        for chunk in self._model:
+        self.model = build_model(shape, config.model, config.parallel, layout)
+        for chunk in self.model:
             chunk.eval().requires_grad_(False)
-        load_hf(self._model, HfFolder(config.model.reference_path or config.model.path), shape, layout)
+        load_start(self.model, config.model.reference_path or config.model.path, shape, layout)
         self._move("cpu" if self._offload else str(device()))
 
     def score(self, batch: RankBatch, head: Head) -> Tensor:
         """Log-probs [N] of this rank's response positions, over the same micro-batches as the policy's."""
         self._move(str(device()))
-        log_prob, _ = score(self._model, batch, head)
+        log_prob, _ = score(self.model, batch, head)
         if self._offload:
             self._move("cpu")
         return log_prob
 
+    @torch.no_grad()
+    def refresh(self, policy: list[nn.Module]) -> None:
+        """Takes over the weights of the policy, chunk by chunk, wherever the reference lies."""
+        for mine, other in zip(self.model, policy, strict=True):
+            for weight, current in zip(unwrap(mine).parameters(), unwrap(other).parameters(), strict=True):
+                weight.copy_(current)
+
     def _move(self, where: str) -> None:
-        for chunk in self._model:
+        for chunk in self.model:
             chunk.to(where)

@@ -1,45 +1,38 @@
 """One rank of the trainer: a plain class that runners place in this process or in an actor of its own.
 
-A step on every rank: `score` (log-prob pass) -> `measure` (statistics of the whole batch, the method's state) ->
-`update` (gradient, clip, optimizer step). `export` hands the new weights to the rollout engines.
+A step on every rank: `score` (log-prob pass) -> `measure` (statistics of the rollout batch, the method's state) ->
+`update`, once a mini-batch (gradient, clip, optimizer step). The weight stream hands the new weights to the engines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor, nn
 
-from megatron_stare.algorithms.method import State
-from megatron_stare.batch import MicroBatchPlan, RolloutBatch, TokenBatch
+from megatron_stare.batch import MicroBatchPlan, RolloutBatch
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron import checkpoint, layout
-from megatron_stare.megatron.cpu_backend import backend, device
-from megatron_stare.megatron.dump import write_dump
-from megatron_stare.megatron.export import export_hf
+from megatron_stare.megatron.cpu_backend import device
+from megatron_stare.megatron.dump import write_step, write_tensors
+from megatron_stare.megatron.export import PolicyStream, export_hf
+from megatron_stare.megatron.forecast import forecast, measured_change
+from megatron_stare.megatron.measured import Measured, complete, measure_batch
 from megatron_stare.megatron.microbatch import MicroBatch, RankBatch
-from megatron_stare.megatron.model import build_policy, load_hf
-from megatron_stare.megatron.optimizer import build_optimizer
+from megatron_stare.megatron.model import build_policy
+from megatron_stare.megatron.objective import Objective, make_objective
+from megatron_stare.megatron.optimizer import build_optimizer, take_step
 from megatron_stare.megatron.passes import Head, accumulate_gradients, score
 from megatron_stare.megatron.reference import Reference
+from megatron_stare.megatron.start import load_start
 from megatron_stare.methods import build_method
-from megatron_stare.ops.statistics import answer, gather_statistics
-from megatron_stare.statistics import Max, Mean, Request, Statistics, Sum, scalar
-from megatron_stare.weights.hf_folder import HfFolder
+from megatron_stare.ops.statistics import answer
+from megatron_stare.statistics import scalar
 from megatron_stare.weights.shape import read_shape
-
-
-@dataclass
-class Measured:
-    """What the last pipeline stage knows of a scored batch: its tokens here, the statistics of all of it."""
-
-    tokens: TokenBatch
-    statistics: Statistics = field(default_factory=dict)
-    state: State = field(default_factory=dict)
+from megatron_stare.weights.stream_plan import BucketLayout
 
 
 class Trainer:
@@ -53,25 +46,26 @@ class Trainer:
         self.shape = read_shape(config.model.path)
         self.layout = layout.join(config.parallel, rank, init_method, config.run.seed, config.runtime.timeout_s)
         self.model = build_policy(self.shape, config.model, config.parallel, self.layout, config.optimizer.distributed)
-        load_hf(self.model, HfFolder(config.model.path), self.shape, self.layout)
+        load_start(self.model, config.model.path, self.shape, self.layout)
         # built after the weights are in, because it copies them into float32 masters
         self.optimizer, self.scheduler = build_optimizer(
-            self.model, config.optimizer, config.model.dtype, config.run.steps
+            self.model, config.optimizer, config.model.dtype, config.run.steps * config.batch.updates
         )
         self.head = Head(
             self.shape.vocab_size, config.rollout.temperature, self.layout, self.method.needs_entropy_gradient
         )
         self.reference = Reference(config, self.shape, self.layout) if self.method.needs_reference else None
+        self.stream = PolicyStream(self.model, self.shape, self.layout, config.rollout.sync_bucket_mb * 2**20)
         self._batch: RankBatch | None = None
         self._measured: Measured | None = None  # on the last pipeline stage only
+        self._objective: Objective | None = None  # of the update at hand; likewise
 
     @property
     def _group(self) -> torch.distributed.ProcessGroup | None:
         return self.layout.dp_group if self.layout.dp > 1 else None
 
-    def score(self, batch: RolloutBatch, plan: MicroBatchPlan) -> None:
-        """The forward-only pass: log-prob and entropy of every response token under the current policy."""
-        self._batch = RankBatch(
+    def _share_of(self, batch: RolloutBatch, plan: MicroBatchPlan) -> RankBatch:
+        return RankBatch(
             batch,
             plan,
             self.layout.dp_rank,
@@ -80,12 +74,35 @@ class Trainer:
             multiple=self.layout.tp if self.config.parallel.sequence else 1,
             uniform=self.config.parallel.virtual_pipeline > 1,
         )
-        log_prob, entropy = score(self.model, self._batch, self.head)
+
+    def score(self, batch: RolloutBatch, plan: MicroBatchPlan) -> None:
+        """The forward-only pass: log-prob and entropy of every response token under the current policy.
+
+        Where the configuration skips it, both are NaN until the training pass has given them.
+        """
+        self._batch = self._share_of(batch, plan)
+        moments: list[Tensor] = []
+        if self.config.skips_log_prob_pass:
+            log_prob = entropy = torch.full(self._batch.index.shape, torch.nan, device=device())
+        else:
+            log_prob, entropy, *moments = score(
+                self.model, self._batch, self.head, second_moment=self.config.observability.entropy_forecast
+            )
         reference = self.reference.score(self._batch, self.head) if self.reference is not None else None
         if self.layout.last_stage:
             carries_loss, shaped = self.method.carries_loss(batch), self.method.shaped_rewards(batch)
             tokens = self._batch.token_batch(log_prob, entropy, carries_loss, shaped)
-            self._measured = Measured(replace(tokens, reference_log_prob=reference))
+            sum_p2, sum_p2_log_p = moments or (None, None)
+            from_rollout = self.config.statistics.surprisal == "rollout"
+            self._measured = Measured(
+                replace(
+                    tokens,
+                    reference_log_prob=reference,
+                    selection_log_prob=tokens.rollout_log_prob if from_rollout else None,
+                    sum_p2=sum_p2,
+                    sum_p2_log_p=sum_p2_log_p,
+                )
+            )
 
     def scored(self) -> tuple[Tensor, Tensor] | None:
         """Canonical numbers and log-probs [n] of the response positions that `score` found here; None on ranks whose
@@ -96,15 +113,7 @@ class Trainer:
 
     def rescore(self, batch: RolloutBatch, plan: MicroBatchPlan, temperature: float) -> tuple[Tensor, Tensor] | None:
         """As `scored`, of any batch and at any temperature, and leaves the batch of the step alone."""
-        here = RankBatch(
-            batch,
-            plan,
-            self.layout.dp_rank,
-            device(),
-            packed=self.config.batch.packed,
-            multiple=self.layout.tp if self.config.parallel.sequence else 1,
-            uniform=self.config.parallel.virtual_pipeline > 1,
-        )
+        here = self._share_of(batch, plan)
         log_prob, *_ = score(self.model, here, replace(self.head, temperature=temperature))
         if not self.layout.last_stage or self.layout.tp_rank != 0:
             return None
@@ -112,38 +121,56 @@ class Trainer:
 
     @torch.no_grad()
     def measure(self, state: dict[str, float]) -> None:
-        """The method's statistics over the whole batch, and its state for this step."""
-        if self._measured is None:
+        """The method's statistics over the rollout batch, and its state for this step: it moves once a batch."""
+        if self._measured is None or self._batch is None:
             return
-        tokens = self._measured.tokens
-        statistics = gather_statistics(lambda known: self.method.requests(tokens, known), self._group)
         before = {name: torch.tensor(x, dtype=torch.float64, device=device()) for name, x in state.items()}
-        self._measured = Measured(tokens, statistics, self.method.control(before, statistics))
+        lagged, tokens = self.config.skips_log_prob_pass, self._measured.tokens
+        self._measured = measure_batch(self.method, tokens, before, self._group, lagged=lagged)
+        self._objective = self._make_objective(0)
+        if tokens.sum_p2 is not None and (first := self._objective) is not None:
+            # of several updates the first: only its policy is the one that was scored
+            micro_batches, temperature = self._batch.mini_batch(0).micro_batches, self.head.temperature
+            found = forecast(first.tokens, micro_batches, first.loss, temperature, self._group)
+            self._measured = replace(self._measured, forecast=found)
 
-    def update(self, dump_to: str | None = None) -> tuple[dict[str, float], dict[str, float]] | None:
-        """Forward, backward, clip, optimizer step.
+    def update(self, number: int = 0, dump_to: str | None = None) -> tuple[dict[str, float], dict[str, float]] | None:
+        """Forward, backward, clip, optimizer step on one mini-batch.
 
         Args:
-            dump_to: folder to write batch, weights before, loss and gradients to; None: nothing is written.
+            number: of the update, from 0; mini-batches are taken in order, and in every epoch again.
+            dump_to: folder to write the first update's mini-batch, weights before, loss and gradients to, or None.
 
         Returns:
-            On the reporting rank the step's metrics and the method's new state, elsewhere None. `update/finite` 0
-            among the metrics says that the gradient was not finite and no step was taken.
+            On the reporting rank the update's metrics, the first's with those of the rollout batch, and the method's
+            state for the next step; elsewhere None. `update/finite` 0 among the metrics says that the gradient was not
+            finite and no step was taken.
         """
         if self._batch is None:
             raise RuntimeError("update() before score()")
+        part = self._batch.mini_batch(number % len(self._batch.plan.mini_batches))
+        if number > 0:  # `measure` made the first
+            self._objective = self._make_objective(number)
         # The last step left every parameter's grad pointing into the gradient buffer: autograd would add to the buffer
         # through it, and Megatron's hook would then add the buffer to itself.
         self.optimizer.zero_grad()
         weights_before = self.export() if dump_to else {}
-        logged = accumulate_gradients(self.model, self._batch, self.head, self._loss)
-        metrics = self._metrics(logged)
+        logged = accumulate_gradients(self.model, part, self.head, self._loss)
+        if self.config.skips_log_prob_pass and self._measured is not None:
+            self._measured = complete(self._measured, logged, self.method, self._group)
+        metrics = self._metrics(logged, with_batch=number == 0)
         if dump_to:
             gradients = export_hf(self.model, self.shape, self.layout, of=main_grad)
+            if self.layout.rank == 0:  # which has all tensors, as the last stage has the loss
+                write_tensors(Path(dump_to), weights_before, gradients)
             if self.layout.speaks:
                 loss = float(metrics["loss/policy"])
-                write_dump(Path(dump_to), self._batch.batch, weights_before, gradients, loss, self.config)
-        grad_norm, finite = self._optimizer_step()
+                batch = self._batch.batch.first(len(self._batch.plan.samples(0)))
+                write_step(Path(dump_to), batch, loss, self.config)
+        grad_norm, finite = take_step(self.optimizer, self.scheduler, self.config.optimizer.clip_grad)
+        if finite and number == 0 and self._measures_entropy(self._batch.batch.step):
+            scored = self._objective.tokens.select(self._objective.rows) if self._objective is not None else None
+            metrics = {**metrics, **measured_change(self.model, part, self.head, scored, self._group)}
         if self._measured is None or not self.layout.speaks:
             return None
         rates = {
@@ -151,68 +178,100 @@ class Trainer:
             "optimizer/lr": float(self.optimizer.param_groups[0]["lr"]),
             "update/finite": float(finite),
         }
-        state = {name: float(x) for name, x in self._measured.state.items()}
+        state = {name: float(x) for name, x in self._measured.next_state.items()}
         return {**{name: float(x) for name, x in metrics.items()}, **rates}, state
 
+    @torch.no_grad()
+    def _make_objective(self, number: int) -> Objective | None:
+        """What an update minimises; None but on the last pipeline stage. All ranks must call it for updates after the
+        first, before which `statistics.surprisal: current` scores the mini-batch again."""
+        assert self._batch is not None
+        mini_batch = number % len(self._batch.plan.mini_batches)
+        part, rescored = self._batch.mini_batch(mini_batch), None
+        if self.config.statistics.surprisal == "current" and number > 0:
+            rescored, _ = score(self.model, part, self.head)
+        if self._measured is None:
+            return None
+        measured = self._measured
+        tokens = self._batch.tokens_of(mini_batch, measured.tokens, self.method.carries_loss(self._batch.batch))
+        if rescored is not None:
+            selected_by = tokens.old_log_prob.clone()
+            selected_by[part.span] = rescored
+            tokens = replace(tokens, selection_log_prob=selected_by)
+        whole = len(self._batch.plan.mini_batches) == 1
+        return make_objective(
+            self.method,
+            part,
+            tokens,
+            measured.state,
+            self._group,
+            by_micro_batch=self.config.statistics.scope == "micro_batch",
+            scores=self.config.skips_log_prob_pass,
+            known=measured.statistics if whole and rescored is None else None,
+        )
+
     def _loss(self, log_prob: Tensor, entropy: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        assert self._measured is not None  # Megatron calls it on the last stage
-        statistics, state = self._measured.statistics, self._measured.state
-        rows = torch.arange(micro.span.start, micro.span.stop, device=log_prob.device)
-        current_entropy = entropy if self.method.needs_entropy_gradient else None
-        tokens = replace(self._measured.tokens.select(rows), log_prob=log_prob, current_entropy=current_entropy)
-        terms = self.method.token_loss(tokens, statistics, state)
-        scale = self.method.coefficients(tokens, statistics)
-        # where, not multiplication: a masked position may hold a loss that is not finite
-        each = torch.where(scale > 0, scale * terms.loss, 0.0)
-        log_ratio = (log_prob.detach() - tokens.old_log_prob).abs()
-        return each.sum(), {"loss/policy": each.detach(), "ratio/max_abs_log": log_ratio, **terms.shares}
+        assert self._objective is not None  # Megatron calls it on the last stage
+        return self._objective.loss(log_prob, entropy, micro)
 
     @torch.no_grad()
-    def _metrics(self, logged: dict[str, Tensor]) -> Mapping[str, Tensor | float]:
-        """Everything that is logged of the update, over the whole batch; 0-dim tensors."""
-        if self._measured is None:
+    def _metrics(self, logged: Mapping[str, Tensor], *, with_batch: bool) -> Mapping[str, Tensor | float]:
+        """Everything that is logged of an update, and `with_batch` of the rollout batch; 0-dim tensors."""
+        if self._measured is None or self._objective is None:
             return {}
-        tokens, statistics = self._measured.tokens, self._measured.statistics
-        drift = (tokens.old_log_prob - tokens.rollout_log_prob).abs()
-        loss, log_ratio = logged.pop("loss/policy"), logged.pop("ratio/max_abs_log")
-        requests: dict[str, Request] = {
-            "loss/policy": Sum(loss, tokens.mask),
-            "ratio/max_abs_log": Max(log_ratio, tokens.mask),
-            "entropy/mean": Mean(tokens.entropy, tokens.mask),
-            "surprisal/mean": Mean(tokens.surprisal, tokens.mask),
-            "rollout/logprob_diff_mean": Mean(drift, tokens.mask),
-            "rollout/logprob_diff_max": Max(drift, tokens.mask),
-            **{name: Mean(share, tokens.mask) for name, share in logged.items()},
-        }
-        answers = answer(requests, self._group)
+        objective = self._objective
+        of_batch = self._measured.requests() if with_batch else {}
+        answers = answer({**of_batch, **objective.requests(logged)}, self._group)
         asked = {name: scalar(answers, name) for name in answers}
-        return {**asked, **self.method.metrics(statistics, self._measured.state)}
+        forecast = self._measured.forecast if with_batch else {}
+        return {**asked, **forecast, **self.method.metrics(objective.statistics, objective.state)}
 
-    def _optimizer_step(self) -> tuple[float, bool]:
-        """Clips and steps. Returns the gradient norm before clipping, and whether it was finite; if not, no step."""
-        with backend():
-            self.optimizer.prepare_grads()
-            norm = float(self.optimizer.get_grad_norm())  # the one value a step reads from the device
-            finite = norm < float("inf")  # False for NaN too
-            if not finite:
-                return norm, False
-            self.scheduler.step(1)
-            for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):  # experts have their own
-                clip_grad_by_total_norm_fp32(part.get_parameters(), self.config.optimizer.clip_grad, norm)
-            self.optimizer.step_with_ready_grads()
-        return norm, True
+    def _measures_entropy(self, step: int) -> bool:
+        """Whether the entropy is measured again after this step: only where it was forecast."""
+        watched = self.config.observability
+        if not watched.entropy_forecast or self.config.skips_log_prob_pass or watched.measured_every == 0:
+            return False
+        return step % watched.measured_every == 0
+
+    def refresh_reference(self) -> None:
+        """Makes the policy as it is now the reference policy."""
+        if self.reference is None:
+            raise RuntimeError("there is no reference policy")
+        self.reference.refresh(self.model)
 
     def export(self) -> dict[str, Tensor]:
-        """This rank's part of the policy's whole tensors by Hugging Face name; each tensor comes from one rank."""
+        """The whole policy by Hugging Face name on the first rank, nothing elsewhere; if one process can hold it."""
         return export_hf(self.model, self.shape, self.layout)
+
+    def bucket_layouts(self) -> tuple[BucketLayout, ...]:
+        """What the buckets of the weight stream hold."""
+        return self.stream.layouts
+
+    def begin_weight_stream(self) -> None:
+        """Starts to stream the policy. All ranks must call it, then `next_bucket` once a bucket, then the end."""
+        self.stream.begin()
+
+    def next_bucket(self) -> Tensor | None:
+        """The next bucket of whole tensors, flat, on the first rank; None elsewhere."""
+        return self.stream.next()
+
+    def end_weight_stream(self) -> dict[str, str]:
+        """Checksums of the tensors that were streamed, by name, on the first rank."""
+        return self.stream.end()
+
+    @property
+    def _moving_reference(self) -> list[nn.Module]:
+        """The reference's chunks where they change, and so belong into checkpoints; else none."""
+        moves = self.reference is not None and self.config.model.reference_refresh_every is not None
+        return self.reference.model if self.reference is not None and moves else []
 
     def save(self, folder: str) -> None:
         """Writes this rank's part of a checkpoint into an existing, empty folder. All ranks must call it."""
-        checkpoint.save(folder, self.model, self.optimizer, self.scheduler, self.layout)
+        checkpoint.save(folder, self.model, self.optimizer, self.scheduler, self.layout, self._moving_reference)
 
     def load(self, folder: str) -> None:
         """Continues from a checkpoint folder. All ranks must call it."""
-        checkpoint.load(folder, self.model, self.optimizer, self.scheduler, self.layout)
+        checkpoint.load(folder, self.model, self.optimizer, self.scheduler, self.layout, self._moving_reference)
 
     def close(self) -> None:
         """Leaves the process groups."""

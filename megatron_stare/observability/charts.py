@@ -39,7 +39,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """What to draw. `targets` are drawn dashed, with a band of `band` times the target to either side."""
+    """What to draw. `targets` are drawn dashed, with a band of `band` times the target to either side if not 0."""
 
     title: str
     unit: str
@@ -50,6 +50,8 @@ class Chart:
     caption: str = ""
     raw: bool = False  # few, separate measurements: dots, no smoothing
     y_limit: float | None = None  # top of the plot; what lies above it is cut off
+    y_floor: float | None = None  # likewise its bottom, where values reach below it
+    key: bool = False  # name the lines in the chart: they are not one a run
 
 
 @dataclass
@@ -88,8 +90,10 @@ def render(chart: Chart) -> str:
     frame.parts.append("</g>")
     body = "".join(frame.parts)
     caption = f"<figcaption>{escape(chart.caption)}</figcaption>" if chart.caption else ""
+    names = [f'<li><span class="dot c{line.colour}"></span>{escape(line.label)}</li>' for line in lines]
+    key = f'<ul class="legend">{"".join(names)}</ul>' if chart.key else ""
     return (
-        f'<figure class="chart">{head}'
+        f'<figure class="chart">{head}{key}'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.title)} over training steps">'
         f'{body}<line class="cursor" y1="{TOP}" y2="{frame.bottom:g}" hidden></line></svg>'
         f'<script type="application/json">{_hover(frame, chart, lines)}</script>{caption}</figure>'
@@ -101,7 +105,8 @@ def _frame(chart: Chart, lines: Sequence[Line]) -> _Frame:
     values = [v for line in lines for v in line.values if math.isfinite(v)]
     values += [v * (1 + chart.band) for target in chart.targets for v in target.values if math.isfinite(v)]
     low, high = min(values), max(values)
-    low = min(low, 0.0)  # so that heights compare and a small wobble does not look like a cliff
+    low, high = min(low, 0.0), max(high, 0.0)  # so that heights compare and a small wobble does not look like a cliff
+    low = low if chart.y_floor is None else max(low, chart.y_floor)
     high = high if chart.y_limit is None else chart.y_limit
     x_low, x_high = min(steps), max(steps)
     if x_low < 0.05 * x_high:
@@ -124,7 +129,7 @@ def _grid(frame: _Frame) -> None:
     ticks = frame.y_ticks
     for value in ticks:
         y = frame.y(value)
-        kind = "axis" if value == ticks[0] else "grid"
+        kind = "axis" if value in (0, ticks[0]) else "grid"
         out.append(f'<line class="{kind}" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         label = tick_label(value, ticks[1] - ticks[0])
         out.append(f'<text class="tick" text-anchor="end" x="{LEFT - 8}" y="{y + 4:.1f}">{label}</text>')
@@ -205,7 +210,7 @@ def _hover(frame: _Frame, chart: Chart, lines: Sequence[Line]) -> str:
 
     rows: list[dict[str, Any]] = [{"name": x.label, "colour": x.colour, "values": column(x)} for x in lines]
     if len(lines) == 1:
-        rows += [{"name": "target", "colour": OWN_COLOUR, "values": column(target)} for target in chart.targets]
+        rows += [{"name": target.label, "colour": OWN_COLOUR, "values": column(target)} for target in chart.targets]
         for _, spans in chart.gates:
             on = ["on" if any(low <= step <= high for low, high in spans) else "off" for step in stops]
             rows.append({"name": "gate", "colour": OWN_COLOUR, "values": on})

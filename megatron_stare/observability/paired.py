@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import NormalDist, fmean, stdev
+from dataclasses import dataclass
+from statistics import NormalDist, StatisticsError, correlation, fmean, stdev
 from typing import Any
 
 BAND = 0.25  # entropy within this share of its target counts as on target
@@ -89,6 +90,39 @@ def summary(metrics: Sequence[Mapping[str, Any]], last_share: float = 1 / 3) -> 
         "logprob_diff_max": _max(metrics, "rollout/logprob_diff_max"),
         "reward_failures": sum(failures) if failures else None,
     }
+
+
+@dataclass(frozen=True)
+class ForecastFit:
+    """How forecasts and measurements of the same steps go together.
+
+    scale: b of the least-squares line measured = b forecast through the origin.
+    correlation: Pearson's; NaN where one of them does not vary.
+    same_sign: share of the steps in which both have the same sign.
+    points: steps compared.
+    """
+
+    scale: float
+    correlation: float
+    same_sign: float
+    points: int
+
+
+def forecast_fit(forecast: Sequence[float], measured: Sequence[float]) -> ForecastFit | None:
+    """The fit over steps that have both; None where there is none, or every forecast is 0."""
+    squares = sum(f * f for f in forecast)
+    if not squares:
+        return None
+    try:
+        together = correlation(forecast, measured)
+    except StatisticsError:  # fewer than two, or no spread
+        together = math.nan
+    return ForecastFit(
+        scale=sum(f * m for f, m in zip(forecast, measured, strict=True)) / squares,
+        correlation=together,
+        same_sign=fmean(f * m > 0 for f, m in zip(forecast, measured, strict=True)),
+        points=len(forecast),
+    )
 
 
 def _has(row: Mapping[str, Any], key: str) -> bool:

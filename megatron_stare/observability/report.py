@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_stare.errors import DataError
 from megatron_stare.observability.charts import OWN_COLOUR, Chart, Line, render
+from megatron_stare.observability.diagnostic_charts import Part, parts
 from megatron_stare.observability.figures import settings, verdict
 from megatron_stare.observability.paired import BAND
 from megatron_stare.observability.report_style import CSS, PALETTE, SCRIPT
@@ -62,7 +63,8 @@ def _page(runs: Sequence[RunRecord]) -> str:
             _figures(runs),
             "<h2>Training</h2>",
             _legend(runs),
-            f'<div class="charts{many}">{"".join(render(chart) for chart in _charts(runs))}</div>',
+            _drawn(_charts(runs), many),
+            *[_part(part, many) for part in parts(runs)],
             *[_samples(run, several=len(runs) > 1) for run in runs],
             "<h2>Settings</h2>",
             _table(runs, [settings(run) for run in runs]),
@@ -144,6 +146,14 @@ def _dot(number: int) -> str:
     return f'<span class="dot c{number % PALETTE}"></span>'
 
 
+def _part(part: Part, many: str) -> str:
+    return f'<h2>{escape(part.heading)}</h2><p class="about">{escape(part.about)}</p>{_drawn(part.charts, many)}'
+
+
+def _drawn(charts: Sequence[Chart], many: str) -> str:
+    return f'<div class="charts{many}">{"".join(render(chart) for chart in charts)}</div>'
+
+
 def _charts(runs: Sequence[RunRecord]) -> list[Chart]:
     charts = [Chart("Reward", "mean over the batch", _lines(runs, "reward/mean")), *_entropy(runs)]
     charts += [Chart(title, unit, _lines(runs, key)) for key, title, unit in _CHARTS]
@@ -167,7 +177,10 @@ def _entropy(runs: Sequence[RunRecord]) -> list[Chart]:
         if (known := [value for value in line.values if math.isfinite(value)])
     }
     gates = [(g, intervals_on(g.steps, g.values)) for g in _lines(runs, "stare/gate") if g.values]
-    drawn = [replace(line, colour=OWN_COLOUR if len(targets) == 1 else line.colour) for line in targets.values()]
+    drawn = [
+        replace(line, label="target", colour=OWN_COLOUR if len(targets) == 1 else line.colour)
+        for line in targets.values()
+    ]
     parts = [f"Dashed: target with ±{BAND:.0%}."] if targets else []
     if gates:
         parts.append("Shaded strips: gate on." if len(gates) == 1 else "Strips below: gate on, one lane a run.")

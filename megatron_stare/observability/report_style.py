@@ -45,6 +45,8 @@ td b { display: block; font-weight: 600; font-variant-numeric: tabular-nums }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 480px), 1fr)); gap: 18px }
 figure { position: relative; min-width: 0; margin: 0; padding: 18px 18px 14px; background: var(--card);
   border: 1px solid var(--rule); border-radius: 10px }
+.about { margin: -12px 0 18px; color: var(--soft) }
+figure .legend { gap: 2px 16px; margin: 0 0 8px 6px; font-size: 12.5px }
 h3 { margin: 0 0 8px 6px; font-size: 14.5px; font-weight: 620 }
 h3 span { margin-left: 6px; font-size: 13px; font-weight: 400; color: var(--soft) }
 figcaption { margin: 6px 0 2px 6px; font-size: 12.5px; color: var(--soft) }

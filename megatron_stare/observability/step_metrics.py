@@ -10,6 +10,7 @@ import torch
 
 from megatron_stare.batch import RolloutBatch, Sample
 from megatron_stare.observability.memory import tree_pss_bytes
+from megatron_stare.observability.signals import hacking_signals
 
 MEMORY_EVERY_S = 10.0  # reading every process's page tables takes milliseconds
 
@@ -70,6 +71,7 @@ def step_metrics(
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
         "response/truncated": float(batch.truncated.to(torch.float64).mean()),
+        **hacking_signals(samples),
         **trainer,
         **{f"time/{phase}_s": spent for phase, spent in watch.seconds.items()},
         "time/step_s": seconds,

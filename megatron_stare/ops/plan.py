@@ -1,6 +1,6 @@
 """Cuts a rollout batch into micro-batches: at most a budget of tokens each, balanced over data-parallel ranks.
 
-The plan is made once per batch, from lengths alone, and serves the log-prob pass and training.
+The plan is made once per rollout batch, from lengths alone, and serves the log-prob pass and training.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class PlanRules:
     packed: sequences laid end to end; else right-padded to the longest.
     multiple: every rank's number of micro-batches is a multiple of this (virtual pipelines want the number of stages).
     hidden: the model's width, which says from which length on attention costs more than the rest.
+    mini_batch_prompts: prompt groups of an optimizer step; None: all of a rollout batch.
     """
 
     data_parallel: int
@@ -28,6 +29,7 @@ class PlanRules:
     packed: bool
     multiple: int = 1
     hidden: int = 4096
+    mini_batch_prompts: int | None = None
 
     def cost(self, length: int) -> float:
         """Work of one sample, in tokens: linear layers by length, attention by its square.
@@ -68,6 +70,28 @@ def plan_micro_batches(lengths: Sequence[int], rules: PlanRules) -> MicroBatchPl
     most = max(1, max(len(micro_batches) for micro_batches in ranks))
     most += -most % rules.multiple
     return MicroBatchPlan(tuple(tuple(r) + ((),) * (most - len(r)) for r in ranks))
+
+
+def plan_mini_batches(lengths: Sequence[int], groups: Sequence[int], rules: PlanRules) -> MicroBatchPlan:
+    """One plan of a rollout batch that several optimizer steps share: no micro-batch mixes two mini-batches.
+
+    Args:
+        lengths: tokens of every sample, prompt included.
+        groups: the prompt group of every sample, from 0 without gaps; consecutive ones make a mini-batch.
+
+    Raises:
+        ConfigError: a sample is longer than the budget.
+    """
+    mini_batch = [group // (rules.mini_batch_prompts or max(groups) + 1) for group in groups]
+    ranks: list[tuple[tuple[int, ...], ...]] = [()] * rules.data_parallel
+    sizes = []
+    for number in range(max(mini_batch) + 1):
+        samples = [sample for sample, of in enumerate(mini_batch) if of == number]
+        plan = plan_micro_batches([lengths[sample] for sample in samples], rules)
+        sizes.append(plan.micro_batches)
+        for rank, micro_batches in enumerate(plan.ranks):
+            ranks[rank] += tuple(tuple(samples[i] for i in micro_batch) for micro_batch in micro_batches)
+    return MicroBatchPlan(tuple(ranks), tuple(sizes))
 
 
 def _fill_padded(samples: list[int], lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:

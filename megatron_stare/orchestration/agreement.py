@@ -27,6 +27,8 @@ class AgreementWatch:
 
     def __init__(self, config: Config, trainers: TrainerGroup, engines: EngineGroup) -> None:
         self._on = config.rollout.engine == SGLANG
+        # without the log-prob pass there is nothing to compare rollouts with, and the canary alone watches
+        self._has_scores = not config.skips_log_prob_pass
         self._trainers, self._engines = trainers, engines
         self._temperature = config.rollout.temperature
         self._limit = limit_of(config.sglang.agreement_limit, config.model.dtype)
@@ -60,6 +62,8 @@ class AgreementWatch:
         """
         if not self._on:
             return {}
+        if not self._has_scores:
+            return dict(self._newest)
         sampled = rollout_difference(batch, self._trainers.log_probs(batch))
         if not sampled.agrees(self._limit):
             unscaled = rollout_difference(batch, self._trainers.log_probs(batch, 1.0))

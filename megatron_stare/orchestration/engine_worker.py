@@ -1,8 +1,8 @@
-"""A rollout engine as a worker: takes weights as the trainer exports them, a mapping by name."""
+"""A rollout engine as a worker: takes weights as the trainer streams them, in flat buckets of known layout."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -10,6 +10,7 @@ from megatron_stare.batch import SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.rollout.build import engine_of
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, ModelInfo
+from megatron_stare.weights.stream_plan import BucketLayout
 
 
 class EngineWorker:
@@ -17,6 +18,11 @@ class EngineWorker:
 
     def __init__(self, config: Config) -> None:
         self._engine = engine_of(config)
+        self._layouts: Sequence[BucketLayout] = ()
+
+    def expect_buckets(self, layouts: Sequence[BucketLayout]) -> None:
+        """What the buckets of every weight update from now on hold."""
+        self._layouts = layouts
 
     def generate(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[GenerateResult]:
         return self._engine.generate(requests, params)
@@ -27,9 +33,9 @@ class EngineWorker:
     def begin_weight_update(self, version: int) -> None:
         self._engine.begin_weight_update(version)
 
-    def update_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        if tensors:  # ranks that do not export send an empty mapping
-            self._engine.update_weights(list(tensors.items()))
+    def update_weights(self, number: int, flat: Tensor) -> None:
+        """Takes the bucket of this number."""
+        self._engine.update_weights(self._layouts[number].tensors(flat))
 
     def end_weight_update(self) -> dict[str, str]:
         return self._engine.end_weight_update()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -12,23 +11,18 @@ from torch import Tensor
 from megatron_stare.batch import RolloutBatch, SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
-from megatron_stare.ops.plan import PlanRules, plan_micro_batches
-from megatron_stare.orchestration.workers import Handle, Workers
+from megatron_stare.ops.plan import PlanRules, plan_mini_batches
+from megatron_stare.orchestration.updates import UpdateResult
+from megatron_stare.orchestration.weight_stream import WeightStream
+from megatron_stare.orchestration.workers import Workers
 from megatron_stare.rollout.collect import split_over_engines
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult
 from megatron_stare.weights.shape import read_shape
+from megatron_stare.weights.stream_plan import BucketLayout
 
 
 class SyncError(UserError):
     """The engines do not hold the weights that were sent."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What an update gives back: the step's metrics and the method's new state."""
-
-    metrics: dict[str, float]
-    state: dict[str, float]
 
 
 def plan_rules(config: Config) -> PlanRules:
@@ -40,6 +34,7 @@ def plan_rules(config: Config) -> PlanRules:
         packed=config.batch.packed,
         multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
         hidden=read_shape(config.model.path).hidden,
+        mini_batch_prompts=config.batch.mini_batch_prompts,
     )
 
 
@@ -49,21 +44,25 @@ class TrainerGroup:
     def __init__(self, workers: Workers, rules: PlanRules) -> None:
         self._workers = workers
         self._rules = rules
+        self._layouts: tuple[BucketLayout, ...] | None = None  # of the weights' buckets; asked for once
 
     def score(self, batch: RolloutBatch) -> None:
-        """Log-probs and entropies of every response token under the current policy."""
-        plan = plan_micro_batches(batch.lengths.tolist(), self._rules)
+        """Log-probs and entropies of every response token under the current policy, before any update.
+
+        The plan of the batch's mini-batches that this makes is also that of the updates.
+        """
+        plan = plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), self._rules)
         self._workers.call("score", self._workers.share(batch), plan)
 
     def measure(self, state: dict[str, float]) -> None:
-        """The method's statistics over the whole scored batch: thresholds, counts, mean entropy, gate."""
+        """The method's statistics over the whole scored batch, and its gate and controllers; they move once a batch."""
         self._workers.call("measure", state)
 
-    def update(self, dump_to: str | None = None) -> StepResult:
-        """Forward and backward of the weighted loss, and the optimizer step."""
-        reported = [result for result in self._workers.call("update", dump_to) if result is not None]
+    def update(self, number: int = 0, dump_to: str | None = None) -> UpdateResult:
+        """Forward and backward of the weighted loss of one mini-batch, and the optimizer step."""
+        reported = [result for result in self._workers.call("update", number, dump_to) if result is not None]
         (metrics, state) = reported[0]
-        return StepResult(metrics, state)
+        return UpdateResult(metrics, state)
 
     def log_probs(self, batch: RolloutBatch, temperature: float | None = None) -> Tensor:
         """[N] log-probs of a batch's response tokens, in canonical order: those of the last `score`, or anew at a
@@ -71,23 +70,32 @@ class TrainerGroup:
         if temperature is None:
             parts = self._workers.call("scored")
         else:
-            plan = plan_micro_batches(batch.lengths.tolist(), self._rules)
+            plan = plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), self._rules)
             parts = self._workers.call("rescore", self._workers.share(batch), plan, temperature)
         found = torch.full((int(batch.response_lengths.sum()),), torch.nan)
         for index, log_prob in (part for part in parts if part is not None):
             found[index] = log_prob.float()
         return found
 
-    def export(self) -> list[Handle]:
-        """The policy's tensors by Hugging Face name, as handles the engines can take."""
-        return self._workers.start("export")
+    def refresh_reference(self) -> None:
+        """Makes the policy as it is now the reference policy."""
+        self._workers.call("refresh_reference")
 
-    def weights(self) -> dict:
+    def export(self) -> WeightStream:
+        """The policy's tensors by Hugging Face name, as buckets the engines can take."""
+        if self._layouts is None:
+            (self._layouts,) = self._workers.wait([self._workers.start_on(0, "bucket_layouts")])
+        return WeightStream(self._workers, self._layouts)
+
+    def weights(self) -> dict[str, Tensor]:
         """The policy's tensors by Hugging Face name, here."""
-        merged: dict = {}
-        for part in self._workers.wait(self.export()):
-            merged |= part
-        return merged
+        here: dict[str, Tensor] = {}
+        stream = self.export()
+        for layout, (bucket, others) in zip(stream.layouts, stream.buckets(), strict=True):
+            flat, *_ = self._workers.wait([bucket, *others])
+            here |= {name: tensor.clone() for name, tensor in layout.tensors(flat)}
+        stream.checksums()
+        return here
 
     def save(self, folder: str) -> None:
         """Writes a distributed checkpoint into an existing empty folder."""
@@ -107,6 +115,7 @@ class EngineGroup:
     def __init__(self, workers: Workers, chunk: int | None) -> None:
         self._workers = workers
         self._chunk = chunk  # requests an engine is given at a time, so that progress can be seen; None: all
+        self._layouts: tuple[BucketLayout, ...] = ()  # of the buckets the engines know to expect
 
     def generate(
         self,
@@ -136,23 +145,36 @@ class EngineGroup:
         """Log-probs, at temperature 1, of all tokens but the first of every sequence; by server, then by sequence."""
         return [server for servers in self._workers.call("score", sequences) for server in servers]
 
-    def update_weights(self, version: int, exported: Sequence[Handle]) -> None:
+    def update_weights(self, version: int, exported: WeightStream) -> None:
         """Sends the policy to every engine; only an engine that holds all of it publishes the version.
 
         Raises:
-            SyncError: two engines hold different weights.
+            SyncError: an engine holds other weights than were sent.
         """
+        if self._layouts is not exported.layouts:
+            self._workers.call("expect_buckets", exported.layouts)
+            self._layouts = exported.layouts
         self._workers.call("begin_weight_update", version)
-        for part in exported:
-            self._workers.call("update_weights", part)
-        checksums = self._workers.call("end_weight_update")
-        for i, held in enumerate(checksums):
-            differing = [name for name in checksums[0] if held.get(name) != checksums[0][name]]
-            if differing:
-                raise SyncError(f"engine {i} holds other values of {', '.join(differing[:3])} than engine 0")
+        for number, (bucket, others) in enumerate(exported.buckets()):
+            self._workers.wait([*self._workers.start("update_weights", number, bucket), *others])
+        sent = exported.checksums()
+        for engine, held in enumerate(self._workers.call("end_weight_update")):
+            check_arrived(engine, sent, held)
 
     def close(self) -> None:
         self._workers.close()
+
+
+def check_arrived(engine: int, sent: Mapping[str, str], held: Mapping[str, str]) -> None:
+    """Compares the checksums of what was sent with those of what an engine holds. Raises SyncError."""
+    differing = [name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name)]
+    if differing:
+        named = ", ".join(sorted(differing)[:3]) + (", ..." if len(differing) > 3 else "")
+        raise SyncError(
+            f"engine {engine} holds other values than the trainer sent in {len(differing)} of {len(sent)} tensors: "
+            f"{named}",
+            fix="the engine's memory or its weight loading is at fault; the last checkpoint is intact",
+        )
 
 
 class Runner(Protocol):

@@ -13,9 +13,18 @@ def verify(response: str, answer: str) -> float:
     Raises:
         ValueError: `answer` is not an integer.
     """
-    _, equals, tail = response.rpartition("=")
-    match = _LAST_INTEGER.fullmatch(tail)
-    if not equals or not match:
+    match = _answer(response)
+    if not match:
         return 0.0
     # Compared as text: a policy can write more digits than int() accepts.
     return float(match[1] + match[2] == str(int(answer)))
+
+
+def answer_start(response: str) -> int:
+    """Where the last '=' stands, characters from the start; -1 if no integer ends the response after it."""
+    return response.rfind("=") if _answer(response) else -1
+
+
+def _answer(response: str) -> re.Match[str] | None:
+    _, equals, tail = response.rpartition("=")
+    return _LAST_INTEGER.fullmatch(tail) if equals else None

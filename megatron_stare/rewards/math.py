@@ -55,12 +55,18 @@ def verify(response: str, answer: str) -> float:
     return float(equal_math(_parsed(wanted), _parsed(given), timeout_seconds=None))
 
 
+def answer_start(response: str) -> int:
+    r"""Where the last \boxed{...} begins, characters from the start; -1 if there is none with something in it."""
+    box, content = _last_box(response), last_boxed(response)
+    return box.start() if box and content and _bare(content) else -1
+
+
 def last_boxed(text: str) -> str | None:
     r"""The content of the last \boxed{...}; None if there is none, or if its braces do not close (a cut-off answer)."""
-    boxes = list(_BOX.finditer(text))
-    if not boxes:
+    box = _last_box(text)
+    if box is None:
         return None
-    start = at = boxes[-1].end()
+    start = at = box.end()
     depth = 1
     while at < len(text):
         if text[at] == "\\":
@@ -71,6 +77,11 @@ def last_boxed(text: str) -> str | None:
                 return text[start:at]
         at += 1
     return None
+
+
+def _last_box(text: str) -> re.Match[str] | None:
+    boxes = list(_BOX.finditer(text))
+    return boxes[-1] if boxes else None
 
 
 def self_test() -> list[str]:

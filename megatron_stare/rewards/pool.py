@@ -25,11 +25,16 @@ _WHERE = "reward.verifier"
 
 @dataclass(frozen=True)
 class Score:
-    """What became of one answer. `reward` is None unless `status` is 'ok'; `detail` says why."""
+    """What became of one answer. `reward` is None unless `status` is 'ok'; `detail` says why.
+
+    `answer_at` is the character where the answer begins, -1 where none stands in the right format, and None where the
+    verifier does not say.
+    """
 
     reward: float | None
     status: Literal["ok", "timeout", "crash"]
     detail: str = ""
+    answer_at: int | None = None
 
 
 @dataclass
@@ -208,4 +213,6 @@ class RewardPool:
 
 
 def _score(message: dict[str, Any]) -> Score:
-    return Score(message["reward"], "ok") if "reward" in message else Score(None, "crash", message["error"])
+    if "error" in message:
+        return Score(None, "crash", message["error"])
+    return Score(message["reward"], "ok", answer_at=message["answer_at"])

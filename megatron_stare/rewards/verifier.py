@@ -2,6 +2,9 @@
 
 A verifier is any function `(response text, reference answer) -> reward`. It may be slow, hang or raise:
 `rewards/pool.py` runs it in a process of its own and bounds it.
+
+Its module may also have `self_test() -> list of faults`, run before anything else, and `answer_start(response) -> int`:
+the character where the answer begins as the verifier's parser sees it, -1 where no answer stands in the right format.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.registry import resolve
 
 Verifier = Callable[[str, str], SupportsFloat]
+AnswerStart = Callable[[str], int]
 
 VERIFIERS = {
     "arithmetic": "megatron_stare.rewards.arithmetic.verify",
@@ -39,3 +43,8 @@ def make_verifier(name: str) -> Verifier:
     if self_test is not None and (failures := self_test()):
         raise ConfigError(f"the verifier gets known answers wrong: {'; '.join(failures)}", where=where)
     return verify
+
+
+def answer_start_of(verify: Verifier) -> AnswerStart | None:
+    """What says where an answer begins, where the verifier's module has it."""
+    return getattr(sys.modules[verify.__module__], "answer_start", None)

@@ -1,7 +1,8 @@
 """The verifier process: `python -m megatron_stare.rewards.worker <verifier> <fd>`, started by `rewards/process.py`.
 
 It reads lists of [response, answer] from the socket `fd` and writes one message an answer, in order, as soon as it has
-it. Three kinds of message go out: {"ready": true} or {"failed": {...}} once, then {"reward": x} or {"error": text}.
+it. Three kinds of message go out: {"ready": true} or {"failed": {...}} once, then {"reward": x, "answer_at": n} or
+{"error": text}.
 
 The verifier runs in the main thread, where signal handlers work. A second thread does nothing but read: it waits for
 the parent to send, and the end of the stream, which comes when the parent is gone, ends this process group even while
@@ -22,7 +23,7 @@ from queue import SimpleQueue
 from typing import Any, SupportsFloat
 
 from megatron_stare.errors import ConfigError
-from megatron_stare.rewards.verifier import Verifier, make_verifier
+from megatron_stare.rewards.verifier import AnswerStart, Verifier, answer_start_of, make_verifier
 from megatron_stare.rewards.wire import Unpacker, pack
 
 _RECEIVE_BYTES = 1 << 16
@@ -43,13 +44,15 @@ def main(verifier: str, fd: int) -> None:
             channel.sendall(pack({"failed": {"what": error.what, "where": error.where, "fix": error.fix}}))
             return
         channel.sendall(pack({"ready": True}))
+        answer_start = answer_start_of(verify)
         while True:
-            channel.sendall(pack(judge(verify, *inbox.get())))
+            channel.sendall(pack(judge(verify, answer_start, *inbox.get())))
 
 
-def judge(verify: Verifier, response: str, answer: str) -> dict[str, Any]:
-    """{"reward": a finite float}, or {"error": why there is none}."""
+def judge(verify: Verifier, answer_start: AnswerStart | None, response: str, answer: str) -> dict[str, Any]:
+    """{"reward": a finite float, "answer_at": see `pool.Score`}, or {"error": why there is none}."""
     try:
+        answer_at = None if answer_start is None else int(answer_start(response))
         reward = verify(response, answer)
         if not isinstance(reward, SupportsFloat):
             return {"error": f"the verifier returned {type(reward).__name__}, not a number"}
@@ -58,7 +61,7 @@ def judge(verify: Verifier, response: str, answer: str) -> dict[str, Any]:
         return {"error": "".join(traceback.format_exception_only(error)).strip()[:_DETAIL_CHARACTERS]}
     if not math.isfinite(value):
         return {"error": f"the verifier returned {value}"}
-    return {"reward": value}
+    return {"reward": value, "answer_at": answer_at}
 
 
 def _read(channel: socket.socket, inbox: SimpleQueue[tuple[str, str]]) -> None:

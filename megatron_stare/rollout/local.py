@@ -149,7 +149,9 @@ def checkpoint_views(model: nn.Module) -> dict[str, Tensor]:
             continue
         for number, expert in enumerate(parameter.unbind()):
             if last == "gate_up_proj":
-                views[f"{folder}.{number}.gate_proj.weight"], views[f"{folder}.{number}.up_proj.weight"] = expert.chunk(2)
+                views[f"{folder}.{number}.gate_proj.weight"], views[f"{folder}.{number}.up_proj.weight"] = expert.chunk(
+                    2
+                )
             else:
                 views[f"{folder}.{number}.down_proj.weight"] = expert
     return views

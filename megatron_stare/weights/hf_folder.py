@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_stare.errors import DataError
+from megatron_stare.weights.safetensors_file import read_header
 
 # what a folder holds besides weights, carried along when a policy is written
 COMPANIONS = (
@@ -21,10 +22,40 @@ COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
     "vocab.json",
     "merges.txt",
+    "tokenizer.model",
 )
+_INDEX = "model.safetensors.index.json"
+
+
+def locate(path: Path) -> dict[str, Path]:
+    """The file of every tensor of a Hugging Face folder, by name.
+
+    Raises:
+        DataError: no safetensors, an index that cannot be read, or a file that it names and that is not there.
+    """
+    index, single = path / _INDEX, path / "model.safetensors"
+    if index.exists():
+        try:
+            weights: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(f"the index cannot be read: {error!r}", where=str(index), fix="copy it again") from error
+        for file in sorted(set(weights.values())):
+            if not (path / file).exists():
+                raise DataError(
+                    f"the index names {file}, which is not there", where=str(path), fix="download or copy the file"
+                )
+        return {name: path / file for name, file in weights.items()}
+    if not single.exists():
+        raise DataError(
+            "no model.safetensors and no model.safetensors.index.json",
+            where=str(path),
+            fix="save the model with save_pretrained(..., safe_serialization=True)",
+        )
+    return dict.fromkeys(read_header(single), single)
 
 
 class HfFolder:
@@ -34,21 +65,7 @@ class HfFolder:
         """Raises DataError where there are no readable safetensors."""
         self.path = Path(path)
         self._files: dict[str, Any] = {}
-        self._where = self._locate()
-
-    def _locate(self) -> dict[str, Path]:
-        index = self.path / "model.safetensors.index.json"
-        single = self.path / "model.safetensors"
-        if index.exists():
-            weights: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            return {name: self.path / file for name, file in weights.items()}
-        if not single.exists():
-            raise DataError(
-                "no model.safetensors and no model.safetensors.index.json",
-                where=str(self.path),
-                fix="save the model with save_pretrained(..., safe_serialization=True)",
-            )
-        return dict.fromkeys(self._open(single).keys(), single)
+        self._where = locate(self.path)
 
     def _open(self, file: Path) -> Any:
         if str(file) not in self._files:
@@ -65,7 +82,10 @@ class HfFolder:
         """A lazily read tensor: indexing it reads just that part."""
         if name not in self._where:
             raise DataError(f"the tensor {name!r} is missing", where=str(self.path))
-        return self._open(self._where[name]).get_slice(name)
+        try:
+            return self._open(self._where[name]).get_slice(name)
+        except SafetensorError as error:
+            raise DataError(f"{self._where[name].name} does not hold {name!r}", where=str(self.path)) from error
 
 
 def write_folder(path: str | Path, tensors: Mapping[str, Tensor], companions_from: str | Path) -> None:
@@ -77,9 +97,22 @@ def write_folder(path: str | Path, tensors: Mapping[str, Tensor], companions_fro
     staging = path.with_name(path.name + ".tmp")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    for name in COMPANIONS:
-        if (source / name).exists():
-            shutil.copy2(source / name, staging / name)
+    copy_companions(source, staging)
     save_file({name: t.contiguous() for name, t in tensors.items()}, staging / "model.safetensors", {"format": "pt"})
     shutil.rmtree(path, ignore_errors=True)
     staging.rename(path)
+
+
+def copy_companions(source: Path, target: Path, dtype: str | None = None) -> None:
+    """Carries config, tokenizer and chat template along.
+
+    Args:
+        dtype: what config.json is made to say of the weights, like 'bfloat16'; None: what it says.
+    """
+    for name in COMPANIONS:
+        if (source / name).exists():
+            shutil.copyfile(source / name, target / name)
+    if dtype is not None:
+        config = json.loads((target / "config.json").read_text())
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype  # its name before transformers 5
+        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -29,6 +29,11 @@ class Rule:
     hf: tuple[str, ...]
     layout: Layout
 
+    @property
+    def cut(self) -> int:
+        """The dimension along which ranks hold parts of the Hugging Face tensors."""
+        return 1 if self.layout == "row" else 0
+
 
 _ATTENTION, _MLP = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
 _LAYER = "decoder.layers.{}."
@@ -75,7 +80,7 @@ _MOE = (
     Rule(_EXPERT + "linear_fc2.weight", (_HF_EXPERT + "down_proj.weight",), "row"),
 )
 
-TABLES: dict[str, tuple[Rule, ...]] = {"qwen2": _DENSE, "qwen3": _DENSE, "qwen3_moe": _MOE}
+TABLES: dict[str, tuple[Rule, ...]] = {"llama": _DENSE, "qwen2": _DENSE, "qwen3": _DENSE, "qwen3_moe": _MOE}
 
 _NUMBER = re.compile(r"(?<=layers\.|xperts\.)\d+")
 
@@ -125,23 +130,24 @@ def shard(rule: Rule, parts: Sequence[Tensor], shape: ModelShape, tp_rank: int, 
             return _rows(_interleave(q, k, v, shape.kv_heads, shape.head_dim), tp_rank, tp)
 
 
-def unshard(rule: Rule, shards: Sequence[Tensor], shape: ModelShape) -> dict[str, Tensor]:
-    """Whole Hugging Face tensors by name, from the Megatron tensors of all ranks in order. Also maps gradients."""
+def blocks(rule: Rule, shard: Tensor, shape: ModelShape, tp_rank: int, tp: int) -> list[Tensor]:
+    """What this rank's Megatron tensor holds of each tensor of rule.hf; also maps gradients.
+
+    Joined over the ranks in order along rule.cut they are the whole tensors. Views of the shard, but where Megatron cut
+    through a query group; rows may be spread over several dimensions (flattened they are in order).
+    """
     match rule.layout:
-        case "replicated":
-            parts = [shards[0]]
+        case "replicated" | "column" | "row":
+            return [shard]
         case "vocab":
-            parts = [torch.cat(list(shards))[: shape.vocab_size]]
-        case "column":
-            parts = [torch.cat(list(shards))]
-        case "row":
-            parts = [torch.cat(list(shards), dim=1)]
+            return [shard[: max(shape.vocab_size - tp_rank * shard.shape[0], 0)]]  # the rest is padding
         case "gated":
-            halves = [part.chunk(2) for part in shards]
-            parts = [torch.cat([half[i] for half in halves]) for i in range(2)]
+            return list(shard.chunk(2))
+        case "qkv" if shape.kv_heads % tp == 0:
+            grouped = shard.reshape(shape.kv_heads // tp, -1, shape.head_dim, *shard.shape[1:])
+            return list(grouped.split([grouped.shape[1] - 2, 1, 1], dim=1))
         case "qkv":
-            parts = list(_separate(torch.cat(list(shards)), shape.kv_heads, shape.head_dim))
-    return dict(zip(rule.hf, parts, strict=True))
+            return _cut_groups(shard, shape, tp_rank)
 
 
 def _size(part: Tensor) -> Sequence[int]:
@@ -160,8 +166,13 @@ def _interleave(q: Tensor, k: Tensor, v: Tensor, groups: int, head_dim: int) -> 
     return torch.cat(grouped, dim=1).reshape(-1, *rest)
 
 
-def _separate(qkv: Tensor, groups: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    rest = qkv.shape[1:]
-    grouped = qkv.reshape(groups, -1, head_dim, *rest)
-    q, k, v = grouped.split([grouped.shape[1] - 2, 1, 1], dim=1)
-    return q.reshape(-1, *rest), k.reshape(-1, *rest), v.reshape(-1, *rest)
+def _cut_groups(shard: Tensor, shape: ModelShape, tp_rank: int) -> list[Tensor]:
+    """The q, k and v rows of a shard that is not made of whole query groups."""
+    first = tp_rank * shard.shape[0]  # of the interleaved rows of all groups
+    queries = shape.heads // shape.kv_heads
+    found = []
+    for head, heads in ((0, queries), (queries, 1), (queries + 1, 1)):
+        starts = [(group * (queries + 2) + head) * shape.head_dim - first for group in range(shape.kv_heads)]
+        rows = heads * shape.head_dim
+        found.append(torch.cat([shard[max(start, 0) : max(start + rows, 0)] for start in starts]))
+    return found

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_stare.errors import DataError
 
-FAMILIES = ("qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+# how positions beyond those of pretraining are reached, as far as it does not depend on the sequence at hand
+ROPE_SCALINGS = ("linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class ModelShape:
     experts_per_token: int = 0
     expert_ffn: int = 0
     renormalise_experts: bool = True  # whether the chosen experts' weights sum to 1
+    rope_scaling: Mapping[str, Any] | None = None  # parameters of one of ROPE_SCALINGS, as config.json gives them
 
     def padded_vocab(self, tp: int, multiple: int = 128) -> int:
         """Vocabulary rows that Megatron holds over `tp` ranks: a multiple of `multiple` a rank."""
@@ -61,11 +65,16 @@ def read_shape(path: str | Path) -> ModelShape:
     family = config.get("model_type")
     if family not in FAMILIES:
         raise DataError(f"model family {family!r} is unknown", where=str(file), fix=f"known: {', '.join(FAMILIES)}")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise DataError(f"RoPE scaling {rope} is not supported for this family", where=str(file))
-    if config.get("use_sliding_window"):
-        raise DataError("sliding-window attention is not supported", where=str(file))
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    scaling = rope.pop("type", None)
+    scaling = rope.setdefault("rope_type", scaling or "default")
+    if scaling not in ("default", *ROPE_SCALINGS):
+        raise DataError(
+            f"RoPE scaling {scaling!r} is not supported", where=str(file), fix=f"known: {', '.join(ROPE_SCALINGS)}"
+        )
+    for key, what in _UNSUPPORTED.items():
+        if config.get(key) and (family, key) != ("qwen2", "attention_bias"):  # says what Qwen2 does anyway
+            raise DataError(f"{what} ({key}) is not supported", where=str(file))
     try:
         heads = config["num_attention_heads"]
         return ModelShape(
@@ -81,12 +90,21 @@ def read_shape(path: str | Path) -> ModelShape:
             rope_theta=float(rope.get("rope_theta") or config["rope_theta"]),
             norm_eps=config["rms_norm_eps"],
             tied=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=True if family == "qwen2" else bool(config.get("attention_bias", False)),
-            qk_norm=family != "qwen2",
+            qkv_bias=family == "qwen2",
+            qk_norm=family.startswith("qwen3"),
+            rope_scaling=rope if scaling != "default" else None,
             **(_experts(config) if family == "qwen3_moe" else {}),
         )
     except KeyError as error:
         raise DataError(f"the field {error} is missing", where=str(file)) from error
+
+
+# settings that would change the model silently if they were overlooked
+_UNSUPPORTED = {
+    "use_sliding_window": "sliding-window attention",
+    "attention_bias": "a bias on the attention's output projection",
+    "mlp_bias": "a bias in the feed-forward layers",
+}
 
 
 def _experts(config: dict[str, Any]) -> dict[str, Any]:

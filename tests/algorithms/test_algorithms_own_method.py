@@ -6,10 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import random_batch, save_model
 from token_batches import by_sequence, loss_and_gradient, token_batch
+from torch import Tensor
 
+from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
+from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.methods import build_method
+from megatron_stare.ops.plan import plan_mini_batches
+from megatron_stare.orchestration.groups import plan_rules
+from megatron_stare.preflight import check
 
 NAME = "my_method.MyMethod"
 REWARDS = [1.0, 0.0, 0.0, 1.0]
@@ -35,6 +42,46 @@ def test_it_weighs_by_surprisal_and_is_exact_over_micro_batches() -> None:
     surprisal = batch.surprisal
     torch.testing.assert_close(gradient, plain / (1 + surprisal / surprisal.max()))
     torch.testing.assert_close(loss_and_gradient(method, batch, by_sequence(batch))[0], loss)
+
+
+def _step(rank: int, init: str, config: Config) -> tuple[dict[str, float] | None, dict[str, Tensor]]:
+    """One training step on this rank: the step's metrics, and this rank's part of the new weights."""
+    trainer = Trainer(config, rank, init)
+    batch = random_batch(seed=3, size=10)
+    batch.advantages = trainer.method.response_advantages(batch)
+    trainer.score(batch, plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), plan_rules(config)))
+    trainer.measure(trainer.method.initial_state())
+    reported = trainer.update()
+    weights = trainer.export()
+    trainer.close()
+    return reported[0] if reported else None, weights
+
+
+@pytest.mark.distributed
+def test_it_trains_over_tensor_and_data_ranks_as_on_one(ranks, tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen2_tied")
+    steps = []
+    for name, parallel, budget in ((NAME, {}, 1000), (NAME, {"tensor": 2, "data": 2}, 40), ("grpo", {}, 1000)):
+        config = check(
+            Config.model_validate(
+                {
+                    "model": {"path": str(tmp_path)},
+                    "parallel": parallel,
+                    "algorithm": {"name": name},
+                    "batch": {"micro_batch_tokens": budget},
+                    "rollout": {"max_prompt_tokens": 8, "max_new_tokens": 12},
+                    "optimizer": {"name": "sgd", "lr": 1.0, "weight_decay": 0.0, "clip_grad": 1e9},
+                }
+            )
+        )
+        parts = ranks.run(_step, config.parallel.world_size, config)
+        (metrics,) = [reported for reported, _ in parts if reported is not None]
+        steps.append((metrics, {name: tensor for _, weights in parts for name, tensor in weights.items()}))
+    (metrics, weights), (cut_metrics, cut_weights), (_, plain_weights) = steps
+    for key in ("my_method/largest", "loss/policy", "optimizer/grad_norm"):
+        assert cut_metrics[key] == pytest.approx(metrics[key], rel=1e-5, abs=1e-6), key
+    torch.testing.assert_close(cut_weights, weights, rtol=1e-5, atol=1e-6)
+    assert any(not torch.allclose(plain_weights[name], weight, atol=1e-3) for name, weight in weights.items())
 
 
 def test_the_page_shows_the_file() -> None:

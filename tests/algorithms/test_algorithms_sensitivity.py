@@ -12,6 +12,7 @@ from megatron_stare.algorithms.sensitivity import (
     QUADRANTS,
     EntropyForecast,
     critical_surprisal,
+    is_rare,
     lambert_w0,
     neutral_weight,
     second_moment,
@@ -20,6 +21,7 @@ from megatron_stare.algorithms.sensitivity import (
 )
 from megatron_stare.batch import TokenBatch
 from megatron_stare.ops.statistics import answer
+from megatron_stare.ops.vocab_parallel import log_prob_and_entropy
 
 
 def entropy_of(logits: Tensor) -> Tensor:
@@ -91,30 +93,47 @@ def batch_of(logits: Tensor, taken: Tensor, advantage: Tensor) -> TokenBatch:
     )
 
 
-def test_the_forecast_is_the_slope_of_the_step() -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
+def test_the_forecast_is_the_slope_of_the_step(temperature: float) -> None:
     generator = torch.Generator().manual_seed(3)
     logits = 2 * torch.randn(50, 9, generator=generator, dtype=torch.float64)
     taken = torch.randint(0, 9, (50,), generator=generator)
     advantage = torch.randn(50, generator=generator, dtype=torch.float64)
     weight = 1 + torch.rand(50, generator=generator, dtype=torch.float64)
-    batch = batch_of(logits, taken, advantage)
-    forecast = EntropyForecast.of(answer(sensitivity_requests(batch, weight), None))
+    batch = batch_of(logits / temperature, taken, advantage)
+    push = weight * advantage / 50  # the slope of the weighted objective, a mean over tokens
+    forecast = EntropyForecast.of(answer(sensitivity_requests(batch, push), None), temperature)
 
     def mean_entropy(eta: float) -> float:
-        push = torch.nn.functional.one_hot(taken, 9) - logits.softmax(-1)
-        return float(entropy_of(logits + eta * (weight * advantage)[:, None] * push).mean())
+        # the gradient in the raw logits of ln softmax(z / T) is (one_hot - p) / T
+        along = (torch.nn.functional.one_hot(taken, 9) - (logits / temperature).softmax(-1)) / temperature
+        return float(entropy_of((logits + eta * (weight * advantage)[:, None] * along) / temperature).mean())
 
     measured = (mean_entropy(1e-5) - mean_entropy(-1e-5)) / 2e-5
     assert float(forecast.change) == pytest.approx(measured, rel=1e-6)
     assert sum(float(x) for x in forecast.shares.values()) == pytest.approx(1)
     signs = {"common_plus": -1, "rare_plus": 1, "common_minus": 1, "rare_minus": -1}
     assert {name: (x > 0).item() for name, x in forecast.masses.items()} == {n: s > 0 for n, s in signs.items()}
-    plain = EntropyForecast.of(answer(sensitivity_requests(batch), None))
+    plain = EntropyForecast.of(answer(sensitivity_requests(batch, advantage / 50), None), temperature)
     assert float(plain.change) == pytest.approx(sum(float(x) for x in plain.masses.values()))
+    assert float(plain.plain_change) == float(forecast.plain_change) == pytest.approx(float(plain.change))
     # W* on L+ makes the change zero
     rest = sum(float(plain.masses[name]) for name in QUADRANTS if name != "rare_plus")
     assert float(plain.neutral_weight) * float(plain.masses["rare_plus"]) + rest == pytest.approx(0, abs=1e-12)
     assert set(plain.metrics()) >= {"forecast/entropy_change", "forecast/mass_rare_plus"}
+
+
+def test_certain_tokens_are_common_whatever_the_rounding() -> None:
+    logits = torch.zeros(400, 9)
+    logits[:, 0] = torch.linspace(8, 30, 400)  # Phi of the first column goes below what float32 resolves
+    logits += 37.3  # log-probs as the model's logits round them
+    column = torch.zeros(400, dtype=torch.int64)
+    log_prob, entropy, p2, p2_log_p = log_prob_and_entropy(logits, column, vocab_size=9, second_moment=True)
+    phi = sensitivity(log_prob, entropy, second_moment(p2, p2_log_p, entropy))
+    assert (phi < 0).any()  # no argmax has a negative Phi
+    assert not is_rare(phi).any()
+    unlikely = log_prob_and_entropy(logits[:50], column[:50] + 1, vocab_size=9)[0]
+    assert is_rare(sensitivity(unlikely, entropy[:50], second_moment(p2, p2_log_p, entropy)[:50])).all()
 
 
 def test_no_weight_is_neutral_without_rare_tokens() -> None:
@@ -125,4 +144,4 @@ def test_the_sums_over_the_vocabulary_are_asked_for() -> None:
     batch = batch_of(torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64), torch.ones(1))
     batch.sum_p2 = None
     with pytest.raises(ValueError, match="sum_p2"):
-        sensitivity_requests(batch)
+        sensitivity_requests(batch, torch.ones(1))

@@ -178,7 +178,15 @@ def test_equal_to_transformers(ranks, tmp_path: Path, name: str, packed: bool) -
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("family", "name"),
-    [("qwen2", "tp2-pp2"), ("qwen3_tied", "pp2-vpp2"), ("qwen3", "tp4-shared-kv"), ("qwen3", "tp2-sp-pp2")],
+    [
+        ("qwen2", "tp2-pp2"),
+        ("qwen2_yarn", "tp2"),
+        ("qwen3_tied", "pp2-vpp2"),
+        ("qwen3", "tp4-shared-kv"),
+        ("qwen3", "tp2-sp-pp2"),
+        ("llama", "tp2-pp2"),
+        ("llama_tied_llama3", "tp4-shared-kv"),
+    ],
 )
 def test_other_families(ranks, tmp_path: Path, family: str, name: str) -> None:
     save_model(tmp_path, family)

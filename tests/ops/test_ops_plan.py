@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_stare.errors import ConfigError
-from megatron_stare.ops.plan import PlanRules, plan_micro_batches
+from megatron_stare.ops.plan import PlanRules, plan_micro_batches, plan_mini_batches
 
 
 @settings(max_examples=150, deadline=None)
@@ -49,3 +49,26 @@ def test_long_samples_cost_more_than_their_length() -> None:
 def test_a_sample_longer_than_the_budget_is_named() -> None:
     with pytest.raises(ConfigError, match=r"batch.micro_batch_tokens: the longest sample has 65 tokens"):
         plan_micro_batches([3, 65], PlanRules(data_parallel=1, budget=64, packed=True))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=12, max_size=12),
+    data_parallel=st.integers(1, 3),
+    multiple=st.integers(1, 2),
+    prompts=st.sampled_from([1, 2, 3, None]),
+)
+def test_mini_batches_are_planned_one_by_one(
+    lengths: list[int], data_parallel: int, multiple: int, prompts: int | None
+) -> None:
+    rules = PlanRules(data_parallel, 64, packed=True, multiple=multiple, hidden=32, mini_batch_prompts=prompts)
+    size = 2 * (prompts or 6)  # two samples a prompt
+    plan = plan_mini_batches(lengths, [i // 2 for i in range(12)], rules)
+    assert len(plan.mini_batches) == 12 // size
+    for number, where in enumerate(plan.mini_batches):
+        mine = lengths[number * size : (number + 1) * size]
+        alone = plan_micro_batches(mine, rules)
+        for rank, micro_batches in enumerate(plan.ranks):
+            found = tuple(tuple(sample - number * size for sample in micro) for micro in micro_batches[where])
+            assert found == alone.ranks[rank]
+        assert plan.samples(number) == list(range(number * size, (number + 1) * size))

@@ -18,6 +18,13 @@ def reference(logits: Tensor, targets: Tensor, vocab_size: int, temperature: flo
     return log_p.gather(1, targets[:, None]).squeeze(1), entropy
 
 
+def moments(logits: Tensor, vocab_size: int, temperature: float) -> tuple[Tensor, Tensor]:
+    """sum p^2 and sum p^2 ln p in float64."""
+    log_p = (logits[:, :vocab_size].double() / temperature).log_softmax(1)
+    p2 = (2 * log_p).exp()
+    return p2.sum(1), torch.where(p2 > 0, p2 * log_p, 0.0).sum(1)
+
+
 def case(seed: int, n: int = 7, v: int = 24, real: int = 19) -> tuple[Tensor, Tensor, int]:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(n, v, generator=generator) * 3
@@ -101,17 +108,50 @@ def test_entropy_without_gradient_is_marked_so() -> None:
     assert not entropy.requires_grad
 
 
-def _split_rank(rank: int, init: str, world: int, real: int) -> tuple[Tensor, Tensor, Tensor]:
+@pytest.mark.parametrize("scale", [0.0, 1.0, 30.0])  # uniform, spread, and all on one column
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_second_moments(scale: float, temperature: float) -> None:
+    logits, targets, real = case(6)
+    logits = scale * logits
+    logits[:, real:] = 100.0  # padding that would take everything
+    plain = log_prob_and_entropy(logits, targets, vocab_size=real, temperature=temperature)
+    asked = log_prob_and_entropy(logits, targets, vocab_size=real, temperature=temperature, second_moment=True)
+    assert torch.equal(asked[0], plain[0]) and torch.equal(asked[1], plain[1])  # what is trained on does not move
+    for got, want in zip(asked[2:], moments(logits, real, temperature), strict=True):
+        torch.testing.assert_close(got.double(), want, atol=1e-6, rtol=2e-6)
+
+
+def test_second_moments_carry_no_gradient() -> None:
+    logits, targets, real = case(7)
+    ours = logits.clone().requires_grad_()
+    log_prob, entropy, p2, p2_log_p = log_prob_and_entropy(
+        ours, targets, vocab_size=real, entropy_gradient=True, second_moment=True
+    )
+    assert not p2.requires_grad and not p2_log_p.requires_grad
+    (log_prob.sum() + entropy.sum()).backward()
+    want = logits.clone().requires_grad_()
+    log_prob, entropy = log_prob_and_entropy(want, targets, vocab_size=real, entropy_gradient=True)
+    (log_prob.sum() + entropy.sum()).backward()
+    assert torch.equal(ours.grad, want.grad)
+
+
+def _split_rank(rank: int, init: str, world: int, real: int) -> tuple[Tensor, ...]:
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
     logits, _, _ = case(5, n=9, v=24, real=real)
     targets = torch.arange(9) * (real - 1) // 8  # targets on every rank that has real columns
     mine = logits.chunk(world, dim=1)[rank].clone().requires_grad_()
-    log_prob, entropy = log_prob_and_entropy(
-        mine, targets, vocab_size=real, temperature=0.9, group=dist.group.WORLD, entropy_gradient=True
+    log_prob, entropy, p2, p2_log_p = log_prob_and_entropy(
+        mine,
+        targets,
+        vocab_size=real,
+        temperature=0.9,
+        group=dist.group.WORLD,
+        entropy_gradient=True,
+        second_moment=True,
     )
     (log_prob.sum() + 2 * entropy.sum()).backward()
     dist.destroy_process_group()
-    return log_prob.detach(), entropy.detach(), mine.grad
+    return log_prob.detach(), entropy.detach(), p2, p2_log_p, mine.grad
 
 
 @pytest.mark.distributed
@@ -123,8 +163,11 @@ def test_split_over_ranks_equals_whole(ranks, world: int, real: int) -> None:
     truth = logits.double().requires_grad_()
     want_log_prob, want_entropy = reference(truth, targets, real, 0.9)
     (want_log_prob.sum() + 2 * want_entropy.sum()).backward()
-    for log_prob, entropy, _ in results:
+    want_p2, want_p2_log_p = moments(logits, real, 0.9)
+    for log_prob, entropy, p2, p2_log_p, _ in results:
         torch.testing.assert_close(log_prob.double(), want_log_prob, atol=2e-6, rtol=1e-6)
         torch.testing.assert_close(entropy.double(), want_entropy, atol=2e-6, rtol=1e-6)
-    gradient = torch.cat([grad for _, _, grad in results], dim=1)
+        torch.testing.assert_close(p2.double(), want_p2, atol=1e-6, rtol=2e-6)
+        torch.testing.assert_close(p2_log_p.double(), want_p2_log_p, atol=1e-6, rtol=2e-6)
+    gradient = torch.cat([result[-1] for result in results], dim=1)
     torch.testing.assert_close(gradient.double(), truth.grad, atol=3e-6, rtol=1e-5)

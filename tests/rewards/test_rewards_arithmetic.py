@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_stare.rewards.arithmetic import verify
+from megatron_stare.rewards.arithmetic import answer_start, verify
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,11 @@ def test_zero_and_negative_answers():
 def test_an_answer_that_is_no_integer_is_an_error_not_a_zero():
     with pytest.raises(ValueError, match="ninety"):
         verify("=99", "ninety")
+
+
+@pytest.mark.parametrize(
+    ("response", "start"),
+    [("14+27=41;41+58=99", 14), ("=99 \n", 0), ("=98;=99", 4), ("99", -1), ("=99;", -1), ("=", -1)],
+)
+def test_where_the_answer_stands(response, start):
+    assert answer_start(response) == start

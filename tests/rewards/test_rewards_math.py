@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from megatron_stare.rewards import math as math_verifier
-from megatron_stare.rewards.math import last_boxed, self_test, verify
+from megatron_stare.rewards.math import answer_start, last_boxed, self_test, verify
 
 
 def test_known_answers():
@@ -66,3 +66,19 @@ def test_works_outside_the_main_thread():
     thread.start()
     thread.join()
     assert rewards == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("response", "start"),
+    [
+        (r"So \boxed{42}.", 3),
+        (r"\boxed {42}", 0),
+        (r"\boxed{1} or \boxed{2}", 13),
+        ("The answer is 42.", -1),
+        (r"\boxed{}", -1),
+        (r"\boxed{ $ }", -1),
+        (r"\boxed{42", -1),
+    ],
+)
+def test_where_the_answer_stands(response, start):
+    assert answer_start(response) == start

@@ -1,0 +1,181 @@
+"""What STARE costs a training step: against GRPO with the same log-prob pass, and against GRPO without one.
+
+One trainer takes the same step - score, measure, update, on a fixed batch - turn by turn as each case, in another order
+every time, so that a change of the machine's speed meets all of them. A ratio is that of two steps of the same turn.
+
+    python benchmarks/step_overhead.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import torch
+import torch.distributed as dist
+from machine import machine
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from megatron_stare.batch import Prompt, RolloutBatch, Sample
+from megatron_stare.config.schema import Config
+from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.methods import build_method
+from megatron_stare.ops.plan import plan_mini_batches
+from megatron_stare.orchestration.groups import plan_rules
+from megatron_stare.preflight import check
+
+RESULT = Path(__file__).parent / "results/step_overhead.json"
+TARGET = 1.01
+VOCAB, PROMPT, LONGEST = 4096, 16, 400
+# the same surrogate, so that the weights are all that differs
+GRPO = {"name": "grpo", "aggregation": "token_mean", "clip_high": 0.28, "dual_clip": 10.0}
+STARE = {"name": "stare", "variant": "C2", "entropy_target": 100.0}  # nats: the gate is open, both sides are selected
+NO_PASS = {"surprisal": "rollout", "gate": "lagged"}
+CASES: dict[str, dict[str, Any]] = {
+    "grpo": {"algorithm": GRPO},
+    "stare": {"algorithm": STARE},
+    "grpo without log-prob pass": {"algorithm": GRPO, "statistics": NO_PASS},
+    "stare without log-prob pass": {"algorithm": STARE, "statistics": NO_PASS},
+}
+RATIOS = (
+    ("stare", "grpo"),
+    ("stare", "grpo without log-prob pass"),
+    ("stare without log-prob pass", "grpo without log-prob pass"),
+)
+LAYOUTS = {"tp1": {"tensor": 1}, "tp2": {"tensor": 2}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=4, help="of 8 responses each")
+    parser.add_argument("--median", type=float, default=60, help="median response length, tokens")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=1, help="a rank")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    args = parser.parse_args()
+    settings = {name: value for name, value in vars(args).items() if name != "out"}
+    result: dict[str, Any] = {"machine": machine(), "settings": settings, "target": {"stare / grpo": TARGET}}
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(args, folder)
+        for name, parallel in LAYOUTS.items():
+            result[name] = measure(args, folder, parallel)
+    args.out.parent.mkdir(exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+def write_model(args: argparse.Namespace, folder: str) -> None:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden * 8 // 3 // 16 * 16,
+        num_hidden_layers=args.layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+def measure(args: argparse.Namespace, folder: str, parallel: dict[str, int]) -> dict[str, Any]:
+    """Medians by case, and paired ratios with their spread, of one layout."""
+    configs = {name: config_of(args, folder, parallel, case) for name, case in CASES.items()}
+    world = next(iter(configs.values())).parallel.world_size
+    with (
+        tempfile.TemporaryDirectory() as meeting,
+        multiprocessing.get_context("spawn").Pool(world) as pool,
+    ):
+        jobs = [(rank, f"file://{meeting}/ranks", args, configs) for rank in range(world)]
+        (tokens, wall, cpu), *_ = pool.starmap(rank_times, jobs, chunksize=1)
+    return {
+        "tokens": tokens,
+        "step_s": {name: round(statistics.median(each), 4) for name, each in wall.items()},
+        "wall": {f"{a} / {b}": spread(wall[a], wall[b]) for a, b in RATIOS},
+        "cpu of the first rank": {f"{a} / {b}": spread(cpu[a], cpu[b]) for a, b in RATIOS},
+    }
+
+
+def config_of(args: argparse.Namespace, folder: str, parallel: dict[str, int], case: dict[str, Any]) -> Config:
+    tree = {
+        "model": {"path": folder},
+        "parallel": parallel,
+        "batch": {"micro_batch_tokens": 1024},
+        "rollout": {"max_prompt_tokens": PROMPT, "max_new_tokens": LONGEST},
+        "optimizer": {"lr": 1e-9},  # every step is the same step
+        "observability": {"entropy_forecast": False},  # it would be made in the log-prob pass, where there is one
+        "runtime": {"trainer_threads": args.threads},
+        **case,
+    }
+    return check(Config.model_validate(tree))
+
+
+def rank_times(
+    rank: int, init: str, args: argparse.Namespace, configs: dict[str, Config]
+) -> tuple[int, dict[str, list[float]], dict[str, list[float]]]:
+    """Tokens of the batch, and this rank's wall and CPU seconds of every step, by case, in order of the turns."""
+    trainer = Trainer(next(iter(configs.values())), rank, init)
+    batch = ragged(args)
+    methods = {name: build_method(config.algorithm) for name, config in configs.items()}
+    plan = plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), plan_rules(trainer.config))
+    names = list(configs)
+    wall: dict[str, list[float]] = {name: [] for name in names}
+    cpu: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(-1, args.repeats):
+        for name in names if turn % 2 else reversed(names):
+            # all that a method and its statistics change of a trainer; model and optimizer stay
+            trainer.config, trainer.method = configs[name], methods[name]
+            batch.advantages = trainer.method.response_advantages(batch)
+            dist.barrier()
+            started, worked = time.perf_counter(), time.process_time()
+            trainer.score(batch, plan)
+            trainer.measure(trainer.method.initial_state())
+            trainer.update()
+            dist.barrier()
+            if turn >= 0:  # the first one warms up
+                wall[name].append(time.perf_counter() - started)
+                cpu[name].append(time.process_time() - worked)
+    trainer.close()
+    return int(batch.lengths.sum()), wall, cpu
+
+
+def spread(one: list[float], other: list[float]) -> dict[str, Any]:
+    """Ratios pair by pair: median, quartiles, extremes."""
+    ratios = [a / b for a, b in zip(one, other, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    rounded = {"median": middle, "quartiles": (low, high), "extremes": (min(ratios), max(ratios))}
+    return {
+        name: [round(x, 4) for x in value] if isinstance(value, tuple) else round(value, 4)
+        for name, value in rounded.items()
+    }
+
+
+def ragged(args: argparse.Namespace) -> RolloutBatch:
+    """Random tokens in responses of log-normal lengths, half of which are right."""
+    generator = torch.Generator().manual_seed(1)
+    samples = []
+    for i in range(args.prompts * 8):
+        length = int(args.median * torch.randn((), generator=generator).mul(0.7).exp())
+        ids = torch.randint(2, VOCAB, (min(max(length, 2), LONGEST),), generator=generator).tolist()
+        log_probs = torch.empty(len(ids)).exponential_(2.0, generator=generator).neg().tolist()
+        prompt = Prompt(i // 8, str(i // 8), "", "", tuple(range(2, 2 + PROMPT)))
+        sample = Sample(prompt, i % 8, ids, log_probs, [0] * len(ids), "stop", reward=float(i % 2))
+        sample.reward_status = "ok"
+        samples.append(sample)
+    return RolloutBatch.from_samples(samples)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Which layouts a model can be cut into, said before any process is started."""
+
+from __future__ import annotations
+
+from megatron_stare.config.schema import ParallelConfig
+from megatron_stare.errors import ConfigError
+from megatron_stare.weights.shape import ModelShape
+
+
+def check_layout(parallel: ParallelConfig, shape: ModelShape) -> None:
+    """Raises ConfigError for a layout the model cannot be cut into, or that does not run here."""
+    if parallel.context != 1:
+        raise ConfigError(
+            "context parallelism is not supported yet: megatron-core has it in Transformer Engine's attention only",
+            where="parallel.context",
+            fix="set it to 1; tensor parallelism with parallel.sequence=true also spreads long sequences",
+        )
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        raise ConfigError("virtual stages need a pipeline", where="parallel.virtual_pipeline", fix="set it to 1")
+    check_stages(parallel, shape)
+    if parallel.sequence and parallel.tensor == 1:
+        raise ConfigError("sequence parallelism needs tensor parallelism", where="parallel.sequence", fix="set false")
+    check_experts(parallel, shape)
+    check_tensor(parallel, shape)
+
+
+def check_stages(parallel: ParallelConfig, shape: ModelShape) -> None:
+    """Raises ConfigError where the layers cannot be cut into the pipeline's stages."""
+    first = parallel.first_stage_layers
+    if first is None:
+        if shape.layers % (parallel.pipeline * parallel.virtual_pipeline):
+            raise ConfigError(
+                f"{shape.layers} layers cannot be cut into {parallel.pipeline} stages x {parallel.virtual_pipeline} "
+                "chunks",
+                where="parallel.pipeline",
+                fix=f"pipeline x virtual_pipeline must divide {shape.layers}; or set parallel.first_stage_layers",
+            )
+        return
+    if parallel.pipeline == 1 or parallel.virtual_pipeline > 1:
+        raise ConfigError(
+            "a first stage of its own size needs a pipeline without virtual stages",
+            where="parallel.first_stage_layers",
+            fix="set it to null",
+        )
+    rest, stages = shape.layers - first, parallel.pipeline - 1
+    if rest < stages or rest % stages:
+        raise ConfigError(
+            f"{first} of {shape.layers} layers leave {rest} for {stages} stages",
+            where="parallel.first_stage_layers",
+            fix=f"the rest must be a multiple of {stages}, above 0",
+        )
+
+
+def check_experts(parallel: ParallelConfig, shape: ModelShape) -> None:
+    """Raises ConfigError where experts and layout do not fit."""
+    if parallel.expert > 1 and not shape.experts:
+        raise ConfigError("the model has no experts", where="parallel.expert", fix="set it to 1")
+    if shape.experts and shape.experts % parallel.expert:
+        raise ConfigError(
+            f"{shape.experts} experts cannot be cut over {parallel.expert} ranks", where="parallel.expert"
+        )
+    ranks = parallel.tensor * parallel.data
+    if ranks % parallel.expert:
+        raise ConfigError(
+            f"a pipeline stage has {ranks} ranks, over which {parallel.expert} expert-parallel ones do not go",
+            where="parallel.expert",
+            fix=f"use a divisor of {ranks}",
+        )
+    if shape.experts and parallel.tensor > 1 and not parallel.sequence:
+        raise ConfigError(
+            "experts under tensor parallelism need sequence parallelism", where="parallel.sequence", fix="set true"
+        )
+
+
+def check_tensor(parallel: ParallelConfig, shape: ModelShape) -> None:
+    """Raises ConfigError where heads or feed-forward columns cannot be cut over the tensor-parallel ranks."""
+    tp = parallel.tensor
+    for what, number in (("attention heads", shape.heads), ("feed-forward columns", shape.ffn)):
+        if number % tp:
+            raise ConfigError(
+                f"{number} {what} cannot be cut over {tp} tensor-parallel ranks",
+                where="parallel.tensor",
+                fix=f"use a divisor of {number}",
+            )
+    if shape.kv_heads % tp and tp % shape.kv_heads:
+        raise ConfigError(
+            f"{shape.kv_heads} key-value heads cannot be cut over or shared by {tp} tensor-parallel ranks",
+            where="parallel.tensor",
+            fix=f"use a divisor or a multiple of {shape.kv_heads}",
+        )

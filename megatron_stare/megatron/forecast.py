@@ -1,0 +1,65 @@
+"""The entropy forecast of a step from the trainer's own loss, and what the step really did to the same tokens.
+
+`forecast` runs after the log-prob pass, on [N] numbers alone; `measured_change` after the optimizer step, with one more
+forward pass. docs/diagnostics.md says how the two compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron_stare.algorithms.sensitivity import EntropyForecast, sensitivity_requests
+from megatron_stare.batch import TokenBatch
+from megatron_stare.megatron.microbatch import MicroBatch, RankBatch
+from megatron_stare.megatron.passes import Head, LossFunction, score
+from megatron_stare.ops.statistics import answer
+from megatron_stare.statistics import Mean, scalar
+
+
+def forecast(
+    tokens: TokenBatch,
+    micro_batches: Sequence[MicroBatch],
+    loss_of: LossFunction,
+    temperature: float,
+    group: ProcessGroup | None,
+) -> dict[str, Tensor]:
+    """The `forecast/*` metrics of the step that is about to be taken, over the whole batch; 0-dim each.
+
+    Args:
+        tokens: this rank's scored positions, with sum_p2 and sum_p2_log_p.
+        loss_of: the loss that training takes the gradient of.
+        temperature: of the log-probs.
+        group: ranks that hold other tokens of the batch; None: this rank holds all.
+    """
+    requests = sensitivity_requests(tokens, push_of(tokens, micro_batches, loss_of))
+    return EntropyForecast.of(answer(requests, group), temperature).metrics()
+
+
+def push_of(tokens: TokenBatch, micro_batches: Sequence[MicroBatch], loss_of: LossFunction) -> Tensor:
+    """[N] minus the slope of the loss in every token's log-prob, on-policy: what the gradient multiplies
+    (one_hot - p) by. Taken from the loss itself, so weights, masks, aggregation and corrections are all in it."""
+    log_prob = tokens.old_log_prob.detach().requires_grad_()
+    with torch.enable_grad():
+        losses = [loss_of(log_prob[m.span], tokens.entropy[m.span], m)[0] for m in micro_batches]
+        (slope,) = torch.autograd.grad(torch.stack(losses).sum(), log_prob, allow_unused=True, materialize_grads=True)
+    return -slope
+
+
+def measured_change(
+    model: list[nn.Module], batch: RankBatch, head: Head, tokens: TokenBatch | None, group: ProcessGroup | None
+) -> dict[str, Tensor]:
+    """`forecast/measured_change`: mean entropy of the batch's tokens under the weights of now, less that of the
+    log-prob pass; nats. A forward pass, which all ranks must enter together.
+
+    Args:
+        tokens: as they were scored before the step; None: not on the last pipeline stage, and the answer is empty.
+    """
+    _, entropy = score(model, batch, head)
+    if tokens is None:
+        return {}
+    answers = answer({"forecast/measured_change": Mean(entropy - tokens.entropy, tokens.mask)}, group)
+    return {name: scalar(answers, name) for name in answers}

@@ -1,0 +1,26 @@
+"""Where a policy starts: a Hugging Face folder, or a distributed checkpoint that was converted from one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from megatron_stare.megatron.checkpoint import load_weights
+from megatron_stare.megatron.layout import Layout
+from megatron_stare.megatron.model import load_hf
+from megatron_stare.weights.hf_folder import HfFolder
+from megatron_stare.weights.shape import ModelShape
+from megatron_stare.weights.torch_dist import is_checkpoint
+
+
+def load_start(model: list[nn.Module], path: str, shape: ModelShape, layout: Layout) -> None:
+    """Fills every parameter from the folder at `path`, of either kind; a rank reads only what it holds.
+
+    Raises:
+        DataError: a tensor is missing or has the wrong shape.
+    """
+    if is_checkpoint(Path(path)):
+        load_weights(path, model)
+    else:
+        load_hf(model, HfFolder(path), shape, layout)

@@ -1,0 +1,163 @@
+"""The report's charts of the entropy forecast and of the signs of reward hacking; docs/diagnostics.md explains each.
+
+Comes from the metric series of one or more runs; goes to `report.py`. What no run recorded is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_stare.observability.charts import SMOOTH_FROM, Chart, Line
+from megatron_stare.observability.paired import forecast_fit
+from megatron_stare.observability.report_style import PALETTE
+from megatron_stare.observability.run_files import RunRecord
+from megatron_stare.observability.scales import short, smooth
+from megatron_stare.observability.signals import FEW_TOKENS, NGRAM
+
+FORECAST, MEASURED = "forecast/entropy_change", "forecast/measured_change"
+_DOTS = 80  # measurements that are drawn one by one
+_QUADRANTS = (  # metric, label
+    ("forecast/mass_common_plus", "U+ common, right"),
+    ("forecast/mass_rare_plus", "L+ rare, right"),
+    ("forecast/mass_common_minus", "U− common, wrong"),
+    ("forecast/mass_rare_minus", "L− rare, wrong"),
+)
+_SIGNALS = (  # metric, title, unit, caption
+    (
+        "signal/length_reward",
+        "Length and reward",
+        "correlation over the batch",
+        "Above 0: longer responses earn more; below: shorter ones.",
+    ),
+    ("signal/repetition", "Repetition", f"share of {NGRAM}-grams seen before", "Rising: the policy goes in circles."),
+    ("signal/format", "Answers in the right format", "share", "What the verifier's parser can read."),
+    (
+        "signal/no_reasoning",
+        "Answers without reasoning",
+        "share of right ones",
+        f"Right answers with fewer than {FEW_TOKENS} tokens before them.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A heading of the report, a sentence on what stands below it, and the charts."""
+
+    heading: str
+    about: str
+    charts: Sequence[Chart]
+
+
+def parts(runs: Sequence[RunRecord]) -> list[Part]:
+    """Those that have something to show."""
+    found = [
+        Part(
+            "Entropy forecast",
+            "What the advantages of a step do to the entropy of its tokens, to first order, and what the step did.",
+            _recorded([_change(runs), *_quadrants(runs), _neutral_weight(runs), _rare(runs)]),
+        ),
+        Part(
+            "Signs of reward hacking",
+            "None proves anything alone; a turn in one of them while the reward rises is a reason to read rollouts.",
+            _recorded([_lengths(runs), *_signals(runs)]),
+        ),
+    ]
+    return [part for part in found if part.charts]
+
+
+def _change(runs: Sequence[RunRecord]) -> Chart:
+    measured, forecasts, notes = [], [], []
+    for run, line, rate in zip(runs, _lines(runs, MEASURED), _lines(runs, FORECAST), strict=True):
+        _, lr = run.series("optimizer/lr")
+        rates = [f * factor for f, factor in zip(rate.values, lr, strict=False)]  # a step is as long as its lr
+        pairs = [(s, f, m) for s, f, m in zip(line.steps, rates, line.values, strict=False) if math.isfinite(f + m)]
+        steps, rates, changes = ([pair[i] for pair in pairs] for i in range(3))
+        measured.append(replace(line, steps=steps, values=changes))
+        fit = forecast_fit(rates, changes)
+        if fit is None:
+            continue
+        forecasts.append(replace(rate, label="forecast, scaled", steps=steps, values=[fit.scale * x for x in rates]))
+        whose = f"{run.name}: " if len(runs) > 1 else ""
+        notes.append(
+            f"{whose}correlation {fit.correlation:.2f}, same sign in {fit.same_sign:.0%} of {fit.points} steps, "
+            f"scale {short(fit.scale)}"
+        )
+    about = "Solid: measured on the step's own tokens. Dashed: forecast × learning rate × one scale fitted to the run; "
+    return Chart(
+        "Change of entropy in a step",
+        "nats, mean",
+        measured,
+        forecasts,
+        caption=f"{about}{'; '.join(notes)}." if notes else "",
+        raw=max((len(line.values) for line in measured), default=0) <= _DOTS,
+    )
+
+
+def _quadrants(runs: Sequence[RunRecord]) -> list[Chart]:
+    charts = []
+    for run in runs:
+        lines = [Line(label, i, *run.series(key)) for i, (key, label) in enumerate(_QUADRANTS)]
+        title = f"Pull on the entropy, {run.name}" if len(runs) > 1 else "Pull on the entropy"
+        caption = "Above 0 raises it, below lowers it; the sum is the forecast without the method's weights."
+        charts.append(Chart(title, "nats a unit step, by quadrant", lines, caption=caption, key=True))
+    return charts
+
+
+def _neutral_weight(runs: Sequence[RunRecord]) -> Chart:
+    lines = _lines(runs, "forecast/neutral_weight")
+    sizes = sorted(abs(value) for line in lines for value in line.values if math.isfinite(value))
+    limit = max(2.0, 1.2 * sizes[int(0.95 * (len(sizes) - 1))]) if sizes else 2.0  # a batch without L+ is far out
+    used = []
+    for i, run in enumerate(runs):
+        steps, gate = run.series("stare/gate")
+        _, weight = run.series("stare/amplify")
+        values = [1 + g * (w - 1) for g, w in zip(gate, weight, strict=False)]
+        used.append(_dashed(Line("weight used", i % PALETTE, steps, values)))
+    dashed = " Dashed: the weight STARE gave it." if any(line.values for line in used) else ""
+    return Chart(
+        "W*",
+        "weight on L+ that would hold the entropy",
+        lines,
+        [line for line in used if line.values],
+        caption=f"Above 1: the entropy falls if nothing is done.{dashed}",
+        y_limit=limit,
+        y_floor=-limit,
+    )
+
+
+def _rare(runs: Sequence[RunRecord]) -> Chart:
+    caption = "More surprising than their position's s*: rewarding them raises the entropy."
+    return Chart(
+        "Rare tokens", "share past the critical surprisal", _lines(runs, "forecast/rare_share"), caption=caption
+    )
+
+
+def _lengths(runs: Sequence[RunRecord]) -> Chart:
+    wrong = [_dashed(replace(line, label="wrong")) for line in _lines(runs, "signal/length_wrong")]
+    return Chart(
+        "Length of right and wrong responses",
+        "tokens, mean",
+        _lines(runs, "signal/length_right"),
+        [line for line in wrong if line.values],
+        caption="Solid: right. Dashed: wrong.",
+    )
+
+
+def _signals(runs: Sequence[RunRecord]) -> list[Chart]:
+    return [Chart(title, unit, _lines(runs, key), caption=caption) for key, title, unit, caption in _SIGNALS]
+
+
+def _lines(runs: Sequence[RunRecord], key: str) -> list[Line]:
+    return [Line(run.name, i % PALETTE, *run.series(key)) for i, run in enumerate(runs)]
+
+
+def _dashed(line: Line) -> Line:
+    """Dashes show a course, not a scatter."""
+    return replace(line, values=smooth(line.values)) if len(line.values) >= SMOOTH_FROM else line
+
+
+def _recorded(charts: Sequence[Chart]) -> list[Chart]:
+    return [c for c in charts if any(math.isfinite(value) for line in c.lines for value in line.values)]

@@ -1,0 +1,99 @@
+"""Statistics by micro-batch and rank, as published code takes its thresholds; only to compare with such code.
+
+What a selection rests on - thresholds, quantiles, and the counts and means they are built from - is the micro-batch's
+own. The number of tokens that the loss divides by stays that of all, and so do sums by response or prompt group, which
+lie across micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megatron_stare.ops.statistics import MAX_ROUNDS, answer
+from megatron_stare.statistics import (
+    Count,
+    Mean,
+    Quantile,
+    Request,
+    Statistics,
+    Sum,
+    Threshold,
+    TopK,
+    scalar,
+    tensor,
+    threshold,
+)
+
+Ask = Callable[[Statistics], Mapping[str, Request]]
+DENOMINATOR = "tokens"  # see Method.requests
+
+
+def gather_by_micro_batch(asks: Sequence[Ask], group: ProcessGroup | None) -> list[Statistics]:
+    """Every micro-batch's answers.
+
+    Args:
+        asks: a method's `requests`, bound to each micro-batch of this rank; all ask for the same names.
+        group: ranks that hold other micro-batches; None: this rank holds all.
+
+    Raises:
+        RuntimeError: the method keeps asking.
+    """
+    known: list[Statistics] = [{} for _ in asks]
+    for _ in range(MAX_ROUNDS):
+        new = [
+            {name: request for name, request in ask(answers).items() if name not in answers}
+            for ask, answers in zip(asks, known, strict=True)
+        ]
+        if not new[0]:
+            return known
+        together = {name for name, request in new[0].items() if not _is_own(name, request)}
+        joined = {name: _joined([asked[name] for asked in new]) for name in new[0] if name in together}
+        shared = answer(joined, group) if joined else {}
+        for answers, asked in zip(known, new, strict=True):
+            own = {name: request for name, request in asked.items() if name not in together}
+            answers |= shared | (answer(own, None) if own else {})
+    raise RuntimeError(f"still asking after {MAX_ROUNDS} rounds: {sorted(new[0])}")
+
+
+def summary(
+    requests: Mapping[str, Request], whole: Statistics, parts: Sequence[Statistics], group: ProcessGroup | None
+) -> Statistics:
+    """`whole`, with selections as the micro-batches made them, for the log: numbers of tokens selected are summed,
+    thresholds averaged over the micro-batches that have one. Such a threshold selects nothing; its key is 0."""
+    asked: dict[str, Request] = {}
+    for name, request in requests.items():
+        if isinstance(request, TopK):
+            own = [threshold(part, name) for part in parts]
+            k, value = torch.stack([each.k for each in own]), torch.stack([each.value for each in own])
+            asked[f"{name}/k"], asked[f"{name}/value"] = Sum(k, k >= 0), Mean(value, k > 0)
+        elif isinstance(request, Quantile):
+            value = torch.stack([tensor(part, name) for part in parts])
+            asked[f"{name}/value"] = Mean(value, ~value.isnan())
+    if not asked:
+        return whole
+    answers = answer(asked, group)
+    merged = dict(whole)
+    for name, request in requests.items():
+        if isinstance(request, TopK):
+            k = scalar(answers, f"{name}/k").to(torch.int64)
+            value = scalar(answers, f"{name}/value")
+            merged[name] = Threshold(torch.zeros_like(k), k, threshold(whole, name).n, value.to(torch.float32))
+        elif isinstance(request, Quantile):
+            merged[name] = scalar(answers, f"{name}/value")
+    return merged
+
+
+def _is_own(name: str, request: Request) -> bool:
+    return isinstance(request, (TopK, Quantile, Count, Mean)) and name != DENOMINATOR
+
+
+def _joined(requests: Sequence[Request]) -> Request:
+    """One request over the positions of all."""
+    rows = [f.name for f in fields(requests[0]) if f.name in ("x", "segment", "mask")]
+    whole: dict[str, Any] = {name: torch.cat([getattr(r, name) for r in requests]) for name in rows}
+    return replace(requests[0], **whole)

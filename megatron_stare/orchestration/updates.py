@@ -1,0 +1,49 @@
+"""What the optimizer steps of one rollout batch give back, and how their metrics become those of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+# by the last part of a metric's name; every other metric is averaged
+COUNTS = ("tokens", "selected")
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """One optimizer step: its metrics, and the method's state that the next training step starts from."""
+
+    metrics: dict[str, float]
+    state: dict[str, float]
+
+    @property
+    def finite(self) -> bool:
+        """Whether the gradient was finite, and so the step was taken."""
+        return bool(self.metrics["update/finite"])
+
+
+def combined(updates: Sequence[UpdateResult]) -> dict[str, float]:
+    """The metrics of a training step from those of its updates, in order.
+
+    Largest values stay the largest, counts of tokens are summed over the updates, everything else is averaged over the
+    updates that report it: what belongs to the rollout batch is reported by the first alone. `update/count` is the
+    number of optimizer steps taken, `update/finite` 0 if one was not. Of several updates,
+    `ratio/first_max_abs_log` is the largest log ratio of the first, which is on policy.
+    """
+    names = {name: None for update in updates for name in update.metrics}
+    rows = [update.metrics for update in updates]
+    metrics = {name: _combined(name, rows) for name in names}
+    metrics["update/finite"] = min(row["update/finite"] for row in rows)
+    metrics["update/count"] = float(sum(update.finite for update in updates))
+    if len(updates) > 1:
+        metrics["ratio/first_max_abs_log"] = rows[0]["ratio/max_abs_log"]
+    return metrics
+
+
+def _combined(name: str, rows: Sequence[Mapping[str, float]]) -> float:
+    values = [row[name] for row in rows if name in row]
+    words = name.rpartition("/")[2].split("_")
+    if "max" in words:
+        return max(values)
+    return sum(values) if words[0] in COUNTS else fmean(values)

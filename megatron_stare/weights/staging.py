@@ -1,0 +1,55 @@
+"""Output that is either whole or not there: written beside its place and moved there at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_stare.errors import UserError
+
+
+@contextlib.contextmanager
+def staging(target: Path, nbytes: int) -> Iterator[Path]:
+    """An empty folder that becomes `target`, on disk, when the context ends well; else it is removed.
+
+    Args:
+        nbytes: that will be written, to refuse at once what the disk has no room for.
+
+    Raises:
+        UserError: there is something at `target`, or it cannot be written (the disk is full).
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError("there is something here already", where=str(target), fix="remove it, or name another folder")
+    folder = target.with_name(target.name + ".tmp")
+    try:
+        shutil.rmtree(folder, ignore_errors=True)  # of a conversion that was killed
+        folder.mkdir(parents=True)
+        if (free := shutil.disk_usage(folder).free) < nbytes:
+            raise UserError(
+                f"the disk has {free / 1e9:.1f} GB left, {nbytes / 1e9:.1f} are needed",
+                where=str(target),
+                fix="free some, or name a folder on another disk",
+            )
+        yield folder
+        for path in (*folder.iterdir(), folder):
+            sync_entry(path)
+        if target.exists():
+            target.rmdir()
+        folder.rename(target)
+        sync_entry(target.parent)
+    except OSError as error:
+        raise UserError(f"cannot be written ({error.strerror})", where=str(target), fix="is the disk full?") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def sync_entry(path: Path) -> None:
+    """A file's contents, or a folder's list of names, are on disk when this returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

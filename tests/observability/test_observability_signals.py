@@ -1,0 +1,82 @@
+"""The signals of reward hacking against numbers worked out by hand."""
+
+import math
+
+import pytest
+
+from megatron_stare.batch import Prompt, Sample
+from megatron_stare.observability.signals import (
+    FEW_TOKENS,
+    hacking_signals,
+    length_reward_correlation,
+    repetition,
+    tokens_before_answer,
+)
+
+
+def sample(length=4, reward=1.0, text="", answer_at=None, status="ok", ids=None):
+    ids = list(range(length)) if ids is None else ids
+    made = Sample(Prompt(0, "0", "", ""), 0, ids, [0.0] * len(ids), [0] * len(ids), "stop", text)
+    made.reward, made.reward_status, made.answer_at = reward, status, answer_at
+    return made
+
+
+def test_length_and_reward():
+    # lengths 1, 2, 3, 6 (mean 3), rewards 0, 0, 1, 1: covariance sum 1 + 0.5 + 0 + 1.5, squares 14 and 1
+    lengths, rewards = (1, 2, 3, 6), (0.0, 0.0, 1.0, 1.0)
+    samples = [sample(n, r) for n, r in zip(lengths, rewards, strict=True)]
+    assert length_reward_correlation(samples) == pytest.approx(3 / math.sqrt(14))
+    assert math.isnan(length_reward_correlation([sample(3, 1.0), sample(5, 1.0)]))
+    assert math.isnan(length_reward_correlation([sample()]))
+
+
+@pytest.mark.parametrize(
+    ("responses", "share"),
+    [
+        ([[1, 2, 3, 4, 5, 6]], 0.0),
+        ([[1, 2, 1, 2, 1, 2, 1, 2]], 3 / 5),  # 1212, 2121, 1212, 2121, 1212: three seen before
+        ([[7] * 10], 6 / 7),
+        ([[1, 2, 3, 4], [1, 2, 3, 4]], 0.0),  # between responses nothing is a repeat
+        ([[7] * 5, [1, 2, 3, 4], [1]], 1 / 3),
+    ],
+)
+def test_repetition(responses, share):
+    assert repetition(responses) == pytest.approx(share)
+
+
+def test_no_n_grams():
+    assert math.isnan(repetition([[1, 2, 3], []]))
+
+
+def test_tokens_before_the_answer():
+    assert tokens_before_answer(sample(10, text="x" * 40, answer_at=20)) == 5.0
+    assert tokens_before_answer(sample(10, text="x" * 40, answer_at=0)) == 0.0
+
+
+def test_a_step():
+    straight, worked = FEW_TOKENS - 1, FEW_TOKENS
+    samples = [
+        sample(20, 1.0, "x" * 20, straight),
+        sample(30, 1.0, "x" * 30, worked),
+        sample(40, 0.0, "x" * 40, 0),  # wrong: how it came about is not asked
+        sample(60, 0.0, "x" * 60, -1),
+        sample(25, 1.0, "x" * 25, -1),  # a verifier may pay for what its parser does not find
+        sample(99, None, status="timeout"),
+    ]
+    signals = hacking_signals(samples)
+    assert signals["signal/length_right"] == 25
+    assert signals["signal/length_wrong"] == 50
+    assert signals["signal/format"] == 3 / 5
+    assert signals["signal/no_reasoning"] == 1 / 2
+    assert signals["signal/repetition"] == 0
+    assert signals["signal/length_reward"] < 0
+
+
+def test_a_verifier_that_does_not_say_where_the_answer_stands():
+    signals = hacking_signals([sample(), sample(reward=0.0)])
+    assert signals.keys() == {f"signal/{n}" for n in ("length_reward", "length_right", "length_wrong", "repetition")}
+
+
+def test_nothing_was_scored():
+    signals = hacking_signals([sample(3, None, status="crash")])
+    assert all(math.isnan(value) for value in signals.values())

@@ -1,0 +1,103 @@
+"""Several optimizer steps a rollout batch, and the lagging gate, through the driver: metrics, skips, resume."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from models import random_batch
+from runs import metrics, model, train
+
+from megatron_stare.errors import NonFiniteError
+from megatron_stare.orchestration.updates import UpdateResult, combined
+from megatron_stare.run_state import RunState
+from megatron_stare.train import advance
+
+
+def update(finite: bool = True, **metrics: float) -> UpdateResult:
+    return UpdateResult({"ratio/max_abs_log": 0.0, **metrics, "update/finite": float(finite)}, {"gate": 1.0})
+
+
+def test_metrics_of_updates_become_those_of_the_step() -> None:
+    first = update(**{"loss/policy": 1.0, "loss/tokens": 10.0, "entropy/mean": 0.5, "stare/selected_plus": 2.0})
+    later = update(**{"loss/policy": 2.0, "loss/tokens": 20.0, "ratio/max_abs_log": 0.3, "stare/selected_plus": 3.0})
+    skipped = update(False, **{"loss/policy": 3.0, "loss/tokens": 30.0, "ratio/max_abs_log": 0.2})
+    assert combined([first, later, skipped]) == {
+        "loss/policy": 2.0,
+        "loss/tokens": 60.0,
+        "stare/selected_plus": 5.0,
+        "entropy/mean": 0.5,  # of the rollout batch, so the first update's alone
+        "ratio/max_abs_log": 0.3,
+        "ratio/first_max_abs_log": 0.0,
+        "update/finite": 0.0,
+        "update/count": 2.0,
+    }
+    assert combined([first]) == {**first.metrics, "update/count": 1.0}
+
+
+def test_three_updates_in_a_row_that_were_not_taken_stop_the_run() -> None:
+    run: Any = SimpleNamespace(state=RunState(), source=SimpleNamespace(state=lambda: {"cursor": 4}))
+    yes, no = update(), update(False)
+    advance(run, 1, [no, no, yes, no])  # never three in a row
+    assert (run.state.step, run.state.skipped, run.state.method) == (1, 1, {"gate": 1.0})
+    advance(run, 2, [yes, no, no])
+    assert run.state.skipped == 2
+    with pytest.raises(NonFiniteError, match="3 optimizer steps in a row"):
+        advance(run, 3, [no, yes])
+
+
+def test_the_first_samples_are_a_batch_of_their_own() -> None:
+    batch, alone = random_batch(3, size=8), random_batch(3, size=4)  # the same samples, drawn one by one
+    found = vars(batch.first(4))
+    for name, value in vars(alone).items():
+        assert torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value, name
+
+
+INLINE = {
+    "runtime.runner": "inline",
+    "parallel.tensor": 1,
+    "eval.prompts": 0,
+    "run.steps": 3,
+    "run.checkpoint_every": 2,
+}
+SEVERAL = (
+    "batch.mini_batch_prompts=2",
+    "batch.epochs=2",
+    "statistics.surprisal=current",
+    "model.reference_refresh_every=2",
+    "algorithm.reference_kl={coef: 0.1}",
+)
+LAGGED = (
+    "statistics={surprisal: rollout, gate: lagged, scope: micro_batch}",
+    "observability.entropy_forecast=false",
+    "batch.micro_batch_tokens=64",
+    "algorithm={name: stare, entropy_target: 0.3, adaptive: true}",
+)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("settings", [SEVERAL, LAGGED], ids=["several-updates", "lagged-gate"])
+def test_resumed_equals_uninterrupted(tmp_path: Path, settings: tuple[str, ...]) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    done = train(model(), f"run.dir={whole}", *settings, cwd=tmp_path, **INLINE)
+    assert done.returncode == 0, done.stderr
+    shutil.copytree(whole, cut)
+    shutil.rmtree(cut / "checkpoints" / "step_000003")
+    resumed = train(model(), f"run.dir={cut}", *settings, "--resume", cwd=tmp_path, **INLINE)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "continuing after step 2" in resumed.stdout
+    rows = metrics(whole)
+    assert metrics(cut) == rows
+    if settings == SEVERAL:
+        assert [row["update/count"] for row in rows] == [4.0] * 3
+        assert all(row["ratio/first_max_abs_log"] == 0.0 < row["ratio/max_abs_log"] for row in rows)
+    else:
+        assert "warning: statistics.scope=micro_batch" in done.stdout
+        # the first step has the initial weights; the second those that the first one's training pass led to
+        assert rows[0]["stare/amplify"] == 1.1
+        moved = 0.01 if rows[0]["entropy/mean"] < 0.3 else -0.01
+        assert rows[1]["stare/amplify"] == pytest.approx(1.1 + moved)

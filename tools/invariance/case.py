@@ -1,0 +1,91 @@
+"""What is checked: a method, a layout and a cut into micro-batches, on a fixed model and a fixed batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from megatron_stare.batch import Prompt, RolloutBatch, Sample
+from megatron_stare.config.schema import Config
+from megatron_stare.preflight import check
+
+VOCAB, LENGTH = 61, 24
+TRAINER = "megatron_stare.megatron.trainer.Trainer"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step.
+
+    algorithm: the section of that name.        parallel: the section of that name; empty is one rank.
+    budget: tokens of a micro-batch.        packed: packed or padded micro-batches.
+    seed: of the batch.
+    off_policy: spread of ln(p / p_old): the policy that sampled is off by uniform noise of this width. 0: on-policy.
+    trainer: dotted path of the class that is checked.
+    """
+
+    algorithm: dict[str, Any]
+    parallel: dict[str, Any] = field(default_factory=dict)
+    budget: int = 10_000
+    packed: bool = True
+    seed: int = 1
+    off_policy: float = 0.0
+    trainer: str = TRAINER
+
+    def alone(self) -> Case:
+        """The same step on one rank, in one micro-batch, by the project's own trainer."""
+        return Case(self.algorithm, packed=self.packed, seed=self.seed, off_policy=self.off_policy)
+
+    def config(self, folder: str) -> Config:
+        """The run's configuration, with the model of `folder`. Raises UserError where the layout cannot be."""
+        tree = {
+            "model": {"path": folder},
+            "parallel": self.parallel,
+            "batch": {"micro_batch_tokens": self.budget, "packed": self.packed},
+            "rollout": {"max_prompt_tokens": 8, "max_new_tokens": LENGTH},
+            "optimizer": {"name": "sgd", "lr": 1.0, "weight_decay": 0.0, "clip_grad": 1e9},
+            "runtime": {"timeout_s": 120.0},
+            "algorithm": self.algorithm,
+        }
+        return check(Config.model_validate(tree))
+
+
+def write_model(folder: Path) -> None:
+    """A random Qwen2 whose logits spread widely enough for thresholds to mean something."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
+    model = Qwen2ForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+
+
+def fixed_batch(seed: int) -> RolloutBatch:
+    """Four groups of four responses of many lengths; one group is all right, and one answer was not verified."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    samples = []
+    for i in range(16):
+        prompt = Prompt(i // 4, str(i // 4), "", "", tuple(draw(2, VOCAB) for _ in range(3 + i // 4)))
+        ids = [draw(2, VOCAB) for _ in range(draw(2, LENGTH))]
+        sample = Sample(prompt, i % 4, ids, [-draw(1, 400) / 100 for _ in ids], [0] * len(ids), "stop")
+        sample.reward, sample.reward_status = float(i // 4 == 3 or i % 3 == 0), "crash" if i == 5 else "ok"
+        samples.append(sample)
+    return RolloutBatch.from_samples(samples, step=1)

@@ -1,0 +1,129 @@
+"""Takes the step of a case on every rank of its layout, in processes that stay for the next case."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import tempfile
+from dataclasses import replace
+from multiprocessing.pool import Pool
+from typing import Any
+
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import torch
+from torch import Tensor
+
+from invariance.case import Case, fixed_batch
+from megatron_stare.batch import TokenBatch
+from megatron_stare.config.schema import Config
+from megatron_stare.megatron.export import export_hf
+from megatron_stare.megatron.trainer import Trainer, main_grad
+from megatron_stare.methods import build_method
+from megatron_stare.ops.plan import plan_mini_batches
+from megatron_stare.orchestration.groups import plan_rules
+from megatron_stare.statistics import Threshold, TopK
+
+NEAR = 1e-5  # of a threshold: close enough for rounding to decide
+TIMEOUT_S = 300
+
+Scores = tuple[Tensor, Tensor]  # log-probs and entropies [M] of the whole batch in canonical order
+
+
+def processes(world: int) -> Pool:
+    """Room for `world` ranks at once."""
+    return multiprocessing.get_context("spawn").Pool(world, torch.set_num_threads, (1,))
+
+
+def take(pool: Pool, case: Case, folder: str, scores: Scores | None) -> dict[str, Any]:
+    """What all ranks found, as if one had.
+
+    Args:
+        pool: at least as many processes as ranks; every rank waits for the others, so each gets one of its own.
+        folder: of the model.
+        scores: those of the one-process run, to measure with as well; None: this is that run.
+
+    Raises:
+        UserError: the layout cannot be.
+    """
+    config = case.config(folder)
+    ranks = range(config.parallel.world_size)
+    with tempfile.TemporaryDirectory() as meeting:
+        jobs = [(config, case, rank, f"file://{meeting}/ranks", scores) for rank in ranks]
+        return _merge(pool.starmap_async(one_rank, jobs, chunksize=1).get(timeout=TIMEOUT_S))
+
+
+def one_rank(config: Config, case: Case, rank: int, init: str, scores: Scores | None) -> dict[str, Any]:
+    """One step on this rank."""
+    module, _, name = case.trainer.rpartition(".")
+    worker: Trainer = getattr(importlib.import_module(module), name)(config, rank, init)
+    try:
+        return _step(worker, config, case, scores)
+    finally:
+        worker.close()
+
+
+def _step(worker: Trainer, config: Config, case: Case, scores: Scores | None) -> dict[str, Any]:
+    method, batch = build_method(config.algorithm), fixed_batch(case.seed)
+    batch.advantages = method.response_advantages(batch)
+    worker.score(batch, plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), plan_rules(config)))
+    found: dict[str, Any] = {"given": {}, "selected": {}, "near": {}, "scores": None}
+    measured = worker._measured
+    state = method.initial_state()
+    if measured is not None:
+        own = measured.tokens
+        if scores is None:
+            order = own.index.argsort()
+            found["scores"] = (own.old_log_prob[order], own.entropy[order])
+        else:
+            log_prob, entropy = (score[own.index] for score in scores)
+            given = replace(own, log_prob=log_prob, old_log_prob=log_prob, entropy=entropy)
+            worker._measured = replace(measured, tokens=_moved(given, case))
+            worker.measure(state)
+            found["given"], _ = _selections(worker)
+        worker._measured = replace(measured, tokens=_moved(own, case))
+    worker.measure(state)
+    if worker._measured is not None:
+        found["selected"], found["near"] = _selections(worker)
+        found["given"] = found["given"] or found["selected"]
+    result = worker.update()
+    found["gradients"] = export_hf(worker.model, worker.shape, worker.layout, of=main_grad)
+    found["weights"] = worker.export()
+    found["metrics"] = result[0] if result else None
+    return found
+
+
+def _moved(tokens: TokenBatch, case: Case) -> TokenBatch:
+    """With the log-probs of an older policy, the same for a token wherever it lies."""
+    noise = torch.rand(int(fixed_batch(case.seed).response_lengths.sum()), generator=torch.Generator().manual_seed(0))
+    return replace(tokens, old_log_prob=tokens.old_log_prob + case.off_policy * (noise - 0.5)[tokens.index])
+
+
+def _selections(worker: Trainer) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
+    """By request: the canonical numbers of this rank's selected tokens, and of those near the threshold."""
+    assert worker._measured is not None
+    tokens, statistics = worker._measured.tokens, worker._measured.statistics
+    selected, near = {}, {}
+    for name, request in worker.method.requests(tokens, statistics).items():
+        threshold = statistics.get(name)
+        if isinstance(request, TopK) and isinstance(threshold, Threshold):
+            chosen = threshold.select(request.key, request.index, request.mask)
+            close = request.mask & ((request.key - threshold.value).abs() <= NEAR)
+            selected[name] = set(request.index[chosen].tolist())
+            near[name] = set(request.index[close].tolist())
+    return selected, near
+
+
+def _merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    whole: dict[str, Any] = {"given": {}, "selected": {}, "near": {}, "gradients": {}, "weights": {}}
+    for part in parts:
+        for key in ("given", "selected", "near"):
+            for name, tokens in part[key].items():
+                whole[key][name] = whole[key].get(name, set()) | tokens
+        whole["gradients"] |= part["gradients"]
+        whole["weights"] |= part["weights"]
+    for key in ("metrics", "scores"):  # each of one rank alone, where there is one
+        whole[key] = next((part[key] for part in parts if part[key] is not None), None)
+    return whole

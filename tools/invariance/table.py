@@ -1,0 +1,112 @@
+"""Every method in every layout, and the largest errors of each."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from invariance.case import Case
+from invariance.compare import RELATIVE, WEIGHTS, Difference, compare
+from invariance.step import NEAR, processes, take
+from megatron_stare.algorithms import METHODS
+
+# settings with which a method does something to a batch of two hundred tokens whose mean entropy is near 2 nats
+SETTINGS: dict[str, dict[str, Any]] = {
+    "clip_cov": {"share": 0.05, "cov_low": 0.1, "cov_high": 2.0},
+    "dapo": {"overlong": {"max_length": 24, "cache": 12}},
+    "dr_grpo": {"length_norm": 24},
+    "kl_cov": {"share": 0.1},
+    "stapo": {"tau_p": 0.05},
+    "stapo_stare": {"variant": "C2", "entropy_target": 5.0, "spurious": {"tau_p": 0.05}},
+    "stare": {"variant": "C2", "entropy_target": 5.0, "adaptive": True},
+}
+BESIDES = {
+    "stare, gate closed": {"name": "stare", "entropy_target": 0.1},
+    "twenty_entropy by quantile": {"name": "twenty_entropy", "rule": "quantile"},
+    "grpo with correction and entropy bonus": {
+        "name": "grpo",
+        "correction": {"mode": "mask", "level": "sequence", "low": 0.001, "high": 1000.0, "normalise": True},
+        "entropy_bonus": {"coef": 0.001, "target": 5.0},
+    },
+}
+ALGORITHMS = {name: {"name": name, **SETTINGS.get(name, {})} for name in METHODS} | BESIDES
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor": 2},
+    "tp4": {"tensor": 4},
+    "tp2 sp": {"tensor": 2, "sequence": True},
+    "pp2": {"pipeline": 2},
+    "pp2 vpp2": {"pipeline": 2, "virtual_pipeline": 2},
+    "dp2": {"data": 2},
+    "dp4": {"data": 4},
+    "tp2 pp2": {"tensor": 2, "pipeline": 2},
+    "tp2 dp2": {"tensor": 2, "data": 2},
+    "pp2 dp2": {"pipeline": 2, "data": 2},
+}
+CUTS = ({"budget": 64, "packed": True}, {"budget": 40, "packed": False})
+OFF_POLICY = 0.5  # so that clips and ratios have something to do
+
+
+Rows = dict[str, dict[str, dict[str, Any]]]  # method -> layout -> errors
+
+
+def table(folder: str) -> tuple[Rows, list[str]]:
+    """By method and layout the largest errors over the cuts into micro-batches; and what failed.
+
+    Args:
+        folder: of the model.
+    """
+    rows: Rows = {}
+    faults: list[str] = []
+    with processes(4) as pool:
+        for name, algorithm in ALGORITHMS.items():
+            wholes = [
+                take(pool, Case(algorithm, packed=cut["packed"], off_policy=OFF_POLICY), folder, None) for cut in CUTS
+            ]
+            rows[name] = {}
+            for layout, parallel in LAYOUTS.items():
+                found = []
+                for cut, whole in zip(CUTS, wholes, strict=True):
+                    case = replace(Case(algorithm, off_policy=OFF_POLICY), parallel=parallel, **cut)
+                    found.append(compare(whole, take(pool, case, folder, whole["scores"])))
+                    faults += [f"{name}, {layout}, {cut}: {fault}" for fault in found[-1].faults]
+                rows[name][layout] = row(found)
+                print(f"{name:40} {layout:10} {rows[name][layout]}", flush=True)
+    return rows, faults
+
+
+def row(found: list[Difference]) -> dict[str, Any]:
+    """One entry of the table."""
+    keys = {key for each in found for key in each.largest}
+    worst = {key: max(each.largest.get(key, 0.0) for each in found) for key in sorted(keys)}
+    return {
+        **{key: float(f"{value:.1e}") for key, value in worst.items()},
+        "selected": max(each.selected for each in found),
+        "excused": sum(len(each.excused) for each in found),
+        "faults": sum(len(each.faults) for each in found),
+    }
+
+
+def write(rows: Rows, out: Path) -> None:
+    """The table as JSON, a line for every method and layout."""
+    head = {
+        "what": "one training step in the layout against the same step on one rank, both in float32 on CPU: largest "
+        "differences over the cuts; loss, gradient norm and gradients relative, weights absolute; tokens in all "
+        "selections; tokens selected otherwise because they lie near a threshold (excused)",
+        "limits": {"relative": RELATIVE, "weights": WEIGHTS, "near a threshold": NEAR},
+        "micro-batches": CUTS,
+        "spread of ln(p / p_old)": OFF_POLICY,
+        "settings": {name: settings for name, settings in ALGORITHMS.items() if name in rows},
+        "layouts": LAYOUTS,
+    }
+    methods = (
+        f"  {json.dumps(name)}: {{\n"
+        + ",\n".join(f"   {json.dumps(layout)}: {json.dumps(entry)}" for layout, entry in layouts.items())
+        + "\n  }"
+        for name, layouts in rows.items()
+    )
+    lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    body = ",\n".join([*lines, ' "methods": {\n' + ",\n".join(methods) + "\n }"])
+    out.write_text("{\n" + body + "\n}\n")
