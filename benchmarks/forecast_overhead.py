@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -22,19 +21,13 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import torch
 from machine import machine
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from tiny import ragged_batch, tiny_policy
 
-from megatron_stare.batch import Prompt, RolloutBatch, Sample
-from megatron_stare.config.schema import ModelConfig, ParallelConfig
-from megatron_stare.megatron import layout as parallel_layout
 from megatron_stare.megatron.cpu_backend import device
 from megatron_stare.megatron.microbatch import RankBatch
-from megatron_stare.megatron.model import build_policy, load_hf
 from megatron_stare.megatron.passes import Head, score
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 from megatron_stare.ops.vocab_parallel import log_prob_and_entropy
-from megatron_stare.weights.hf_folder import HfFolder
-from megatron_stare.weights.shape import read_shape
 
 RESULT = Path(__file__).parent / "results/forecast_overhead.json"
 
@@ -51,46 +44,30 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    with tempfile.TemporaryDirectory() as folder:
-        result = measure(args, Path(folder))
+    result = measure(args)
     RESULT.parent.mkdir(exist_ok=True)
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 
 
-def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Medians over the repeats with and without, of the pass and of the head's operator alone, and their ratios."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=args.vocab,
-        hidden_size=args.hidden,
-        intermediate_size=args.hidden * 8 // 3,
-        num_hidden_layers=args.layers,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    shape, parallel = read_shape(folder), ParallelConfig()
-    layout = parallel_layout.join(parallel, 0, f"file://{folder}/ranks", seed=1, timeout_s=60)
-    model = build_policy(shape, ModelConfig(path=str(folder)), parallel, layout, distributed_optimizer=False)
-    load_hf(model, HfFolder(folder), shape, layout)
-    head = Head(shape.vocab_size, 1.0, layout)
-    batch = random_batch(args)
-    rules = PlanRules(data_parallel=1, budget=args.budget, packed=True, hidden=shape.hidden)
-    rank_batch = RankBatch(batch, plan_micro_batches(batch.lengths.tolist(), rules), 0, device(), packed=True)
+    batch = ragged_batch(args.samples, args.vocab, median=args.length, sigma=0.0, longest=args.length)
     logits = 3 * torch.randn(args.budget, args.vocab, device=device())
     targets = torch.randint(0, args.vocab, (args.budget,), device=device())
+    with tiny_policy(args.vocab, args.hidden, args.layers) as (model, shape, layout):
+        head = Head(shape.vocab_size, 1.0, layout)
+        rules = PlanRules(data_parallel=1, budget=args.budget, packed=True, hidden=shape.hidden)
+        rank_batch = RankBatch(batch, plan_micro_batches(batch.lengths.tolist(), rules), 0, device(), packed=True)
 
-    def whole_pass(second_moment: bool) -> None:
-        score(model, rank_batch, head, second_moment=second_moment)
+        def whole_pass(second_moment: bool) -> None:
+            score(model, rank_batch, head, second_moment=second_moment)
 
-    @torch.no_grad()
-    def operator(second_moment: bool) -> None:
-        log_prob_and_entropy(logits, targets, vocab_size=args.vocab, second_moment=second_moment)
+        @torch.no_grad()
+        def operator(second_moment: bool) -> None:
+            log_prob_and_entropy(logits, targets, vocab_size=args.vocab, second_moment=second_moment)
 
-    measured = {"pass": compare(whole_pass, args.repeats), "operator": compare(operator, args.repeats)}
-    parallel_layout.leave()
+        measured = {"pass": compare(whole_pass, args.repeats), "operator": compare(operator, args.repeats)}
     clock = "wall" if torch.cuda.is_available() else "processor time"
     return {
         "machine": machine(),
@@ -125,17 +102,6 @@ def now() -> float:
         return time.process_time()
     torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def random_batch(args: argparse.Namespace) -> RolloutBatch:
-    """Random tokens, responses of one length."""
-    generator = torch.Generator().manual_seed(1)
-    samples = []
-    for i in range(args.samples):
-        ids = torch.randint(0, args.vocab, (args.length,), generator=generator).tolist()
-        prompt = Prompt(i, str(i), "", "", (1, 2, 3, 4, 5, 6, 7, 8))
-        samples.append(Sample(prompt, 0, ids, [0.0] * len(ids), [0] * len(ids), "stop"))
-    return RolloutBatch.from_samples(samples)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,10 @@ from typing import Any
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
-import torch
 import torch.distributed as dist
 from machine import machine
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from tiny import GROUP, ragged_batch, save_tiny
 
-from megatron_stare.batch import Prompt, RolloutBatch, Sample
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.methods import build_method
@@ -68,26 +66,12 @@ def main() -> None:
     settings = {name: value for name, value in vars(args).items() if name != "out"}
     result: dict[str, Any] = {"machine": machine(), "settings": settings, "target": {"stare / grpo": TARGET}}
     with tempfile.TemporaryDirectory() as folder:
-        write_model(args, folder)
+        save_tiny(folder, VOCAB, args.hidden, args.layers)
         for name, parallel in LAYOUTS.items():
             result[name] = measure(args, folder, parallel)
     args.out.parent.mkdir(exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
-
-
-def write_model(args: argparse.Namespace, folder: str) -> None:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=args.hidden,
-        intermediate_size=args.hidden * 8 // 3 // 16 * 16,
-        num_hidden_layers=args.layers,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
 def measure(args: argparse.Namespace, folder: str, parallel: dict[str, int]) -> dict[str, Any]:
@@ -127,7 +111,7 @@ def rank_times(
 ) -> tuple[int, dict[str, list[float]], dict[str, list[float]]]:
     """Tokens of the batch, and this rank's wall and CPU seconds of every step, by case, in order of the turns."""
     trainer = Trainer(next(iter(configs.values())), rank, init)
-    batch = ragged(args)
+    batch = ragged_batch(args.prompts * GROUP, VOCAB, median=args.median, sigma=0.7, longest=LONGEST, prompt=PROMPT)
     methods = {name: build_method(config.algorithm) for name, config in configs.items()}
     plan = plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), plan_rules(trainer.config))
     names = list(configs)
@@ -160,21 +144,6 @@ def spread(one: list[float], other: list[float]) -> dict[str, Any]:
         name: [round(x, 4) for x in value] if isinstance(value, tuple) else round(value, 4)
         for name, value in rounded.items()
     }
-
-
-def ragged(args: argparse.Namespace) -> RolloutBatch:
-    """Random tokens in responses of log-normal lengths, half of which are right."""
-    generator = torch.Generator().manual_seed(1)
-    samples = []
-    for i in range(args.prompts * 8):
-        length = int(args.median * torch.randn((), generator=generator).mul(0.7).exp())
-        ids = torch.randint(2, VOCAB, (min(max(length, 2), LONGEST),), generator=generator).tolist()
-        log_probs = torch.empty(len(ids)).exponential_(2.0, generator=generator).neg().tolist()
-        prompt = Prompt(i // 8, str(i // 8), "", "", tuple(range(2, 2 + PROMPT)))
-        sample = Sample(prompt, i % 8, ids, log_probs, [0] * len(ids), "stop", reward=float(i % 2))
-        sample.reward_status = "ok"
-        samples.append(sample)
-    return RolloutBatch.from_samples(samples)
 
 
 if __name__ == "__main__":

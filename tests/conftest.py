@@ -9,6 +9,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import settings
@@ -26,6 +28,14 @@ POOL = RankPool()
 def ranks() -> RankPool:
     """Gloo ranks, kept from test to test; see ranks.py."""
     return POOL
+
+
+@pytest.fixture(scope="module")
+def writers() -> Iterator[RankPool]:
+    """Gloo ranks that may start processes of their own, as the writers of checkpoints do."""
+    pool = RankPool(with_children=True)
+    yield pool
+    pool.close()
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

@@ -106,17 +106,36 @@ def get(
 
 
 def start_ray(config: Config) -> None:
-    """Joins the cluster of runtime.ray_address, or starts one here that only this machine can reach."""
+    """Joins the cluster of runtime.ray_address, or starts one here that only this machine can reach.
+
+    Raises:
+        UserError: Ray does not start here, or does not answer there.
+    """
     common = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
     if config.runtime.ray_address:
-        ray.init(address=config.runtime.ray_address, **common)
+        address = config.runtime.ray_address
+        _init(f"the Ray cluster at {address} cannot be joined", "runtime.ray_address", address=address, **common)
         return
     # Ray announces at every start that its cluster wants a token, which is as it should be
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the coming default, whose notice Ray prints
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # idle workers would take memory from ours
-    ray.init(object_store_memory=config.runtime.object_store_mb * 2**20, _node_ip_address=LOOPBACK, **common)
+    store = config.runtime.object_store_mb * 2**20
+    _init("Ray does not start", "runtime", object_store_memory=store, _node_ip_address=LOOPBACK, **common)
+
+
+def _init(what: str, where: str, **settings: Any) -> None:
+    try:
+        ray.init(**settings)
+    except Exception as error:  # Ray raises bare Exceptions where a node does not come up in time
+        ray.shutdown()
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"{what}: {first_line}",
+            where=where,
+            fix="is the machine very busy or out of memory? Its logs are in /tmp/ray/session_latest/logs",
+        ) from error
 
 
 def check_gpus(config: Config) -> None:

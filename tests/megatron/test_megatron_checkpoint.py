@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from models import random_batch, save_model
 from ranks import RankPool
+from steps import take_step
 from torch import Tensor
 
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.ops.plan import PlanRules, plan_micro_batches
-
-
-def take_step(trainer: Trainer, seed: int) -> None:
-    parallel = trainer.config.parallel
-    batch = random_batch(seed, size=8)
-    rules = PlanRules(
-        data_parallel=parallel.data,
-        budget=48,
-        packed=True,
-        multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
-        hidden=32,
-    )
-    trainer.score(batch, plan_micro_batches(batch.lengths.tolist(), rules))
-    trainer.measure(trainer.method.initial_state())
-    trainer.update()
 
 
 def two_steps(rank: int, init: str, config: Config, folder: str, resumed: bool) -> tuple[dict[str, Tensor], float]:
@@ -37,19 +21,12 @@ def two_steps(rank: int, init: str, config: Config, folder: str, resumed: bool) 
     if resumed:
         trainer.load(folder)
     else:
-        take_step(trainer, 1)
+        take_step(trainer, random_batch(1, size=8))
         trainer.save(folder)
-    take_step(trainer, 2)
+    take_step(trainer, random_batch(2, size=8))
     result = trainer.export(), float(trainer.optimizer.param_groups[0]["lr"])
     trainer.close()
     return result
-
-
-@pytest.fixture(scope="module")
-def writers() -> Iterator[RankPool]:
-    pool = RankPool(with_children=True)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.distributed
@@ -72,6 +49,7 @@ def test_resumed_equals_uninterrupted(writers: RankPool, tmp_path: Path, family:
         {
             "model": {"path": str(tmp_path / "model")},
             "parallel": layout,
+            "batch": {"micro_batch_tokens": 48},
             "optimizer": {"lr": 1e-2, "warmup_steps": 4, "weight_decay": 0.1},
             "algorithm": {"name": "stare", "variant": "C2"},
         }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -78,13 +77,6 @@ def assert_same_as_folder(tensors: dict[str, Tensor], path: Path) -> None:
     assert tensors.keys() == folder.names()
     for name, tensor in tensors.items():
         assert torch.equal(tensor, folder.slice(name)[:]), name
-
-
-@pytest.fixture(scope="module")
-def writers() -> Iterator[RankPool]:
-    pool = RankPool(with_children=True)
-    yield pool
-    pool.close()
 
 
 def save_run(rank: int, init: str, config: Config, folder: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import random_batch, save_model
+from steps import plan_of
 from torch import Tensor
 
 from megatron_stare.batch import TokenBatch
@@ -15,7 +16,6 @@ from megatron_stare.config.schema import Config
 from megatron_stare.megatron.forecast import push_of
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.methods import build_method
-from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 from megatron_stare.ops.statistics import gather_statistics
 
 TEMPERATURE = 0.8
@@ -40,8 +40,7 @@ def one_rank(rank: int, init: str, config: Config) -> dict[str, Any]:
     worker = Trainer(config, rank, init)
     batch = random_batch(SEED, SIZE)
     batch.step = 1
-    rules = PlanRules(data_parallel=config.parallel.data, budget=BUDGET, packed=True, hidden=32)
-    plan = plan_micro_batches(batch.lengths.tolist(), rules)
+    plan = plan_of(config, batch)
     worker.score(batch, plan)
     worker.measure(worker.method.initial_state())
     before = worker._measured.tokens if worker._measured is not None else None

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import save_model
+from models import random_batch, save_model
 from ranks import RankPool
-from test_megatron_checkpoint import take_step
+from steps import take_step
 from torch import Tensor
 
 from megatron_stare.config.schema import Config
@@ -35,10 +34,10 @@ def moments(trainer: Trainer) -> dict[str, Tensor]:
 def step_and_save(rank: int, init: str, config: Config, folder: str) -> tuple[dict, dict, dict]:
     """Step 1, save, step 2: this rank's weights and moments when it saved, and its weights at the end."""
     trainer = Trainer(config, rank, init)
-    take_step(trainer, 1)
+    take_step(trainer, random_batch(1, size=8))
     saved = trainer.export(), {} if config.optimizer.distributed else moments(trainer)
     trainer.save(folder)
-    take_step(trainer, 2)
+    take_step(trainer, random_batch(2, size=8))
     result = *saved, trainer.export()
     trainer.close()
     return result
@@ -49,17 +48,10 @@ def load_and_step(rank: int, init: str, config: Config, folder: str) -> tuple[di
     trainer = Trainer(config, rank, init)
     trainer.load(folder)
     loaded = trainer.export(), {} if config.optimizer.distributed else moments(trainer)
-    take_step(trainer, 2)
+    take_step(trainer, random_batch(2, size=8))
     result = *loaded, trainer.export()
     trainer.close()
     return result
-
-
-@pytest.fixture(scope="module")
-def writers() -> Iterator[RankPool]:
-    pool = RankPool(with_children=True)
-    yield pool
-    pool.close()
 
 
 def config_of(path: Path, layout: dict[str, int], **optimizer: Any) -> Config:
@@ -67,6 +59,7 @@ def config_of(path: Path, layout: dict[str, int], **optimizer: Any) -> Config:
         {
             "model": {"path": str(path)},
             "parallel": layout,
+            "batch": {"micro_batch_tokens": 48},
             # a k bias has no gradient but rounding, which Adam with a small eps would make into steps of full size
             "optimizer": {"lr": 1e-2, "warmup_steps": 4, "weight_decay": 0.1, "eps": 1e-4, **optimizer},
             "algorithm": {"name": "stare", "variant": "C2"},

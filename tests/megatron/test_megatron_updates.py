@@ -6,8 +6,6 @@ The reference is plain transformers in float64, one sample at a time, with autog
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +13,18 @@ import pytest
 import torch
 from models import random_batch, save_model
 from ranks import RankPool
+from steps import plan_of, take_step
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_stare.batch import RolloutBatch
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.ops.plan import PlanRules, plan_mini_batches
 
 pytestmark = pytest.mark.distributed
 SEED, SIZE, GROUPS, MINI_BATCH, EPOCHS = 8, 8, 4, 2, 2  # every group of this batch teaches something
 UPDATES = EPOCHS * GROUPS // MINI_BATCH
-RULES = PlanRules(data_parallel=1, budget=24, packed=True, hidden=32, mini_batch_prompts=MINI_BATCH)
+BUDGET = 24  # tokens a micro-batch; small, so that a mini-batch has several
 LR, AMPLIFY, ATTENUATE, SHARE, LOW, HIGH, DUAL = 0.3, 3.0, 0.2, 0.2, 0.2, 0.28, 10.0
 
 
@@ -42,7 +40,13 @@ def config_of(path: Path, **sections: Any) -> Config:
     }
     tree: dict[str, Any] = {
         "model": {"path": str(path)},
-        "batch": {"prompts": GROUPS, "samples_per_prompt": 2, "mini_batch_prompts": MINI_BATCH, "epochs": EPOCHS},
+        "batch": {
+            "prompts": GROUPS,
+            "samples_per_prompt": 2,
+            "mini_batch_prompts": MINI_BATCH,
+            "epochs": EPOCHS,
+            "micro_batch_tokens": BUDGET,
+        },
         "algorithm": algorithm,
         "optimizer": {"name": "sgd", "lr": LR, "weight_decay": 0.0, "clip_grad": 1e9},
         "observability": {"entropy_forecast": False},
@@ -60,22 +64,12 @@ def batch_of(seed: int) -> RolloutBatch:
     return batch
 
 
-def take_step(trainer: Trainer, state: dict[str, float], seed: int) -> tuple[list[dict[str, float]], dict[str, float]]:
-    """A training step as the driver takes it: what every update reported here, and the state after it."""
-    config, batch = trainer.config, batch_of(seed)
-    rules = replace(RULES, data_parallel=config.parallel.data, mini_batch_prompts=config.batch.mini_batch_prompts)
-    trainer.score(batch, plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), rules))
-    trainer.measure(state)
-    reported = [result for n in range(config.batch.updates) if (result := trainer.update(n)) is not None]
-    return [metrics for metrics, _ in reported], reported[-1][1] if reported else {}
-
-
 def one_step(
     rank: int, init: str, config: Config
 ) -> tuple[dict[str, Tensor], list[dict[str, float]], dict[str, float]]:
     """This rank's weights after one step, and what it reported."""
     trainer = Trainer(config, rank, init)
-    metrics, state = take_step(trainer, trainer.method.initial_state(), seed=SEED)
+    metrics, state = take_step(trainer, batch_of(SEED))
     weights = trainer.export()
     trainer.close()
     return weights, metrics, state
@@ -111,7 +105,7 @@ def weights_by_hand(read: Tensor, advantage: Tensor) -> Tensor:
     return weight
 
 
-def by_hand(path: Path, surprisal: str, scope: str) -> dict[str, Tensor]:
+def by_hand(path: Path, config: Config, surprisal: str, scope: str) -> dict[str, Tensor]:
     """The policy after the same updates. An update's batch is that of its mini-batch: threshold, N, and all."""
     policy = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     batch = batch_of(SEED)
@@ -119,7 +113,7 @@ def by_hand(path: Path, surprisal: str, scope: str) -> dict[str, Tensor]:
     with torch.no_grad():
         old = log_probs(policy, batch)
     rollout = batch.rollout_log_probs.split(batch.response_lengths.tolist())
-    plan = plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), RULES)
+    plan = plan_of(config, batch)
     for _, number in itertools.product(range(EPOCHS), range(GROUPS // MINI_BATCH)):
         now = log_probs(policy, batch)
         tokens = sum(len(now[i]) for i in plan.samples(number))
@@ -150,9 +144,10 @@ def by_hand(path: Path, surprisal: str, scope: str) -> dict[str, Tensor]:
 )
 def test_updates_equal_those_by_hand(ranks: RankPool, tmp_path: Path, surprisal: str, scope: str) -> None:
     save_model(tmp_path, "qwen2")
-    weights, metrics, _ = run(ranks, config_of(tmp_path, statistics={"surprisal": surprisal, "scope": scope}))
+    config = config_of(tmp_path, statistics={"surprisal": surprisal, "scope": scope})
+    weights, metrics, _ = run(ranks, config)
     assert len(metrics) == UPDATES
-    want = by_hand(tmp_path, surprisal, scope)
+    want = by_hand(tmp_path, config, surprisal, scope)
     assert weights.keys() == want.keys()
     for name, weight in want.items():
         torch.testing.assert_close(weights[name].double(), weight, atol=2e-5, rtol=1e-4, msg=name)
@@ -211,20 +206,13 @@ def two_steps(
     if resumed:
         trainer.load(folder)
     else:
-        take_step(trainer, state, seed=SEED)
+        take_step(trainer, batch_of(SEED), state)
         trainer.refresh_reference()
         trainer.save(folder)
-    metrics, _ = take_step(trainer, state, seed=SEED + 1)
+    metrics, _ = take_step(trainer, batch_of(SEED + 1), state)
     result = trainer.export(), metrics
     trainer.close()
     return result
-
-
-@pytest.fixture(scope="module")
-def writers() -> Iterator[RankPool]:
-    pool = RankPool(with_children=True)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2, "pipeline": 2}], ids=["one", "tp2-pp2"])

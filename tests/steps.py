@@ -1,0 +1,29 @@
+"""A training step on the real trainer, as the driver takes it."""
+
+from __future__ import annotations
+
+from megatron_stare.batch import MicroBatchPlan, RolloutBatch
+from megatron_stare.config.schema import Config
+from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.ops.plan import plan_mini_batches
+from megatron_stare.orchestration.groups import plan_rules
+
+
+def plan_of(config: Config, batch: RolloutBatch) -> MicroBatchPlan:
+    """The plan that the driver would make."""
+    return plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), plan_rules(config))
+
+
+def take_step(
+    trainer: Trainer, batch: RolloutBatch, state: dict[str, float] | None = None
+) -> tuple[list[dict[str, float]], dict[str, float]]:
+    """All updates of a batch: what each of them reported here, and the method's state after them.
+
+    Args:
+        state: of the method before the step; None: as a run begins.
+    """
+    trainer.score(batch, plan_of(trainer.config, batch))
+    trainer.measure(trainer.method.initial_state() if state is None else state)
+    results = [trainer.update(number) for number in range(trainer.config.batch.updates)]
+    reported = [result for result in results if result is not None]
+    return [metrics for metrics, _ in reported], reported[-1][1] if reported else {}
