@@ -15,6 +15,7 @@ from megatron_stare.methods import build_method
 from megatron_stare.observability.live import make_display
 from megatron_stare.observability.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from megatron_stare.orchestration.agreement import AgreementWatch
+from megatron_stare.orchestration.colocation import Colocation
 from megatron_stare.orchestration.groups import Runner
 from megatron_stare.preflight import check, check_checkpoints, load_tokenizer, notices
 from megatron_stare.rewards.pool import RewardPool
@@ -64,6 +65,7 @@ class Session:
             stack.callback(runner.close)
             self.trainers, self.engines = runner.trainers, runner.engines
             self.agreement = AgreementWatch(config, self.trainers, self.engines)
+            self.colocation = Colocation(config, self.engines)
             for line in notices(config):
                 self.display.note(line)
             if restored:
@@ -107,6 +109,7 @@ class Session:
 
     def sync(self, version: int) -> None:
         """Brings the policy to the engines, as weights of this version, and proves that they compute with it."""
+        self.colocation.resume()
         self.engines.update_weights(version, self.trainers.export())
         self.agreement.after_sync()
 

@@ -43,6 +43,7 @@ def train(config: Config, *, resume: bool = False, dump_step: int | None = None)
             with watch("rollout"):
                 prompts = run.source.take(config.batch.prompts)
                 samples = run.rollout(prompts, config.batch.samples_per_prompt, step=step)
+                run.colocation.release()
             with watch("reward"):
                 run.score(samples)
                 batch = RolloutBatch.from_samples(samples, step)
@@ -61,7 +62,7 @@ def train(config: Config, *, resume: bool = False, dump_step: int | None = None)
                 run.sync(step)
 
             advance(run, step, updates)
-            metrics = step_metrics(batch, samples, combined(updates) | agreement, watch)
+            metrics = step_metrics(batch, samples, combined(updates) | agreement | run.colocation.metrics, watch)
             run.writer.log(step, metrics)
             run.display.step(step, metrics)
             if step % config.run.rollouts_every == 0:

@@ -25,10 +25,11 @@ class FakeServer:
     def __init__(self, name: str) -> None:
         self.name = name
         self.calls: list[str] = []
+        self.answers: dict[str, Any] = {}  # the newest of every path
         self.broken: set[str] = set()
         self.sampling_fields: set[str] = set()
         self.lose: str | None = None  # a parameter whose bytes do not arrive
-        self.version = "none"
+        self.version, self.device = "none", "cpu"
         self._held = Fingerprint(torch.float32)
 
     def client(self) -> SGLangClient:
@@ -47,28 +48,44 @@ class FakeServer:
         if path == "/begin_weight_update":
             self._held = Fingerprint(torch.float32)
         known |= {"/update_weights_from_tensor": self._load, "/update_weight_version": self._publish}
-        return httpx2.Response(200, json=known.get(path, lambda _: {"success": True})(body))
+        known |= dict.fromkeys(("/pause_generation", "/continue_generation"), lambda _: {"status": "ok"})
+        known |= dict.fromkeys(("/flush_cache", "/abort_request"), lambda _: "")
+        known |= dict.fromkeys(("/release_memory_occupation", "/resume_memory_occupation"), lambda _: None)
+        answer = self.answers[path] = known.get(path, lambda _: {"success": True})(body)
+        if isinstance(answer, str):
+            return httpx2.Response(200, text=answer)
+        return httpx2.Response(200, json=answer)
 
     def _info(self, _: dict[str, Any]) -> dict[str, Any]:
-        return {"version": "0.5.23", "max_total_num_tokens": 10_000}
+        return {
+            "version": "0.5.23",
+            "max_total_num_tokens": 10_000,
+            "device": self.device,
+            "enable_memory_saver": False,
+            "enable_deterministic_inference": False,
+        }
 
     def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
         fields = body["sampling_params"]
         self.sampling_fields |= fields.keys()
         ids = [int(next(iter(fields["logit_bias"])))] if fields["logit_bias"] else [4, STOP]
-        if fields["max_new_tokens"] == 1:
+        if cut := fields["max_new_tokens"] == 1:
             ids = [4]
+        first, *others = body["input_ids"]
+        prompt = [[None, first, None], *([-0.25, i, None] for i in others)]
         return {
             "output_ids": ids,
             "meta_info": {
                 "id": body["rid"],
-                "finish_reason": {"type": "stop", "matched": ids[-1]},
+                "finish_reason": {"type": "length", "length": len(ids)}
+                if cut
+                else {"type": "stop", "matched": ids[-1]},
                 "prompt_tokens": len(body["input_ids"]),
                 "completion_tokens": len(ids),
                 "weight_version": self.version,
                 "weight_versions": [{"version": self.version, "start": 0, "end": len(ids)}],
                 "output_token_logprobs": [[-0.5, i, None] for i in ids],
-                "input_token_logprobs": [[-0.25, i, None] for i in body["input_ids"]],
+                "input_token_logprobs": prompt if body["logprob_start_len"] == 0 else [],
             },
         }
 

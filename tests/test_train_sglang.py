@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -26,6 +28,11 @@ SGLANG = (
 LIMIT = 1e-4  # nats, float32
 
 
+def interruptible() -> None:
+    """Programs that were started in the background ignore Ctrl-C, and what they start inherits that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class Run:
     """A run in a process of its own, read line by line."""
 
@@ -39,6 +46,7 @@ class Run:
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,
+            preexec_fn=interruptible,
         )
 
     def lines(self) -> Iterator[str]:
@@ -49,6 +57,11 @@ class Run:
     def errors(self) -> str:
         self.log.seek(0)
         return self.log.read()
+
+
+def is_step(line: str, number: int) -> bool:
+    """Whether a line of output is that of the step."""
+    return re.match(rf"\s*step\s+{number}/", line) is not None
 
 
 @pytest.fixture
@@ -69,10 +82,17 @@ def start(tmp_path: Path) -> Iterator[type]:
 @pytest.mark.slow
 @pytest.mark.parametrize("sync", ["tensor", "distributed"])
 def test_twenty_steps_agree_token_by_token(start, sync):
-    run = start("rollout.engines=2", f"sglang.sync={sync}", f"sglang.agreement_limit={LIMIT}", **{"run.steps": 20})
+    run = start(
+        "parallel.tensor=2",
+        "rollout.engines=2",
+        f"sglang.sync={sync}",
+        f"sglang.colocated={sync == 'tensor'}",
+        f"sglang.agreement_limit={LIMIT}",
+        **{"run.steps": 20},
+    )
     servers_seen = 0
     for line in run.lines():
-        if line.lstrip().startswith("step 2/"):
+        if is_step(line, 2):
             servers_seen = run.traces.look()
     assert run.process.wait() == 0, run.errors()
     rows = metrics(run.dir)
@@ -82,6 +102,9 @@ def test_twenty_steps_agree_token_by_token(start, sync):
         assert row["agreement/canary_max"] <= LIMIT
         assert row["agreement/max_of_age_1"] == row["agreement/max"]  # every token is of the newest weights
         assert row["ratio/max_abs_log"] == 0.0
+    recorded = [json.loads(line) for line in (run.dir / "metrics.jsonl").read_text().splitlines()]
+    for moved in ("memory/engines_freed_mb", "memory/engines_taken_mb"):
+        assert [moved in row for row in recorded] == [sync == "tensor"] * 20
     assert servers_seen == 2
     assert run.traces.left() == []
 
@@ -99,10 +122,11 @@ def test_a_run_that_stops_says_why_and_leaves_nothing(start):
 
 
 def test_ctrl_c_leaves_nothing(start):
-    run = start(**{"run.steps": 50})
+    run, interrupted = start(**{"run.steps": 50}), False
     for line in run.lines():
-        if line.lstrip().startswith("step 1/"):
+        if is_step(line, 1):
+            interrupted = True
             assert run.traces.look() == 1
             run.process.send_signal(signal.SIGINT)
-    assert run.process.wait() == 130, run.errors()
+    assert interrupted and run.process.wait() == 130, run.errors()
     assert run.traces.left() == []

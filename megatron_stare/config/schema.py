@@ -140,6 +140,9 @@ class SGLangConfig(Section):
     sync: Literal["tensor", "disk", "distributed"] = Field(
         "tensor", description="weights travel as bytes in requests, through a folder, or in a process group"
     )
+    colocated: bool = Field(
+        False, description="servers share the trainer's device: they release their memory while it computes"
+    )
     seeds: bool = Field(False, description="servers key sampling noise on the request, at a cost in speed")
     cache_tokens: int = Field(20_000, ge=1, description="tokens a server's key/value cache holds")
     start_timeout_s: float = Field(300.0, gt=0, description="limit of a server's start, seconds")

@@ -40,6 +40,15 @@ class EngineWorker:
     def end_weight_update(self) -> dict[str, str]:
         return self._engine.end_weight_update()
 
+    def release_memory(self) -> None:
+        self._engine.release_memory()
+
+    def resume_memory(self) -> None:
+        self._engine.resume_memory()
+
+    def memory_mb(self) -> float | None:
+        return self._engine.memory_mb()
+
     def model_info(self) -> ModelInfo:
         return self._engine.model_info()
 

@@ -145,6 +145,19 @@ class EngineGroup:
         """Log-probs, at temperature 1, of all tokens but the first of every sequence; by server, then by sequence."""
         return [server for servers in self._workers.call("score", sequences) for server in servers]
 
+    def release_memory(self) -> None:
+        """Every engine gives back its memory, and is of no use until `resume_memory` and a whole weight update."""
+        self._workers.call("release_memory")
+
+    def resume_memory(self) -> None:
+        """Every engine takes its memory again."""
+        self._workers.call("resume_memory")
+
+    def memory_mb(self) -> float | None:
+        """What the engines' own processes hold now, 10^6 bytes; None where that is not known."""
+        held = self._workers.call("memory_mb")
+        return None if None in held else sum(held)
+
     def update_weights(self, version: int, exported: WeightStream) -> None:
         """Sends the policy to every engine; only an engine that holds all of it publishes the version.
 

@@ -112,6 +112,23 @@ class Engine(ABC):
             EngineStateError: no session is open.
         """
 
+    def release_memory(self) -> None:
+        """Gives back what memory it can: RELEASED until `resume_memory`. Engines in the trainer's process need not be
+        able to.
+
+        Raises:
+            EngineStateError: the engine is not HEALTHY.
+        """
+        raise NotImplementedError(f"{type(self).__name__} releases no memory")
+
+    def resume_memory(self) -> None:
+        """Takes the memory again. What is in it is undefined, so the engine is DIRTY."""
+        raise NotImplementedError(f"{type(self).__name__} releases no memory")
+
+    def memory_mb(self) -> float | None:
+        """What its own processes hold now, 10^6 bytes; None where it has none of its own."""
+        return None
+
     @abstractmethod
     def model_info(self) -> ModelInfo:
         """What the engine holds; answers in every state."""

@@ -12,6 +12,7 @@ import pytest
 import sglang_servers as servers
 import torch
 from leftovers import Traces
+from models import save_model
 from runs import environment
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +22,7 @@ from megatron_stare.rollout.engine import GenerateRequest, WeightUpdateError
 from megatron_stare.rollout.sglang.build import build_engine
 from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
 from megatron_stare.rollout.sglang.protocol import SGLangError, generate_body, result_of
-from megatron_stare.rollout.sglang.sync import make_sync
+from megatron_stare.rollout.sglang.sync import TensorSync, make_sync
 from megatron_stare.rollout.sglang.update import WeightUpdate
 from megatron_stare.rollout.state import EngineState, EngineStateError
 
@@ -63,10 +64,14 @@ def test_log_probs_are_those_of_transformers(engine):
 
 def test_prompt_scores_are_those_of_transformers(engine):
     servers.sync(engine, 4, servers.weights())
+    model = AutoModelForCausalLM.from_pretrained(servers.MODEL, dtype=torch.float32)
+    assert_scores_are_those_of(model, engine, servers=2)
+
+
+def assert_scores_are_those_of(model, engine, servers):
     sequences = [(3, 14, 4, 15, 7), (3, 4, 5)]
     by_server = engine.score(sequences)
-    assert len(by_server) == 2
-    model = AutoModelForCausalLM.from_pretrained(servers.MODEL, dtype=torch.float32)
+    assert len(by_server) == servers
     for scored in by_server:
         for tokens, found in zip(sequences, scored, strict=True):
             ids = torch.tensor([tokens])
@@ -75,6 +80,16 @@ def test_prompt_scores_are_those_of_transformers(engine):
             torch.testing.assert_close(
                 torch.tensor(found), log_probs.gather(-1, ids[0, 1:, None])[:, 0], atol=1e-5, rtol=0
             )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_tied", "qwen2_yarn", "qwen3", "qwen3_moe", "llama", "llama_tied_llama3"])
+def test_models_of_every_family_arrive_whole(tmp_path, family):
+    """Every tensor compared by SGLang's name and checksum, then what it computes."""
+    model = save_model(tmp_path, family)
+    with servers.running(tmp_path) as engine:
+        servers.sync(engine, 1, servers.weights(tmp_path))
+        assert_scores_are_those_of(model, engine, servers=1)
 
 
 def test_what_would_kill_a_server_is_refused_before_it_is_sent(engine):
@@ -113,8 +128,7 @@ async def whole(update, tensors):
     return await update.end()
 
 
-@pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_versions_match_tokens_over_swaps_in_the_middle_of_responses(engine, mode):
+def test_versions_match_tokens_over_swaps_in_the_middle_of_responses(engine):
     """One version can only say A, the other only B: a token's version is what it says, or the spans are wrong."""
     params = replace(PARAMS, max_new_tokens=100)
     says = {20: A, 21: B, 22: A}
@@ -124,12 +138,12 @@ def test_versions_match_tokens_over_swaps_in_the_middle_of_responses(engine, mod
         await whole(WeightUpdate(clients, sync, 20, torch.float32), servers.says_only(A))
         wanted = requests(12)
         under_way = [
-            asyncio.create_task(clients[i % 2].generate(generate_body(request, params, f"{mode}-{i}")))
+            asyncio.create_task(clients[i % 2].generate(generate_body(request, params, f"swapped-{i}")))
             for i, request in enumerate(wanted)
         ]
         for version in (21, 22):
-            await everywhere(*(first_tokens(client, params, f"{mode}-{version}") for client in clients))
-            update = WeightUpdate(clients, sync, version, torch.float32, mode)
+            await everywhere(*(first_tokens(client, params, f"before-{version}") for client in clients))
+            update = WeightUpdate(clients, sync, version, torch.float32, "retract")
             await whole(update, servers.says_only(says[version]))
         answers = await asyncio.gather(*under_way)
         return [result_of(answer, request, (STOP,), "") for answer, request in zip(answers, wanted, strict=True)]
@@ -153,16 +167,16 @@ async def first_tokens(client, params, rid):
 def test_one_element_changed_in_one_server_is_caught(engine):
     tensors = servers.weights()
 
-    class OneElementOff(type(engine._sync)):  # type: ignore[misc]
+    class OneElementOff(TensorSync):
         async def send(self, bucket):
             await super().send(bucket)
             for name, tensor in bucket:
                 if name == "model.layers.1.mlp.up_proj.weight":
                     other = tensor.clone()
                     other[5, 7] += 1e-3
-                    await type(engine._sync).send(one_server, [(name, other)])
+                    await one_server.send([(name, other)])
 
-    one_server = type(engine._sync)(engine._sync._clients[1:])
+    one_server = TensorSync(engine._sync._clients[1:])
     honest, engine._sync = engine._sync, OneElementOff(engine._sync._clients)
     try:
         with pytest.raises(WeightUpdateError, match=r"layers\.1\.mlp\.gate_up_proj\.weight has other values") as error:
@@ -188,6 +202,20 @@ def test_a_tensor_that_was_not_sent_is_missed(engine, lost):
 def test_a_tensor_that_the_model_does_not_have_is_noticed(engine):
     with pytest.raises(WeightUpdateError, match=r"model\.layers\.9\.extra\.weight does not exist there"):
         servers.sync(engine, 41, servers.weights() | {"model.layers.9.extra.weight": torch.zeros(3)})
+
+
+def test_memory_is_released_and_comes_back_without_weights(engine):
+    servers.sync(engine, 45, servers.says_only(A))
+    assert engine.memory_mb() > 0
+    engine.release_memory()
+    with pytest.raises(EngineStateError, match="resume its memory"):
+        engine.generate(requests(1), PARAMS)
+    engine.resume_memory()
+    assert engine.model_info().state is EngineState.DIRTY
+    servers.sync(engine, 46, servers.says_only(B))
+    (result,) = engine.generate(requests(1), PARAMS)
+    assert result.output_ids == [B] * PARAMS.max_new_tokens
+    assert set(result.weight_versions) == {46}
 
 
 def test_nobody_without_the_key_is_served(engine):

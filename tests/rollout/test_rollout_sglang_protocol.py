@@ -10,11 +10,13 @@ import torch
 
 from megatron_stare.batch import SamplingParams
 from megatron_stare.rollout.engine import GenerateRequest
+from megatron_stare.rollout.sglang.cpu_hash import murmur_hash32
 from megatron_stare.rollout.sglang.fingerprint import Fingerprint, differences, place_of
 from megatron_stare.rollout.sglang.protocol import (
     SGLangError,
     check_version,
     generate_body,
+    prompt_log_probs,
     result_of,
     sampling_seed,
     weight_versions,
@@ -83,6 +85,15 @@ def test_recorded_answers_are_read(name):
     assert found.finish_reason == exchange["means"]
     assert len(found.output_log_probs) == len(found.weight_versions) == len(found.output_ids)
     assert max(found.output_log_probs, default=0.0) <= 0.0
+
+
+def test_recorded_scores_are_read():
+    body, reply = RECORDED["score"]["body"], RECORDED["score"]["answer"]
+    found = prompt_log_probs(reply, body["input_ids"], "http://server")
+    assert len(found) == len(body["input_ids"]) - 1
+    assert max(found) <= 0.0
+    with pytest.raises(SGLangError, match="was to be scored"):
+        prompt_log_probs(reply, [3, 15, 5], "http://server")
 
 
 def test_versions_are_those_of_the_spans():
@@ -185,3 +196,33 @@ def test_every_kind_of_difference_is_named():
         "x does not exist there",
         "a has other values",
     ]
+
+
+def murmur3(data: bytes) -> int:
+    """The published algorithm (32 bits, seed 0, a multiple of four bytes), in Python's integers."""
+    mask, state = 0xFFFFFFFF, 0
+
+    def rotated(bits, by):
+        return ((bits << by) | (bits >> (32 - by))) & mask
+
+    for i in range(0, len(data), 4):
+        block = int.from_bytes(data[i : i + 4], "little")
+        state ^= rotated(block * 0xCC9E2D51 & mask, 15) * 0x1B873593 & mask
+        state = (rotated(state, 13) * 5 + 0xE6546B64) & mask
+    state ^= len(data)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        state = (state ^ (state >> shift)) * factor & mask
+    return state ^ (state >> 16)
+
+
+def test_the_noise_of_a_cpu_server_is_the_published_hash():
+    assert murmur3(b"test") == 0xBA6BD213  # as published
+    seeds, positions, columns = [0, 1, 2**31 - 1, 2**63 + 5], [0, 7, 2**31, 12], [0, 1, 151_935]
+    found = murmur_hash32(
+        torch.tensor(seeds, dtype=torch.uint64), torch.tensor(positions), torch.tensor(columns, dtype=torch.int32)
+    )
+    assert found.dtype == torch.uint32
+    for i, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
+        for j, column in enumerate(columns):
+            data = seed.to_bytes(8, "little") + position.to_bytes(4, "little") + column.to_bytes(4, "little")
+            assert int(found[i, j]) == murmur3(data)

@@ -46,6 +46,7 @@ def build_engine(config: Config) -> SGLangEngine:
             config.rollout.max_batch,
             loop,
             processes,
+            server_flags(config),
         )
         stack.pop_all()  # the engine's from here on
         return engine
@@ -74,6 +75,15 @@ def check_servers(config: Config) -> None:
             where="sglang.python",
             fix="bash scripts/setup_sglang.sh builds SGLang's environment",
         )
+
+
+def server_flags(config: Config) -> dict[str, str]:
+    """Flags without which a server cannot do what is asked of it, and the settings that ask."""
+    wanted = {
+        "enable_deterministic_inference": ("sglang.seeds", config.sglang.seeds),
+        "enable_memory_saver": ("sglang.colocated", config.sglang.colocated),
+    }
+    return {flag: setting for flag, (setting, asked) in wanted.items() if asked}
 
 
 def server_options(config: Config) -> ServerOptions:

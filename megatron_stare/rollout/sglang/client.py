@@ -13,7 +13,8 @@ import httpx2
 
 from megatron_stare.rollout.sglang.protocol import SGLangError
 
-PauseMode = Literal["abort", "in_place", "retract"]
+# SGLang's third, in_place, counts tokens of the old weights to the new version where its scheduler overlaps batches
+PauseMode = Literal["abort", "retract"]
 
 
 class ServerLostError(SGLangError):
@@ -94,7 +95,7 @@ class SGLangClient:
         await self._call("POST", "/abort_request", {"rid": rid} if rid is not None else {"abort_all": True})
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stops sampling. `abort` ends what is under way; `in_place` keeps its cache, `retract` computes it anew."""
+        """Stops sampling. `abort` ends what is under way; `retract` goes on with it later, its cache computed anew."""
         await self.post("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
@@ -103,6 +104,14 @@ class SGLangClient:
     async def flush(self) -> None:
         """Drops the prefix cache. Raises SGLangError while requests are under way."""
         await self._call("POST", "/flush_cache", {})
+
+    async def release_memory(self) -> None:
+        """Lets go of weights and cache. The server dies of it while a request is under way."""
+        await self._call("POST", "/release_memory_occupation", {})
+
+    async def resume_memory(self) -> None:
+        """Takes the memory again. The server dies of it where none was released."""
+        await self._call("POST", "/resume_memory_occupation", {})
 
     async def begin_weight_update(self) -> None:
         await self.post("/begin_weight_update", {})

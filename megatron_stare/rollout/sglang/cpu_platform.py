@@ -1,5 +1,6 @@
-"""SGLang's platform plug-in for CPUs without kernel packages. Loaded by the server through the entry-point group
-`sglang.srt.platforms`, in the environment SGLang is installed in; the trainer never imports this.
+"""SGLang's plug-ins for CPUs without kernel packages. Loaded by the server through the entry-point groups
+`sglang.srt.platforms` and `sglang.srt.plugins`, in the environment SGLang is installed in; the trainer never imports
+this.
 """
 
 from __future__ import annotations
@@ -23,3 +24,23 @@ def activate() -> str | None:
     add_deterministic_attention_backend_choices([ATTENTION])
     add_radix_supported_deterministic_attention_backend_choices([ATTENTION])
     return "megatron_stare.rollout.sglang.cpu_platform_class.CpuPlatform"
+
+
+def register_hooks() -> None:
+    """Lets a CPU server honour sampling seeds: what deterministic inference needs is written for GPUs alone, or lies in
+    a kernel package."""
+    if torch.cuda.is_available():
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from megatron_stare.rollout.sglang.cpu_hash import murmur_hash32
+
+    for target, own in (
+        ("sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", _plain_kernels),
+        ("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", murmur_hash32),
+    ):
+        HookRegistry.register(target, own, HookType.REPLACE)
+
+
+def _plain_kernels() -> None:
+    """Stands in for the switch to batch-invariant kernels: torch's own stay."""

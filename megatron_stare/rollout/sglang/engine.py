@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -17,8 +18,10 @@ from megatron_stare.batch import SamplingParams
 from megatron_stare.rollout.engine import Engine, GenerateRequest, GenerateResult, ModelInfo
 from megatron_stare.rollout.model_config import read_model_config
 from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
+from megatron_stare.rollout.sglang.memory import release, resume
 from megatron_stare.rollout.sglang.protocol import (
     SGLangError,
+    check_flags,
     check_version,
     generate_body,
     prompt_log_probs,
@@ -49,9 +52,11 @@ class SGLangEngine(Engine):
         max_running: requests a server is given at a time; the rest wait here, for whichever has room first.
         loop: that runs the clients; this engine closes it.
         processes: of servers that end with this engine; empty: they are others'.
+        flags: what the servers must have been started with, and the settings that ask for it; see check_flags.
 
     Raises:
         SGLangError: a server runs an unsupported release, or does not return stop tokens as it must.
+        ConfigError: a server was not started with one of the flags.
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class SGLangEngine(Engine):
         max_running: int,
         loop: asyncio.AbstractEventLoop,
         processes: Sequence[ServerProcess] = (),
+        flags: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         config = read_model_config(model_path)
         self._vocab_size = int(config.vocab_size)
@@ -75,6 +81,7 @@ class SGLangEngine(Engine):
         infos = self._run(everywhere(*(client.server_info() for client in self._clients)))
         for client, info in zip(self._clients, infos, strict=True):
             check_version(str(info["version"]), client.url)
+            check_flags(info, flags, client.url)
         held = (int(config.max_position_embeddings), *(int(info["max_total_num_tokens"]) for info in infos))
         self._context_length = min(held) - _NEVER_FILLED
         self._run(everywhere(*(probe_stop(client, self._stop_token_ids) for client in self._clients)))
@@ -173,6 +180,20 @@ class SGLangEngine(Engine):
         except BaseException:
             self._state = advance(self._state, EngineState.DIRTY)
             raise
+
+    def release_memory(self) -> None:
+        require(self._state, EngineState.HEALTHY, "release its memory")
+        self._state = advance(self._state, EngineState.RELEASED)
+        self._run(release(self._clients))
+
+    def resume_memory(self) -> None:
+        require(self._state, EngineState.RELEASED, "resume its memory")
+        self._run(resume(self._clients))
+        self._state = advance(self._state, EngineState.DIRTY)
+
+    def memory_mb(self) -> float | None:
+        """Of the servers started here, Pss; None for others'."""
+        return sum(process.memory_mb() for process in self.processes) if self.processes else None
 
     def model_info(self) -> ModelInfo:
         version = self._version if self._state is EngineState.HEALTHY else None

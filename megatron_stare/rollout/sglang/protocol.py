@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron_stare.batch import FinishReason, SamplingParams
-from megatron_stare.errors import UserError
+from megatron_stare.errors import ConfigError, UserError
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult
 from megatron_stare.rollout.sampling import row_keys
 
@@ -32,6 +32,23 @@ def check_version(version: str, where: str) -> None:
             where=where,
             fix="bash scripts/setup_sglang.sh builds an environment with a supported one",
         )
+
+
+def check_flags(info: Mapping[str, Any], flags: Mapping[str, str], where: str) -> None:
+    """Raises ConfigError for a server that was started without something the run asks of it.
+
+    Args:
+        info: its /server_info.
+        flags: by argument of the server, the setting that needs it. A CPU server's memory saver is let pass: it has
+            none, and keeps its memory.
+    """
+    for flag, setting in flags.items():
+        if not info[flag] and not (flag == "enable_memory_saver" and info["device"] == "cpu"):
+            raise ConfigError(
+                f"the server at {where} was started without --{flag.replace('_', '-')}",
+                where=setting,
+                fix=f"start it so, or set {setting}=false",
+            )
 
 
 def sampling_seed(params: SamplingParams, request: GenerateRequest) -> int:

@@ -18,6 +18,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from megatron_stare.rollout.sglang.client import ServerLostError, SGLangClient
 from megatron_stare.rollout.sglang.protocol import NO_VERSION, SGLangError
 from megatron_stare.rollout.sglang.serve import API_KEY_VARIABLE, SCRATCH_VARIABLE
@@ -127,6 +129,16 @@ class ServerProcess:
                     where="sglang.start_timeout_s",
                 )
             time.sleep(PROBE_EVERY_S)
+
+    def memory_mb(self) -> float:
+        """Pss of the server's processes, 10^6 bytes; processes that end meanwhile count as 0."""
+        total = 0
+        with contextlib.suppress(psutil.Error):
+            root = psutil.Process(self._process.pid)
+            for process in (root, *root.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):
+                    total += process.memory_full_info().pss
+        return total / 1e6
 
     def require_alive(self) -> None:
         """Raises SGLangError with the end of its log where the server has ended."""

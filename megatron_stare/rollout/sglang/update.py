@@ -6,6 +6,7 @@ mixture, and leave them paused until another update has gone through to its end.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import torch
@@ -22,8 +23,8 @@ class WeightUpdate:
 
     Args:
         dtype: that the servers compute in.
-        mode: what becomes of responses under way. `abort` ends them; `retract` computes their cache anew with the new
-            weights; `in_place` goes on with the old cache, so that it mixes versions: to be asked for knowingly.
+        mode: what becomes of responses under way. `abort` ends them; `retract` goes on with them, their cache computed
+            anew with the new weights.
     """
 
     def __init__(
@@ -45,12 +46,17 @@ class WeightUpdate:
 
     async def send(self, bucket: Bucket) -> None:
         """Raises WeightUpdateError for a name that was sent before."""
-        for name, tensor in bucket:
+        for name, _ in bucket:
             if name in self._received:
                 raise WeightUpdateError(f"parameter {name!r} was sent twice in one update")
+            self._received[name] = ""
+        # hashed in a thread while the servers take the bucket
+        await everywhere(self._sync.send(bucket), asyncio.to_thread(self._hash, bucket))
+
+    def _hash(self, bucket: Bucket) -> None:
+        for name, tensor in bucket:
             self._received[name] = tensor_checksum(tensor)
             self._fingerprint.add(name, tensor)
-        await self._sync.send(bucket)
 
     async def end(self) -> dict[str, str]:
         """Checksums (weights/checksum.py) of the tensors that were sent, by name, once every server is proven to hold
@@ -69,8 +75,7 @@ class WeightUpdate:
                     where=client.url,
                     fix="sync again; if it lasts, the server's memory or its loading of this model is at fault",
                 )
-        if self._mode != "in_place":
-            await everywhere(*(client.flush() for client in self._clients))
+        await everywhere(*(client.flush() for client in self._clients))
         await everywhere(*(client.publish_version(str(self.version)) for client in self._clients))
         await everywhere(*(client.resume() for client in self._clients))
         return self._received
