@@ -37,7 +37,7 @@ def check(config: Config) -> Config:
     check_device(config)
     check_layout(config.parallel, shape)
     check_lengths(config, shape)
-    check_engine(config)
+    check_engine(config, shape)
     return config.model_copy(update={"algorithm": {"name": config.algorithm["name"], **dataclasses.asdict(method)}})
 
 
@@ -152,12 +152,12 @@ def notices(config: Config) -> list[str]:
     return []
 
 
-def check_engine(config: Config) -> None:
+def check_engine(config: Config, shape: ModelShape) -> None:
     """Raises ConfigError where SGLang is to be started and is not installed, or its settings do not go together."""
     if config.rollout.engine == SGLANG:
         from megatron_stare.rollout.sglang.build import check_servers
 
-        check_servers(config)
+        check_servers(config, shape)
 
 
 def check_lengths(config: Config, shape: ModelShape) -> None:

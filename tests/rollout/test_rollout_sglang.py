@@ -86,7 +86,8 @@ def assert_scores_are_those_of(model, engine, servers):
 @pytest.mark.parametrize("family", ["qwen2_tied", "qwen2_yarn", "qwen3", "qwen3_moe", "llama", "llama_tied_llama3"])
 def test_models_of_every_family_arrive_whole(tmp_path, family):
     """Every tensor compared by SGLang's name and checksum, then what it computes."""
-    model = save_model(tmp_path, family)
+    widths = {"intermediate_size": 64} | ({"moe_intermediate_size": 32} if family == "qwen3_moe" else {})
+    model = save_model(tmp_path, family, **widths)
     with servers.running(tmp_path) as engine:
         servers.sync(engine, 1, servers.weights(tmp_path))
         assert_scores_are_those_of(model, engine, servers=1)

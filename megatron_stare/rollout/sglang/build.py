@@ -11,12 +11,14 @@ from pathlib import Path
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.rollout.sglang.client import SGLangClient
-from megatron_stare.rollout.sglang.engine import SGLangEngine
+from megatron_stare.rollout.sglang.engine import NEVER_FILLED, SGLangEngine
 from megatron_stare.rollout.sglang.server import ServerOptions, ServerProcess
 from megatron_stare.rollout.sglang.sync import make_sync
+from megatron_stare.weights.shape import ModelShape
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = ROOT / ".venv-sglang"  # of scripts/setup_sglang.sh
+CPU_WIDTHS = 32  # what SGLang pads a feed-forward layer to a multiple of, on CPUs
 API_KEY_VARIABLE = "SGLANG_API_KEY"  # of servers that are attached to
 
 
@@ -60,10 +62,26 @@ def _clients(config: Config, processes: Sequence[ServerProcess]) -> list[SGLangC
     return [SGLangClient(url, key, timeout) for url in config.sglang.urls]
 
 
-def check_servers(config: Config) -> None:
+def check_servers(config: Config, shape: ModelShape) -> None:
     """Raises ConfigError for what can be known to be wrong before a server is started."""
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    held = min([shape.max_positions] if config.sglang.urls else [shape.max_positions, config.sglang.cache_tokens])
+    if longest > held - NEVER_FILLED:
+        raise ConfigError(
+            f"prompt and response of up to {longest} tokens exceed the {held - NEVER_FILLED} that a server fills of "
+            f"its context of {held}",
+            where="rollout.max_new_tokens",
+            fix=f"at most {held - NEVER_FILLED - config.rollout.max_prompt_tokens}, or raise sglang.cache_tokens",
+        )
     if config.sglang.urls:
         return
+    width = shape.expert_ffn if shape.experts else shape.ffn
+    if width % CPU_WIDTHS:
+        raise ConfigError(
+            f"SGLang pads feed-forward layers {width} wide on a CPU, so their weights could not be compared",
+            where="model.path",
+            fix=f"a model whose feed-forward layers are a multiple of {CPU_WIDTHS} wide, or rollout.engine=local",
+        )
     if config.model.dtype != "float32":
         raise ConfigError(
             "servers started here run on the CPU, in float32", where="sglang.urls", fix="name running servers instead"

@@ -5,6 +5,9 @@ this.
 
 from __future__ import annotations
 
+import os
+import tempfile
+
 import torch
 
 ATTENTION = "torch_native"  # the one attention backend that needs no kernels
@@ -27,8 +30,11 @@ def activate() -> str | None:
 
 
 def register_hooks() -> None:
-    """Lets a CPU server honour sampling seeds: what deterministic inference needs is written for GPUs alone, or lies in
-    a kernel package."""
+    """Replaces, through SGLang's own registry, what a server that this project starts cannot use as it is.
+
+    Seeds: what deterministic inference needs is written for GPUs alone, or lies in a kernel package. And a server that
+    is killed leaves a file in /dev/shm; here that file lies in the server's own folder, which goes with it.
+    """
     if torch.cuda.is_available():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -38,9 +44,15 @@ def register_hooks() -> None:
     for target, own in (
         ("sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", _plain_kernels),
         ("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", murmur_hash32),
+        ("sglang.srt.managers.load_snapshot.shm_path_for", _path_of_loads),
     ):
         HookRegistry.register(target, own, HookType.REPLACE)
 
 
 def _plain_kernels() -> None:
     """Stands in for the switch to batch-invariant kernels: torch's own stay."""
+
+
+def _path_of_loads(instance: str) -> str:
+    """The file in which a server's processes tell each other their load."""
+    return os.path.join(tempfile.gettempdir(), f"loads-{instance}")

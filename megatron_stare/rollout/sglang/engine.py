@@ -38,7 +38,7 @@ from megatron_stare.rollout.validate import check_params, check_requests
 
 T = TypeVar("T")
 # A server ends a response this many tokens short of its context, and says nothing but "length".
-_NEVER_FILLED = 2
+NEVER_FILLED = 2
 
 
 class SGLangEngine(Engine):
@@ -83,7 +83,7 @@ class SGLangEngine(Engine):
             check_version(str(info["version"]), client.url)
             check_flags(info, flags, client.url)
         held = (int(config.max_position_embeddings), *(int(info["max_total_num_tokens"]) for info in infos))
-        self._context_length = min(held) - _NEVER_FILLED
+        self._context_length = min(held) - NEVER_FILLED
         self._run(everywhere(*(probe_stop(client, self._stop_token_ids) for client in self._clients)))
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
