@@ -74,6 +74,10 @@ def test_refused_before_anything_starts(capsys: pytest.CaptureFixture[str], over
         (("rollout.max_new_tokens=112",), "exceed the 126 that a server fills of its context of 128"),
         (("sglang.cache_tokens=40",), "rollout.max_new_tokens"),
         (("sglang.urls=[http://127.0.0.1:1]", "rollout.max_new_tokens=112"), "at most 110"),
+        (
+            ("sglang.urls=[http://far:1]", "sglang.sync=distributed"),
+            "reaches servers of this machine only, and http://far",
+        ),
     ],
 )
 def test_sglang_is_refused_before_a_server_starts(

@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
@@ -18,6 +19,7 @@ from megatron_stare.weights.shape import ModelShape
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = ROOT / ".venv-sglang"  # of scripts/setup_sglang.sh
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 CPU_WIDTHS = 32  # what SGLang pads a feed-forward layer to a multiple of, on CPUs
 API_KEY_VARIABLE = "SGLANG_API_KEY"  # of servers that are attached to
 
@@ -72,6 +74,13 @@ def check_servers(config: Config, shape: ModelShape) -> None:
             f"its context of {held}",
             where="rollout.max_new_tokens",
             fix=f"at most {held - NEVER_FILLED - config.rollout.max_prompt_tokens}, or raise sglang.cache_tokens",
+        )
+    elsewhere = [url for url in config.sglang.urls if urlsplit(url).hostname not in LOOPBACK_NAMES]
+    if elsewhere and config.sglang.sync == "distributed":
+        raise ConfigError(
+            f"the broadcast reaches servers of this machine only, and {elsewhere[0]} is not named as one",
+            where="sglang.sync",
+            fix="use tensor, or disk with a file system that all servers see",
         )
     if config.sglang.urls:
         return

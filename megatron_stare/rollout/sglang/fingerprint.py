@@ -41,7 +41,7 @@ class Place:
 
 
 def place_of(name: str) -> Place:
-    """Where SGLang's Qwen models put the tensor of this name."""
+    """Where SGLang's Qwen and Llama models put the tensor of this name."""
     if expert := _EXPERT.fullmatch(name):
         layer, number, part = expert[1], int(expert[2]), expert[3]
         if part == "down":
