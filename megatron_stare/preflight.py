@@ -13,6 +13,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, DataError
 from megatron_stare.layout_rules import check_layout
 from megatron_stare.methods import build_method
+from megatron_stare.rollout.build import SGLANG
 from megatron_stare.weights.blocks import cut
 from megatron_stare.weights.check import check_folder
 from megatron_stare.weights.shape import ModelShape, read_shape
@@ -36,6 +37,7 @@ def check(config: Config) -> Config:
     check_device(config)
     check_layout(config.parallel, shape)
     check_lengths(config, shape)
+    check_engine(config, shape)
     return config.model_copy(update={"algorithm": {"name": config.algorithm["name"], **dataclasses.asdict(method)}})
 
 
@@ -148,6 +150,14 @@ def notices(config: Config) -> list[str]:
             "layout; use it only to compare with published code"
         ]
     return []
+
+
+def check_engine(config: Config, shape: ModelShape) -> None:
+    """Raises ConfigError where SGLang is to be started and is not installed, or its settings do not go together."""
+    if config.rollout.engine == SGLANG:
+        from megatron_stare.rollout.sglang.build import check_servers
+
+        check_servers(config, shape)
 
 
 def check_lengths(config: Config, shape: ModelShape) -> None:
