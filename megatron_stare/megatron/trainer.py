@@ -20,12 +20,13 @@ from megatron_stare.megatron.cpu_backend import device
 from megatron_stare.megatron.dump import write_step, write_tensors
 from megatron_stare.megatron.export import PolicyStream, export_hf
 from megatron_stare.megatron.forecast import forecast, measured_change
+from megatron_stare.megatron.head import Head
 from megatron_stare.megatron.measured import Measured, complete, measure_batch
 from megatron_stare.megatron.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.model import build_policy
 from megatron_stare.megatron.objective import Objective, make_objective
 from megatron_stare.megatron.optimizer import build_optimizer, take_step
-from megatron_stare.megatron.passes import Head, accumulate_gradients, score
+from megatron_stare.megatron.passes import accumulate_gradients, score
 from megatron_stare.megatron.reference import Reference
 from megatron_stare.megatron.start import load_start
 from megatron_stare.methods import build_method
