@@ -1,9 +1,10 @@
 """Log-prob and entropy over sharded logits: our bodies against what trainers do today. Time, extra memory, error.
 
 A cell is one shape, dtype, number of tensor-parallel ranks and task; in it every body and baseline runs on the same
-tensors, one after the other. Extra memory is the largest resident memory of a rank during the call (on a GPU: allocated
-memory) less that before it. Errors are the largest of 64 random rows against float64. Cells are saved as they come, the
-tasks of a shape together, and those that are there already are left out.
+tensors, one after the other. Extra memory is the largest resident memory of a rank during the last call (on a GPU:
+allocated memory) less that before it; small buffers that the allocator kept from the call before are not in it.
+Errors are the largest of 64 random rows against float64. Cells are saved as they come, the tasks of a shape together,
+and those that are there already are left out.
 
     python benchmarks/vocab_parallel.py                     the grid of this machine
     python benchmarks/vocab_parallel.py --seconds 150       no new cell after that time; call it again for the rest

@@ -86,4 +86,4 @@ def rows_of(model: GPTModel, hidden: Tensor, micro: MicroBatch) -> Tensor:
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden)
     s, b, _ = hidden.shape
-    return hidden.reshape(s * b, -1)[micro.rows % s * b + micro.rows // s]
+    return hidden.reshape(s * b, -1).index_select(0, micro.rows % s * b + micro.rows // s)
