@@ -66,7 +66,7 @@ class Session:
             self.trainers, self.engines = runner.trainers, runner.engines
             self.agreement = AgreementWatch(config, self.trainers, self.engines)
             self.colocation = Colocation(config, self.engines)
-            for line in notices(config):
+            for line in [*notices(config), *self.trainers.notes()]:
                 self.display.note(line)
             if restored:
                 self.trainers.load(str(restored.resolve()))
