@@ -1,7 +1,8 @@
-"""File descriptors that stay open while many small parts of few files are read or written."""
+"""File descriptors that stay open while many small parts of few files are read, written, or copied."""
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,3 +35,26 @@ class OpenFiles:
         """What was written is on disk when this returns."""
         for descriptor in self._descriptors.values():
             os.fsync(descriptor)
+
+
+def copy_range(source: int, start: int, target: int, to: int, nbytes: int) -> None:
+    """Copies a part of an open file into another, within the kernel where file systems allow.
+
+    Raises:
+        OSError: it cannot be written, or the source ends before.
+    """
+    done = 0
+    while done < nbytes:
+        try:
+            got = os.copy_file_range(source, target, nbytes - done, start + done, to + done)
+        except OSError as error:
+            if error.errno not in _CANNOT_COPY:
+                raise
+            got = os.pwrite(target, os.pread(source, min(nbytes - done, _PIECE), start + done), to + done)
+        if got == 0:
+            raise OSError(errno.EIO, "a file ended while it was read")
+        done += got
+
+
+_CANNOT_COPY = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # of other file systems, or such ones
+_PIECE = 8 << 20

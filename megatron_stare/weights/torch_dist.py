@@ -180,16 +180,31 @@ class TorchDist:
             raise DataError(f"{place.key!r} is not complete", where=str(self.path), fix=_FIX)
         return whole
 
+    def span(self, place: Place, start: int, stop: int) -> tuple[int, int] | None:
+        """File descriptor and position of what `rows` would read, where it is one stretch of a file; else None."""
+        dims = len(place.lead)
+        columns = self.sizes[place.key][dims + 1 :]
+        for chunk in self._chunks_at(place):
+            first, rows = chunk.offsets[dims], chunk.sizes[dims]
+            if first <= start and stop <= first + rows and chunk.sizes[dims + 1 :] == columns:
+                index = tuple(i - o for i, o in zip(place.lead, chunk.offsets, strict=False))
+                return self._files[self.path / chunk.file], self._find(chunk, index, start - first, stop - first)[0]
+        return None
+
     def _read(self, chunk: Chunk, index: tuple[int, ...], start: int, stop: int) -> Tensor:
         """Rows [start, stop) of the matrix at `index` of a chunk; only these are read."""
+        at, part = self._find(chunk, index, start, stop)
+        file = self.path / chunk.file
+        data = read_bytes(self._files[file], at, part.numel() * part.itemsize, file, self._buffer)
+        return data.view(part.dtype).view(part.shape)
+
+    def _find(self, chunk: Chunk, index: tuple[int, ...], start: int, stop: int) -> tuple[int, Tensor]:
+        """Where these rows begin in the chunk's file, and they themselves without data."""
         like, first = self._skeleton(chunk)
         part = like[index][start:stop]
         if not part.is_contiguous():  # neither Megatron nor torch writes such
             raise DataError("a tensor's elements are not stored in order", where=str(self.path / chunk.file))
-        at = first + int(part.storage_offset()) * part.itemsize
-        file = self.path / chunk.file
-        data = read_bytes(self._files[file], at, part.numel() * part.itemsize, file, self._buffer)
-        return data.view(part.dtype).view(part.shape)
+        return first + int(part.storage_offset()) * part.itemsize, part
 
     def _skeleton(self, chunk: Chunk) -> tuple[Tensor, int]:
         """The chunk as a tensor without data, and the byte of the file at which its data starts."""

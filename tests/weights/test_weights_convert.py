@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import multiprocessing as mp
@@ -66,6 +67,17 @@ def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
         assert (tmp_path / "back" / name).exists()
     AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "megatron"]
+
+
+def test_across_file_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: int) -> int:
+        raise OSError(errno.EXDEV, "another file system")
+
+    save_model(tmp_path / "hf", "qwen2_tied")
+    convert(tmp_path / "hf", tmp_path / "megatron", None, Options())
+    monkeypatch.setattr(os, "copy_file_range", refused)
+    convert(tmp_path / "megatron", tmp_path / "back", None, Options())
+    assert_same(tensors(tmp_path / "hf"), tensors(tmp_path / "back"))
 
 
 def test_dtypes(tmp_path: Path) -> None:
