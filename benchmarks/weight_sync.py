@@ -46,7 +46,7 @@ TARGET = 0.5  # of the plain broadcast's throughput, for `distributed`
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=768)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=16_000)
     parser.add_argument("--bucket-mb", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)

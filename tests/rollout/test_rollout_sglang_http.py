@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_stare.rollout.sglang import http
 from megatron_stare.rollout.sglang.client import ServerLostError, SGLangClient
 from megatron_stare.rollout.sglang.protocol import SGLangError
 
@@ -81,6 +82,17 @@ def test_a_connection_that_the_server_has_closed_is_not_used() -> None:
         server.connections[0].close()
         await server.connections[0].wait_closed()
         return [first, await client.get("/")]
+
+    assert told(server, story) == [{"told": 1}] * 2
+    assert len(server.connections) == 2
+
+
+def test_a_connection_is_given_up_before_the_server_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "KEPT_S", 0.0)
+    server = Server(OK, OK)
+
+    async def story(client: SGLangClient) -> list[Any]:
+        return [await client.get("/"), await client.get("/")]
 
     assert told(server, story) == [{"told": 1}] * 2
     assert len(server.connections) == 2

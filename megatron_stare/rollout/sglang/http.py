@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import select
+import time
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Mapping
 from typing import Protocol
 from urllib.parse import urlsplit
 
+# Idle connections are not used for longer than this, seconds: a server closes them after five, and a request that meets
+# the closing is lost.
+KEPT_S = 2.0
 _LINE_LIMIT = 2**16  # bytes of a header line
 
 
@@ -43,7 +47,7 @@ class HttpTransport:
         self._tls = parts.scheme == "https"
         self._host, self._port = parts.hostname or "", parts.port or (443 if self._tls else 80)
         self._name = parts.netloc.rpartition("@")[2]
-        self._idle: list[tuple[StreamReader, StreamWriter]] = []
+        self._idle: list[tuple[float, StreamReader, StreamWriter]] = []  # since when
 
     async def request(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None
@@ -62,22 +66,22 @@ class HttpTransport:
                 raise TransportError(f"the answer is cut short or no HTTP: {error}") from error
             raise
         if kept:
-            self._idle.append((reader, writer))
+            self._idle.append((time.monotonic(), reader, writer))
         else:
             writer.close()
         return status, content
 
     async def _connection(self) -> tuple[StreamReader, StreamWriter]:
         while self._idle:
-            reader, writer = self._idle.pop()
-            if not _readable(writer):
+            since, reader, writer = self._idle.pop()
+            if time.monotonic() - since < KEPT_S and not _readable(writer):
                 return reader, writer
-            writer.close()  # the server has closed it
+            writer.close()
         return await asyncio.open_connection(self._host, self._port, ssl=self._tls or None, limit=_LINE_LIMIT)
 
     async def close(self) -> None:
         while self._idle:
-            _, writer = self._idle.pop()
+            _, _, writer = self._idle.pop()
             writer.close()
 
 
