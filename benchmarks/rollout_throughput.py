@@ -41,12 +41,12 @@ TARGET = 0.95  # of the bare client's throughput
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=512)
+    parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--under-way", type=int, default=64, help="requests a server is given at a time")
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1, help="of a server")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=6)
     args = parser.parse_args()
     torch.set_num_threads(1)
     measure(args)
