@@ -41,22 +41,19 @@ TARGET = 0.95  # of the bare client's throughput
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=512)
+    parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--under-way", type=int, default=64, help="requests a server is given at a time")
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1, help="of a server")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=6)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    result = measure(args)
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    measure(args)
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Tokens a second of both clients, and their ratio pair by pair."""
+def measure(args: argparse.Namespace) -> None:
+    """Writes the result after every pair."""
     params = SamplingParams(1.0, args.new_tokens, seed=1, step=1, stop_token_ids=(1,))
     requests = [GenerateRequest(f"{i}:0", (3, 14, 4, 2 + i % 10, 15), i, 0) for i in range(args.requests)]
     config = Config.model_validate(
@@ -88,8 +85,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             order = (ours, theirs) if turn % 2 else (theirs, ours)
             rates = {call: tokens_per_s(call, turn) for call in order}
             pairs.append((rates[ours], rates[theirs]))
+            save(result_of(args, pairs))
     finally:
         engine.close()
+
+
+def save(result: dict[str, Any]) -> None:
+    RESULT.parent.mkdir(exist_ok=True)
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result["tokens_per_s"]), result["ratio"], flush=True)
+
+
+def result_of(args: argparse.Namespace, pairs: list[tuple[float, float]]) -> dict[str, Any]:
+    """Median tokens a second of both clients, and their ratio pair by pair."""
     return {
         "machine": machine(),
         "settings": vars(args),

@@ -46,7 +46,7 @@ TARGET = 0.5  # of the plain broadcast's throughput, for `distributed`
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=768)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=16_000)
     parser.add_argument("--bucket-mb", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)
@@ -54,14 +54,11 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         save_tiny(folder, args.vocab, args.hidden, args.layers)
-        result = measure(args, folder)
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+        measure(args, folder)
 
 
-def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """Medians over the repeats; shares of the plain broadcast turn by turn."""
+def measure(args: argparse.Namespace, folder: str) -> None:
+    """Writes the result after every turn."""
     buckets = buckets_of(folder, args.bucket_mb * 2**20)
     size = sum(tensor.nbytes for bucket in buckets for _, tensor in bucket)
     config = Config.model_validate({"model": {"path": folder}, "rollout": {"engine": "sglang"}})
@@ -78,7 +75,8 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
                     row[f"{method}_transfer"] = loop.run_until_complete(transfer(sync, buckets))
                     row[method] = loop.run_until_complete(whole(clients, sync, turn, buckets))
                 rows.append(row)
-            rows = rows[1:]  # the first warms up
+                if turn:  # the first warms up
+                    save(result_of(args, rows[1:], size, len(buckets)))
         finally:
             for sync in syncs.values():
                 loop.run_until_complete(sync.close())
@@ -87,6 +85,16 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
             loop.close()
             engine.close()
 
+
+def save(result: dict[str, Any]) -> None:
+    RESULT.parent.mkdir(exist_ok=True)
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result["mb_per_s"]), result["distributed_of_plain"], flush=True)
+
+
+def result_of(args: argparse.Namespace, rows: list[dict[str, float]], size: int, buckets: int) -> dict[str, Any]:
+    """Medians over the repeats; shares of the plain broadcast turn by turn."""
+
     def shares(name: str) -> list[float]:
         return [round(row["plain_broadcast"] / row[name], 3) for row in rows]
 
@@ -94,7 +102,7 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         "machine": machine(),
         "settings": vars(args),
         "model_mb": round(size / 1e6, 1),
-        "buckets": len(buckets),
+        "buckets": buckets,
         "mb_per_s": {name: round(size / 1e6 / statistics.median(row[name] for row in rows), 1) for name in rows[0]},
         "distributed_of_plain": shares("distributed"),
         "distributed_of_plain_median": statistics.median(shares("distributed")),

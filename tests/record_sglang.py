@@ -42,10 +42,12 @@ class Recorder(SGLangClient):
         self.answers: dict[str, Any] = {}
 
     async def _call(self, method: str, path: str, body: Any) -> Any:
-        response = await super()._call(method, path, body)
-        is_json = response.headers.get("content-type", "").startswith("application/json")
-        self.answers[path] = response.json() if is_json else response.text
-        return response
+        content = await super()._call(method, path, body)
+        try:
+            self.answers[path] = json.loads(content)
+        except ValueError:
+            self.answers[path] = content.decode()
+        return content
 
 
 async def record(client: Recorder) -> dict[str, Any]:

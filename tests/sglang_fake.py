@@ -8,9 +8,9 @@ import base64
 import hashlib
 import json
 import pickle
+from collections.abc import Mapping
 from typing import Any
 
-import httpx2
 import torch
 
 from megatron_stare.rollout.sglang.client import SGLangClient
@@ -33,17 +33,25 @@ class FakeServer:
         self._held = Fingerprint(torch.float32)
 
     def client(self) -> SGLangClient:
-        return SGLangClient(f"http://{self.name}", "key", 10, transport=httpx2.MockTransport(self._answer))
+        return SGLangClient(f"http://{self.name}", "key", 10, transport=self)
 
-    async def _answer(self, request: httpx2.Request) -> httpx2.Response:
-        path = request.url.path
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    async def request(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None
+    ) -> tuple[int, bytes]:
+        """See rollout.sglang.http.Transport."""
         self.calls.append(path)
         await asyncio.sleep(0)  # as the network does, so that one server is not asked everything
-        if request.headers.get("authorization") != "Bearer key":
-            return httpx2.Response(401, text="Unauthorized")
+        if headers.get("Authorization") != "Bearer key":
+            return 401, b"Unauthorized"
         if path in self.broken:
-            return httpx2.Response(400, text=f"{path} is broken")
-        body = json.loads(request.content) if request.content else {}
+            return 400, f"{path} is broken".encode()
+        answer = self.answers[path] = self._answer(path, json.loads(body) if body else {})
+        return 200, answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+
+    def _answer(self, path: str, body: dict[str, Any]) -> Any:
         known = {"/generate": self._generate, "/server_info": self._info, "/weights_checker": self._checker}
         if path == "/begin_weight_update":
             self._held = Fingerprint(torch.float32)
@@ -51,10 +59,7 @@ class FakeServer:
         known |= dict.fromkeys(("/pause_generation", "/continue_generation"), lambda _: {"status": "ok"})
         known |= dict.fromkeys(("/flush_cache", "/abort_request"), lambda _: "")
         known |= dict.fromkeys(("/release_memory_occupation", "/resume_memory_occupation"), lambda _: None)
-        answer = self.answers[path] = known.get(path, lambda _: {"success": True})(body)
-        if isinstance(answer, str):
-            return httpx2.Response(200, text=answer)
-        return httpx2.Response(200, json=answer)
+        return known.get(path, lambda _: {"success": True})(body)
 
     def _info(self, _: dict[str, Any]) -> dict[str, Any]:
         return {

@@ -54,6 +54,7 @@ def dry(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
         ("batch.samples_per_prompt=1", "use at least 2"),
         ("batch.micro_batch_tokens=20", "at least 48"),
         ("rollout.max_new_tokens=1000", "exceed the model's 128 positions"),
+        ("sglang.colocated=true", "set rollout.engine=sglang"),
         ("optimizer.lr=fast", "optimizer.lr"),
         ("optimizer.name=sgd", "cannot save the state of SGD"),
         ("optimizer.lr=-1", "greater than 0"),

@@ -40,7 +40,6 @@ ONLY_IN = {
     "megatron.core": {"megatron/"},
     # the server's environment has them, the trainer's has not
     "sglang": {f"rollout/sglang/{name}.py" for name in ("cpu_platform", "cpu_platform_class", "serve")},
-    "httpx2": {"rollout/sglang/client.py"},
     "transformers": {"rollout/", "preflight.py", "weights/rope.py"},
 }
 

@@ -128,7 +128,7 @@ class RolloutConfig(Section):
         "error", description="a longer prompt stops the run, is left out of the data, or loses its first tokens"
     )
     max_new_tokens: int = Field(1024, ge=1, description="longest response, tokens")
-    max_batch: int = Field(256, ge=1, description="responses the local engine decodes together")
+    max_batch: int = Field(256, ge=1, description="responses an engine decodes together")
     threads: int = Field(1, ge=1, description="CPU threads of an engine")
     sync_bucket_mb: int = Field(
         16, ge=1, description="largest bucket of weights on its way to the engines, MB; a larger tensor goes alone"

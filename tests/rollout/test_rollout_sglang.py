@@ -258,6 +258,7 @@ def test_seeds_are_honoured_where_asked_for():
         assert outputs(engine.generate(wanted, PARAMS)) == outputs(together)
 
 
+@pytest.mark.slow
 def test_servers_end_with_a_killed_starter():
     traces = Traces()
     code = "import sglang_servers, sys\nwith sglang_servers.running(): print('up', flush=True); sys.stdin.read()"
@@ -275,6 +276,7 @@ def test_servers_end_with_a_killed_starter():
     assert traces.left() == []
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_start_says_so_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "model").mkdir()

@@ -6,11 +6,11 @@ Nothing is unpickled that comes from a server: answers are JSON.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import httpx2
-
+from megatron_stare.rollout.sglang.http import HttpTransport, Transport
 from megatron_stare.rollout.sglang.protocol import SGLangError
 
 # SGLang's third, in_place, counts tokens of the old weights to the new version where its scheduler overlaps batches
@@ -33,20 +33,13 @@ class SGLangClient:
         transport: takes the requests instead of the network.
     """
 
-    def __init__(
-        self, url: str, api_key: str | None, timeout_s: float, transport: httpx2.AsyncBaseTransport | None = None
-    ) -> None:
+    def __init__(self, url: str, api_key: str | None, timeout_s: float, transport: Transport | None = None) -> None:
         self.url = url.rstrip("/")
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx2.AsyncClient(
-            base_url=self.url,
-            headers=headers,
-            timeout=timeout_s,
-            # the engine bounds what is under way; connections are kept, as opening one costs more than a short response
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
-            transport=transport,
-            trust_env=False,  # no proxy between a run and its servers
-        )
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._timeout_s = timeout_s
+        self._transport: Transport = HttpTransport(self.url) if transport is None else transport
 
     async def get(self, path: str) -> dict[str, Any]:
         return self._json(path, await self._call("GET", path, None))
@@ -58,22 +51,26 @@ class SGLangClient:
             raise SGLangError(f"{path} failed: {answer.get('message')}", where=self.url)
         return answer
 
-    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx2.Response:
+    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
+        content = None if body is None else json.dumps(body).encode()
         try:
-            response = await self._http.request(method, path, json=body)
-        except httpx2.TransportError as error:
+            status, answer = await asyncio.wait_for(
+                self._transport.request(method, path, self._headers, content), self._timeout_s
+            )
+        except (OSError, asyncio.TimeoutError) as error:
             raise ServerLostError(
                 f"the server does not answer {path}: {type(error).__name__} {error}".rstrip(), where=self.url
             ) from error
-        if response.status_code != 200:
-            raise SGLangError(f"{path} was refused ({response.status_code}): {response.text[:500]}", where=self.url)
-        return response
+        if status != 200:
+            words = answer.decode(errors="replace")[:500]
+            raise SGLangError(f"{path} was refused ({status}): {words}", where=self.url)
+        return answer
 
-    def _json(self, path: str, response: httpx2.Response) -> dict[str, Any]:
+    def _json(self, path: str, content: bytes) -> dict[str, Any]:
         try:
-            answer = response.json()
+            answer = json.loads(content)
         except ValueError as error:
-            raise SGLangError(f"{path} answered {response.text[:200]!r}, which is not JSON", where=self.url) from error
+            raise SGLangError(f"{path} answered {content[:200]!r}, which is not JSON", where=self.url) from error
         if not isinstance(answer, dict):
             raise SGLangError(f"{path} answered a {type(answer).__name__}, not an object", where=self.url)
         return answer
@@ -132,7 +129,7 @@ class SGLangClient:
         return dict(ranks[0]["checksums"])
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._transport.close()
 
 
 async def everywhere(*calls: Any) -> list[Any]:
