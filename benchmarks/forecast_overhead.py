@@ -24,8 +24,9 @@ from machine import machine
 from tiny import ragged_batch, tiny_policy
 
 from megatron_stare.megatron.cpu_backend import device
+from megatron_stare.megatron.head import Head
 from megatron_stare.megatron.microbatch import RankBatch
-from megatron_stare.megatron.passes import Head, score
+from megatron_stare.megatron.passes import score
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 from megatron_stare.ops.vocab_parallel import log_prob_and_entropy
 

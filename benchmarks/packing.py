@@ -23,8 +23,9 @@ from machine import machine
 from tiny import ragged_batch, tiny_policy
 
 from megatron_stare.megatron.cpu_backend import device
+from megatron_stare.megatron.head import Head
 from megatron_stare.megatron.microbatch import RankBatch
-from megatron_stare.megatron.passes import Head, accumulate_gradients, score
+from megatron_stare.megatron.passes import accumulate_gradients, score
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 
 RESULT = Path(__file__).parent / "results/packing.json"

@@ -32,6 +32,7 @@ def check(config: Config) -> Config:
     check_reference(config, method, shape)
     check_updates(config)
     check_statistics(config, method)
+    check_head(config, method)
     check_optimizer(config)
     check_device(config)
     check_layout(config.parallel, shape)
@@ -137,6 +138,17 @@ def check_statistics(config: Config, method: Method) -> None:
             "the entropy forecast is made from the log-prob pass, which this setting skips",
             where="statistics.gate",
             fix=f"{exact}, or observability.entropy_forecast=false",
+        )
+
+
+def check_head(config: Config, method: Method) -> None:
+    """Raises ConfigError where the gradient is to be taken before the loss of a whole response is known."""
+    if config.model.head == "gradient_in_forward" and method.coupling == "sequence":
+        raise ConfigError(
+            f"{config.algorithm['name']} couples the tokens of a response, so the slope of its loss in one token's "
+            "log-prob is not known before the others'",
+            where="model.head",
+            fix="use recompute, which saves as much memory, or auto",
         )
 
 

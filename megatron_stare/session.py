@@ -62,7 +62,7 @@ class Session:
                 runner = make_runner(config)
             stack.callback(runner.close)
             self.trainers, self.engines = runner.trainers, runner.engines
-            for line in notices(config):
+            for line in [*notices(config), *self.trainers.notes()]:
                 self.display.note(line)
             if restored:
                 self.trainers.load(str(restored.resolve()))

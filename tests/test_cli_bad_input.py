@@ -57,12 +57,19 @@ def dry(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
         ("optimizer.lr=-1", "greater than 0"),
         ("model.path=/nowhere", "cannot read the model's config.json"),
         ("model.dtype=bfloat16", "use float32 on a CPU"),
+        ("model.head=chunked", "model.head: Input should be 'auto', 'materialised'"),
+        ("model.head_chunk_tokens=0", "greater than or equal to 1"),
         ("run.steps", "section.key=value"),
         ("run.seed.x=1", "run.seed: Input should be a valid integer"),
     ],
 )
 def test_refused_before_anything_starts(capsys: pytest.CaptureFixture[str], override: str, message: str) -> None:
     assert message in dry(capsys, override)
+
+
+def test_a_gradient_before_the_whole_response_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    error = dry(capsys, "model.head=gradient_in_forward", "algorithm=gspo")
+    assert "gspo couples the tokens of a response" in error and "model.head" in error
 
 
 LAGGED = ("statistics={surprisal: rollout, gate: lagged}", "observability.entropy_forecast=false")

@@ -22,6 +22,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
 from pydantic import ValidationError
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -33,6 +34,7 @@ from megatron_stare.layout_rules import check_layout
 from megatron_stare.megatron import layout as parallel_layout
 from megatron_stare.megatron.cpu_backend import device
 from megatron_stare.megatron.export import export_hf
+from megatron_stare.megatron.head import output_weight, rows_of
 from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.model import build_model, load_hf
@@ -119,8 +121,8 @@ class Logits:
     def __init__(self, shape: ModelShape, layout: Layout) -> None:
         self.shape, self.layout = shape, layout
 
-    def __call__(self, logits: Tensor, micro: MicroBatch, **_: object) -> tuple[Tensor, ...]:
-        mine = logits.flatten(0, 1)[micro.rows].contiguous()
+    def score(self, model: GPTModel, hidden: Tensor, micro: MicroBatch, **_: object) -> tuple[Tensor, ...]:
+        mine = torch.nn.functional.linear(rows_of(model, hidden, micro), output_weight(model))
         parts = [torch.empty_like(mine) for _ in range(self.layout.tp)]
         dist.all_gather(parts, mine, group=self.layout.tp_group)
         return torch.cat(parts, dim=1)[:, : self.shape.vocab_size], micro.targets

@@ -27,10 +27,11 @@ from megatron_stare.data.arithmetic import ALPHABET, demonstration, draw_problem
 from megatron_stare.megatron import layout as parallel_layout
 from megatron_stare.megatron.cpu_backend import backend, device
 from megatron_stare.megatron.export import export_hf
+from megatron_stare.megatron.head import Head
 from megatron_stare.megatron.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.model import build_policy, load_hf
 from megatron_stare.megatron.optimizer import build_optimizer
-from megatron_stare.megatron.passes import Head, accumulate_gradients
+from megatron_stare.megatron.passes import accumulate_gradients
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 from megatron_stare.weights.hf_folder import HfFolder, write_folder
 from megatron_stare.weights.shape import read_shape

@@ -41,6 +41,13 @@ class ModelConfig(Section):
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="activations computed again in backward: of attention, or of every layer"
     )
+    head: Literal["auto", "materialised", "gradient_in_forward", "recompute"] = Field(
+        "auto",
+        description="logits of a micro-batch at once, by chunks whose gradient is taken in the forward (where the loss "
+        "of a token depends on its own log-prob), or by chunks that are computed again in backward; auto: by the free "
+        "memory at the start",
+    )
+    head_chunk_tokens: int = Field(1024, ge=1, description="tokens whose logits a chunked head holds at a time")
 
 
 class ParallelConfig(Section):

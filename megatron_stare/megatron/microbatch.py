@@ -1,7 +1,8 @@
 """One rank's part of a rollout batch: micro-batches for the model, and the flat view that methods see.
 
 Shape legend: b rows and s positions of a micro-batch (packed: one row of all tokens); n response positions of a
-micro-batch; N those of this rank, micro-batch after micro-batch; M those of the whole batch in canonical order.
+micro-batch, those that were sampled; N those of this rank, micro-batch after micro-batch; M those of the whole batch
+in canonical order, tool observations too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class MicroBatch:
 
     tokens: Tensor  # [b, s] int64
     positions: Tensor  # [b, s] int64
-    rows: Tensor  # [n] int64, rows of the flattened [b s] outputs that predict a response token
+    rows: Tensor  # [n] int64, rows of the flattened [b s] outputs that predict a response token that was sampled
     targets: Tensor  # [n] int64, the tokens they predict
     span: slice  # where these n stand among the rank's N
     packing: PackedSequences | None = None
@@ -203,8 +204,9 @@ def _micro_batch(
     # the output at token c predicts token c + 1
     first = batch.prompt_lengths[sample] - 1
     rows = (real & (token >= first) & (token < last)).flatten().nonzero().squeeze(1)
-    targets = batch.tokens[source.flatten()[rows] + 1]
     where = (response_start[sample] + token - first).flatten()[rows]
+    rows, where = rows[batch.sampled[where]], where[batch.sampled[where]]
+    targets = batch.tokens[source.flatten()[rows] + 1]
     span = slice(done, done + rows.numel())
     return MicroBatch(tokens, token.contiguous(), rows, targets, span), where
 

@@ -31,10 +31,19 @@ from megatron_stare.megatron.attention import SdpaCoreAttention
 from megatron_stare.megatron.cpu_backend import backend, device
 from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.norm import RMSNorm
+from megatron_stare.megatron.packing import PackedSequences
 from megatron_stare.weights.hf_folder import HfFolder
 from megatron_stare.weights.mapping import rule_for, shard
 from megatron_stare.weights.rope import scaled_frequencies
 from megatron_stare.weights.shape import ModelShape
+
+
+class PolicyModel(GPTModel):
+    """GPTModel that ends with the hidden states [s, b, H] after the last norm, for megatron/head.py to go on from: its
+    own output layer would make the logits of every position."""
+
+    def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
 
 
 def has_transformer_engine() -> bool:
@@ -152,7 +161,7 @@ def build_model(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig,
         parts: list[nn.Module] = []
         for chunk in range(chunks):
             vp_stage = chunk if chunks > 1 else None
-            part: nn.Module = GPTModel(
+            part: nn.Module = PolicyModel(
                 config=config,
                 transformer_layer_spec=layer_spec(config, vp_stage),
                 vocab_size=shape.padded_vocab(layout.tp),
@@ -203,6 +212,13 @@ def named_parameters(model: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter
 def is_expert(name: str) -> bool:
     """Whether a parameter belongs to one expert; experts are never cut over tensor-parallel ranks."""
     return ".local_experts." in name
+
+
+def hidden_states(chunk: nn.Module, tokens: Tensor, positions: Tensor, packing: PackedSequences | None) -> Tensor:
+    """Runs a model chunk; in its own precision, where Float16Module would make the last stage's output float32."""
+    inside = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
+    as_it_is = {"fp32_output": False} if isinstance(inside, Float16Module) else {}
+    return chunk(tokens, positions, None, packed_seq_params=packing, **as_it_is)
 
 
 def unwrap(chunk: Any) -> GPTModel:

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.cpu_backend import device
+from megatron_stare.megatron.head import Head
 from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.microbatch import RankBatch
 from megatron_stare.megatron.model import build_model, unwrap
-from megatron_stare.megatron.passes import Head, score
+from megatron_stare.megatron.passes import score
 from megatron_stare.megatron.start import load_start
 from megatron_stare.weights.shape import ModelShape
 

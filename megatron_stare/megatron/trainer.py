@@ -20,12 +20,14 @@ from megatron_stare.megatron.cpu_backend import device
 from megatron_stare.megatron.dump import write_step, write_tensors
 from megatron_stare.megatron.export import PolicyStream, export_hf
 from megatron_stare.megatron.forecast import forecast, measured_change
+from megatron_stare.megatron.head import Head
+from megatron_stare.megatron.head_choice import HeadChoice, choose_head, free_memory, largest_logits
 from megatron_stare.megatron.measured import Measured, complete, measure_batch
 from megatron_stare.megatron.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.model import build_policy
 from megatron_stare.megatron.objective import Objective, make_objective
 from megatron_stare.megatron.optimizer import build_optimizer, take_step
-from megatron_stare.megatron.passes import Head, accumulate_gradients, score
+from megatron_stare.megatron.passes import accumulate_gradients, score
 from megatron_stare.megatron.reference import Reference
 from megatron_stare.megatron.start import load_start
 from megatron_stare.methods import build_method
@@ -51,14 +53,32 @@ class Trainer:
         self.optimizer, self.scheduler = build_optimizer(
             self.model, config.optimizer, config.model.dtype, config.run.steps * config.batch.updates
         )
-        self.head = Head(
-            self.shape.vocab_size, config.rollout.temperature, self.layout, self.method.needs_entropy_gradient
-        )
         self.reference = Reference(config, self.shape, self.layout) if self.method.needs_reference else None
+        self._head_choice = self._choose_head()
+        self.head = Head(
+            self.shape.vocab_size,
+            config.rollout.temperature,
+            self.layout,
+            self.method.needs_entropy_gradient,
+            self._head_choice.mode,
+            config.model.head_chunk_tokens,
+        )
         self.stream = PolicyStream(self.model, self.shape, self.layout, config.rollout.sync_bucket_mb * 2**20)
         self._batch: RankBatch | None = None
         self._measured: Measured | None = None  # on the last pipeline stage only
         self._objective: Objective | None = None  # of the update at hand; likewise
+
+    def _choose_head(self) -> HeadChoice:
+        """All ranks make the same choice, and once: both passes must take the same way."""
+        asked = self.config.model.head
+        if asked != "auto":
+            return HeadChoice(asked, "")
+        return choose_head(self.method.coupling, largest_logits(self.config, self.shape), free_memory())
+
+    def notes(self) -> list[str]:
+        """What was decided here, for the person who started the run; a line each."""
+        choice = self._head_choice
+        return [f"model.head: {choice.mode}, because {choice.reason}"] if choice.reason else []
 
     @property
     def _group(self) -> torch.distributed.ProcessGroup | None:

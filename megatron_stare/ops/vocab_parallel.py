@@ -1,27 +1,38 @@
 """Log-prob of the taken token and entropy of the distribution, over logits whose vocabulary is split over ranks.
 
 Both come from one pass: temperature applied, padded vocabulary columns masked, float32 accumulation, one collective of
-four numbers a token. With x = logits / temperature and m the row maximum,
+four numbers a token. With logits z, their row maximum m over all ranks, and d = (z - m) / temperature,
 
-    s = sum_v exp(x_v - m)      t = sum_v (x_v - m) exp(x_v - m)
-    log p_y = x_y - m - ln s    H = ln s - t / s
-    d log p_y / dx = 1[y] - p   dH / dx = -p (ln p + H)
+    s = sum_v exp(d_v)                t = sum_v d_v exp(d_v)
+    log p_y = d_y - ln s              H = ln s - t / s
+    d log p_y / dd = 1[y] - p         dH / dd = -p (ln p + H)
 
 The entropy sensitivity (algorithms/sensitivity.py) needs two sums more, in the same pass and the same collective:
 
-    q = sum_v exp(x_v - m)^2    u = sum_v (x_v - m) exp(x_v - m)^2
-    sum_v p_v^2 = q / s^2       sum_v p_v^2 ln p_v = (u - q ln s) / s^2
+    q = sum_v exp(d_v)^2              u = sum_v d_v exp(d_v)^2
+    sum_v p_v^2 = q / s^2             sum_v p_v^2 ln p_v = (u - q ln s) / s^2
+
+What touches the [N, V] logits is a body, one file each: vocab_reference.py in plain PyTorch, vocab_chunked.py in
+PyTorch by blocks that stay in cache, vocab_triton.py in kernels that read every logit once.
 
 Shape legend: N tokens, V vocabulary columns of this rank, R ranks.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import importlib.util
+from dataclasses import dataclass, fields
+from types import ModuleType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup, all_gather_into_tensor
+
+from megatron_stare.ops import vocab_chunked, vocab_reference
+
+Body = Literal["auto", "reference", "chunked", "triton"]
 
 
 def log_prob_and_entropy(
@@ -33,6 +44,8 @@ def log_prob_and_entropy(
     group: ProcessGroup | None = None,
     entropy_gradient: bool = False,
     second_moment: bool = False,
+    body: Body = "auto",
+    overwrite_logits: bool = False,
 ) -> tuple[Tensor, ...]:
     """Log-prob and entropy of every row.
 
@@ -44,106 +57,157 @@ def log_prob_and_entropy(
         group: tensor-parallel ranks; None: this rank holds every column.
         entropy_gradient: whether entropy carries gradient; without it entropy costs nothing in backward.
         second_moment: whether to give the sums of the entropy sensitivity too; they never carry gradient.
+        body: what computes it; auto: Triton's kernels on GPUs that can run them, else the chunked body.
+        overwrite_logits: backward writes the gradient over the logits, which nothing may need by then. Autograd's
+            version counter moves, so that a backward that still wants them raises; whoever just reads them afterwards
+            reads the gradient.
 
     Returns:
         log_prob [N] and entropy [N] in nats, float32 (float64 for float64 logits), equal on every rank of `group`; with
         `second_moment` also sum p^2 [N] and sum p^2 ln p [N] over the vocabulary.
+
+    Raises:
+        ValueError: a leaf would be overwritten, or the body cannot take these logits.
     """
-    return _LogProbAndEntropy.apply(logits, targets, vocab_size, temperature, group, entropy_gradient, second_moment)
+    if overwrite_logits and logits.is_leaf and logits.requires_grad:
+        raise ValueError("logits that are a leaf would be overwritten by their own gradient")
+    problem = Problem(vocab_size, temperature, group, entropy_gradient, second_moment, body)
+    return _LogProbAndEntropy.apply(logits, targets, problem, overwrite_logits)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is asked of the logits; see log_prob_and_entropy."""
+
+    vocab_size: int
+    temperature: float = 1.0
+    group: ProcessGroup | None = None
+    entropy_gradient: bool = False
+    second_moment: bool = False
+    body: Body = "auto"
+
+    def columns(self, width: int) -> tuple[int, int]:
+        """First column of this rank, and how many of its `width` columns are real."""
+        start = (self.group.rank() if self.group is not None else 0) * width
+        return start, min(max(self.vocab_size - start, 0), width)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What backward needs of every row beside its logits, [N] each.
+
+    local: int64, the target's column on this rank; -1: another rank holds it.
+    m, s, entropy: as in the formulas, over all ranks.
+    """
+
+    local: Tensor
+    m: Tensor
+    s: Tensor
+    entropy: Tensor
+
+    def __getitem__(self, rows: slice) -> Rows:
+        return Rows(*(each[rows] for each in self.tensors()))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+
+def measure(logits: Tensor, targets: Tensor, problem: Problem) -> tuple[tuple[Tensor, ...], Rows]:
+    """What log_prob_and_entropy returns, outside autograd, and what `write_gradient` wants of every row.
+
+    Every rank of the group must call it: it holds the one collective.
+    """
+    start, real = problem.columns(logits.shape[1])
+    here = (targets >= start) & (targets < start + real)
+    local = torch.where(here, targets - start, -1)
+    body = _body(problem.body, logits)
+    sums = body.sums(logits, local, real, problem.temperature, problem.second_moment)
+    m, s, t, z_target, *squares = _merge(sums, problem)
+    log_s = s.log()
+    log_prob = (z_target - m) / problem.temperature - log_s  # not z - (m + ln s), which loses what is small beside m
+    entropy = log_s - t / s
+    moments: tuple[Tensor, ...] = ()
+    if problem.second_moment:
+        q, u = squares
+        moments = (q / s**2, (u - q * log_s) / s**2)
+    return (log_prob, entropy, *moments), Rows(local, m, s, entropy)
+
+
+def write_gradient(
+    logits: Tensor, rows: Rows, problem: Problem, grad_log_prob: Tensor, grad_entropy: Tensor | None, out: Tensor
+) -> None:
+    """Writes the gradient in the logits [N, V] into `out`, which may be the logits.
+
+    With d as above and e = exp(d) it is e (a + b d) and, at the target, grad_log_prob / temperature more.
+
+    Args:
+        grad_log_prob: [N]; grad_entropy: [N], or None where the entropy carries none.
+    """
+    real = problem.columns(logits.shape[1])[1]
+    per_weight = 1 / (rows.s * problem.temperature)
+    a, b = -grad_log_prob * per_weight, None
+    if grad_entropy is not None:
+        b = -grad_entropy * per_weight
+        a = a + b * (rows.entropy - rows.s.log())
+    hit = grad_log_prob / problem.temperature
+    body = _body(problem.body, logits)
+    body.gradient(logits, rows.local, real, problem.temperature, rows.m, a, b, hit, out)
 
 
 class _LogProbAndEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
-        vocab_size: int,
-        temperature: float,
-        group: ProcessGroup | None,
-        entropy_gradient: bool,
-        second_moment: bool,
-    ) -> tuple[Tensor, ...]:
-        columns = logits.shape[1]
-        rank, ranks = (group.rank(), group.size()) if group is not None else (0, 1)
-        start = rank * columns
-        real = min(max(vocab_size - start, 0), columns)
-        x = _scaled(logits, temperature, real)
-
-        m = x.max(dim=1).values if columns else x.new_full(targets.shape, -torch.inf)
-        m_finite = torch.where(m.isfinite(), m, 0.0)  # a rank may hold padding only
-        e = (x - m_finite[:, None]).exp_()
-        s = e.sum(1)
-        xe = torch.where(e > 0, (x - m_finite[:, None]) * e, 0.0)
-        t = xe.sum(1)
-        # neither makes an [N, V] product
-        squares = [torch.linalg.vector_norm(e, dim=1) ** 2, torch.linalg.vecdot(xe, e)] if second_moment else []
-        local = targets - start
-        here = (local >= 0) & (local < real)
-        picked = x.gather(1, local.clamp(0, max(columns - 1, 0))[:, None]).squeeze(1)
-        x_target = torch.where(here, picked, 0.0)
-
-        m_all, s_all, t_all, x_target, *squares = _merge(
-            m, m_finite, s, t, x_target, *squares, group=group, ranks=ranks
-        )
-        log_s = s_all.log()
-        log_z = m_all + log_s
-        log_prob = x_target - log_z
-        entropy = log_s - t_all / s_all
-
-        ctx.save_for_backward(logits, local, here, log_z, entropy)
-        ctx.temperature, ctx.real, ctx.entropy_gradient = temperature, real, entropy_gradient
-        moments: tuple[Tensor, ...] = ()
-        if second_moment:
-            q, u = squares
-            moments = q / s_all**2, (u - q * log_s) / s_all**2
-        ctx.mark_non_differentiable(*moments, *(() if entropy_gradient else (entropy,)))
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, problem: Problem, overwrite: bool) -> tuple[Tensor, ...]:
+        (log_prob, entropy, *moments), rows = measure(logits, targets, problem)
+        ctx.save_for_backward(logits, *rows.tensors())
+        ctx.problem, ctx.overwrite = problem, overwrite
+        ctx.mark_non_differentiable(*moments, *(() if problem.entropy_gradient else (entropy,)))
         return log_prob, entropy, *moments
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        logits, local, here, log_z, entropy = ctx.saved_tensors
-        log_p = _scaled(logits, ctx.temperature, ctx.real) - log_z[:, None]
-        p = log_p.exp()
-        grad = p * -grad_log_prob[:, None]
-        rows = here.nonzero().squeeze(1)
-        grad[rows, local[rows]] += grad_log_prob[rows]
-        if ctx.entropy_gradient:
-            slope = torch.where(p > 0, p * (log_p + entropy[:, None]), 0.0)
-            grad -= slope * grad_entropy[:, None]
-        return (grad / ctx.temperature).to(logits.dtype), None, None, None, None, None, None
+        logits, *saved = ctx.saved_tensors  # raises where they were written to since, by another backward of this too
+        logits = logits.detach()  # shares the version counter
+        out = logits if ctx.overwrite else torch.empty_like(logits)
+        of_entropy = grad_entropy if ctx.problem.entropy_gradient else None
+        write_gradient(logits, Rows(*saved), ctx.problem, grad_log_prob, of_entropy, out)
+        if ctx.overwrite:
+            torch.autograd.graph.increment_version(out)  # kernels write without telling autograd
+        return out, None, None, None
 
 
-def _scaled(logits: Tensor, temperature: float, real: int) -> Tensor:
-    """[N, V] temperature applied in at least float32, padding at -inf."""
-    x = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    if real < x.shape[1]:
-        x[:, real:] = -torch.inf
-    return x
+def _body(name: Body, logits: Tensor) -> ModuleType:
+    if name == "auto":
+        name = "triton" if _runs_triton(logits) else "chunked"
+    if name == "triton":
+        from megatron_stare.ops import vocab_triton  # Triton is not on every machine
+
+        return vocab_triton
+    return {"reference": vocab_reference, "chunked": vocab_chunked}[name]
 
 
-def _merge(
-    m: Tensor,
-    m_finite: Tensor,
-    s: Tensor,
-    t: Tensor,
-    x_target: Tensor,
-    *squares: Tensor,
-    group: ProcessGroup | None,
-    ranks: int,
-) -> tuple[Tensor, ...]:
-    """Combines every rank's (m, s, t, x_target), and (q, u) where they are given, each [N], after one all-gather."""
-    if ranks == 1:
-        return m_finite, s, t, x_target, *squares
-    packed = torch.stack([m, s, t, x_target, *squares])  # [4 or 6, N]
-    parts = packed.new_empty(ranks, *packed.shape)
-    all_gather_into_tensor(parts.view(-1), packed.view(-1), group=group)
-    m_r, s_r, t_r, x_r, *squares_r = parts.unbind(1)  # each [R, N]
+def _runs_triton(logits: Tensor) -> bool:
+    """Whether the kernels can take these logits: bfloat16, float16 or float32, on sm_80 or newer."""
+    if logits.device.type != "cuda" or logits.dtype == torch.float64 or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(logits.device) >= (8, 0)
+
+
+def _merge(sums: Tensor, problem: Problem) -> tuple[Tensor, ...]:
+    """Combines every rank's (m, s, t, z_target), and (q, u) where they are given, [4 or 6, N], after one all-gather:
+    16 or 24 bytes a token and rank. m is finite: 0 where there is no largest finite logit."""
+    group = problem.group
+    if group is None or group.size() == 1:
+        m, *others = sums.unbind(0)
+        return torch.where(m.isfinite(), m, 0.0), *others
+    parts = sums.new_empty(group.size(), *sums.shape)
+    all_gather_into_tensor(parts.view(-1), sums.contiguous().view(-1), group=group)
+    m_r, s_r, t_r, z_r, *squares_r = parts.unbind(1)  # each [R, N]
     m_all = m_r.max(0).values
     m_all = torch.where(m_all.isfinite(), m_all, 0.0)
-    shift = torch.where(m_r.isfinite(), m_r - m_all, -torch.inf)
+    shift = torch.where(m_r.isfinite(), (m_r - m_all) / problem.temperature, -torch.inf)
     scale = shift.exp()
-    merged = [m_all, (scale * s_r).sum(0), _shifted(t_r, s_r, shift, scale), x_r.sum(0)]
+    merged = [m_all, (scale * s_r).sum(0), _shifted(t_r, s_r, shift, scale), z_r.sum(0)]
     if squares_r:
         q_r, u_r = squares_r
         merged += [(scale**2 * q_r).sum(0), _shifted(u_r, q_r, shift, scale**2)]
@@ -151,5 +215,6 @@ def _merge(
 
 
 def _shifted(t_r: Tensor, s_r: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """[N] sum (x - m_all) w over all ranks, with s_r = sum w and t_r = sum (x - m_r) w by rank, [R, N] each."""
+    """[N] sum d w over all ranks, with d from the largest m. s_r = sum w, and t_r = sum d w with d from the rank's own
+    m, are [R, N]."""
     return torch.where(scale > 0, scale * (t_r + shift * s_r), 0.0).sum(0)

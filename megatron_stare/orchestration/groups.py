@@ -45,6 +45,10 @@ class TrainerGroup:
         self._rules = rules
         self._layouts: tuple[BucketLayout, ...] | None = None  # of the weights' buckets; asked for once
 
+    def notes(self) -> list[str]:
+        """What the trainer decided as it started; a line each."""
+        return self._workers.wait([self._workers.start_on(0, "notes")])[0]
+
     def score(self, batch: RolloutBatch) -> None:
         """Log-probs and entropies of every response token under the current policy, before any update.
 

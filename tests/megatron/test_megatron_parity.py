@@ -18,22 +18,32 @@ from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelC
 from megatron_stare.megatron import layout as parallel_layout
 from megatron_stare.megatron.cpu_backend import backend, device
 from megatron_stare.megatron.export import export_hf
+from megatron_stare.megatron.head import Head
 from megatron_stare.megatron.microbatch import RankBatch
 from megatron_stare.megatron.model import build_policy, load_hf
 from megatron_stare.megatron.optimizer import build_optimizer
-from megatron_stare.megatron.passes import Head, accumulate_gradients, score
+from megatron_stare.megatron.passes import accumulate_gradients, score
 from megatron_stare.megatron.trainer import main_grad
+from megatron_stare.ops.linear_head import Mode
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 from megatron_stare.weights.hf_folder import HfFolder
 from megatron_stare.weights.shape import read_shape
 
 TEMPERATURE = 0.8
 SEED, SIZE = 3, 10
+CHUNK = 5  # rows of the chunked heads, so that micro-batches make several and a last one that is smaller
 MIX = 0.3  # entropy's share of the loss, so that the gradients of both outputs are seen
 
 
 def step_of(
-    rank: int, init: str, path: str, parallel: ParallelConfig, budget: int, packed: bool, distributed: bool
+    rank: int,
+    init: str,
+    path: str,
+    parallel: ParallelConfig,
+    budget: int,
+    packed: bool,
+    distributed: bool,
+    mode: Mode = "materialised",
 ) -> dict:
     """Scores a fixed batch and takes the gradient of a mix of its means; this rank's part of everything."""
     shape = read_shape(path)
@@ -53,7 +63,7 @@ def step_of(
     multiple = layout.tp if parallel.sequence else 1
     uniform = parallel.virtual_pipeline > 1
     rank_batch = RankBatch(batch, plan, layout.dp_rank, device(), packed=packed, multiple=multiple, uniform=uniform)
-    head = Head(shape.vocab_size, TEMPERATURE, layout, entropy_gradient=True)
+    head = Head(shape.vocab_size, TEMPERATURE, layout, entropy_gradient=True, mode=mode, chunk=CHUNK)
     log_prob, entropy = score(model, rank_batch, head)
     total = int(batch.response_lengths.sum())
     logged = accumulate_gradients(
@@ -117,12 +127,20 @@ def merged(results: list[dict], key: str) -> dict[str, Tensor]:
     return whole
 
 
-def check(ranks, path: Path, layout: dict, budget: int, packed: bool, distributed: bool = False) -> list[dict]:
+def check(
+    ranks,
+    path: Path,
+    layout: dict,
+    budget: int,
+    packed: bool,
+    distributed: bool = False,
+    mode: Mode = "materialised",
+) -> list[dict]:
     """Runs the step in this layout and holds everything against transformers."""
     parallel = ParallelConfig(**layout)
     batch = random_batch(SEED, SIZE)
     log_prob, entropy, gradients = truth(path, batch)
-    results = ranks.run(step_of, parallel.world_size, str(path), parallel, budget, packed, distributed)
+    results = ranks.run(step_of, parallel.world_size, str(path), parallel, budget, packed, distributed, mode)
     last = [r for r in results if r["index"] is not None]
     seen = torch.cat([r["index"] for r in last]).sort().values
     everyone = torch.arange(len(log_prob)).repeat_interleave(parallel.tensor)
@@ -191,6 +209,24 @@ def test_equal_to_transformers(ranks, tmp_path: Path, name: str, packed: bool) -
 def test_other_families(ranks, tmp_path: Path, family: str, name: str) -> None:
     save_model(tmp_path, family)
     check(ranks, tmp_path, *LAYOUTS[name], packed=True)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("mode", ["gradient_in_forward", "recompute"])
+@pytest.mark.parametrize(
+    ("family", "name", "packed"),
+    [
+        ("qwen2_tied", "one", False),
+        ("qwen2_tied", "tp2-sp", True),
+        ("qwen2_tied", "tp2-sp-pp2", False),
+        ("qwen3", "tp4-shared-kv", True),
+        ("qwen3_tied", "pp2-vpp2", True),
+        ("qwen2", "tp2-dp2", True),
+    ],
+)
+def test_chunked_heads(ranks, tmp_path: Path, mode: Mode, family: str, name: str, packed: bool) -> None:
+    save_model(tmp_path, family)
+    check(ranks, tmp_path, *LAYOUTS[name], packed=packed, mode=mode)
 
 
 @pytest.mark.distributed

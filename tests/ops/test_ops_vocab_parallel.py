@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_stare.ops import vocab_parallel
 from megatron_stare.ops.vocab_parallel import log_prob_and_entropy
 
 
@@ -171,3 +172,41 @@ def test_split_over_ranks_equals_whole(ranks, world: int, real: int) -> None:
         torch.testing.assert_close(p2_log_p.double(), want_p2_log_p, atol=1e-6, rtol=2e-6)
     gradient = torch.cat([result[-1] for result in results], dim=1)
     torch.testing.assert_close(gradient.double(), truth.grad, atol=3e-6, rtol=1e-5)
+
+
+def _padded_rank(rank: int, init: str, world: int, second_moment: bool) -> tuple[tuple[Tensor, ...], list[int]]:
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
+    sent = []
+
+    def counted(out: Tensor, mine: Tensor, group: dist.ProcessGroup) -> None:
+        sent.append(mine.nbytes)
+        dist.all_gather_into_tensor(out, mine, group=group)
+
+    vocab_parallel.all_gather_into_tensor = counted
+    try:
+        logits, _, real = case(13, n=50, v=61, real=61)
+        width = -(-real // (8 * world)) * 8  # padded as Megatron pads: to a multiple that depends on the ranks
+        padded = torch.cat([logits, torch.full((50, width * world - real), 50.0)], dim=1)
+        targets = torch.arange(50) % real  # on every rank
+        mine = padded[:, rank * width : (rank + 1) * width].contiguous()
+        outputs = log_prob_and_entropy(
+            mine, targets, vocab_size=real, group=dist.group.WORLD, second_moment=second_moment
+        )
+    finally:
+        vocab_parallel.all_gather_into_tensor = dist.all_gather_into_tensor
+        dist.destroy_process_group()
+    return outputs, sent
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("second_moment", [False, True])
+def test_a_padded_vocabulary_is_the_same_in_every_split(ranks, second_moment: bool) -> None:
+    logits, _, real = case(13, n=50, v=61, real=61)
+    whole = log_prob_and_entropy(logits, torch.arange(50) % real, vocab_size=real, second_moment=second_moment)
+    for world in (1, 2, 4):
+        results = ranks.run(_padded_rank, world, world, second_moment)
+        for outputs, sent in results:
+            assert sent == ([50 * (24 if second_moment else 16)] if world > 1 else [])  # one collective, 4 or 6 numbers
+            for mine, first, wanted in zip(outputs, results[0][0], whole, strict=True):
+                assert torch.equal(mine, first)  # the same bits on every rank
+                torch.testing.assert_close(mine, wanted, atol=1e-6, rtol=0)

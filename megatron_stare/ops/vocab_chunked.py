@@ -1,0 +1,98 @@
+"""The body of ops/vocab_parallel.py for CPUs: PyTorch over blocks of rows that stay in cache, without a buffer of the
+logits' size.
+
+A block goes through half a dozen elementwise operations. Done row block by row block each but the first finds it in
+cache; done over the whole tensor each would read it from memory. The block's size depends on the shape alone, so that
+two passes over the same logits give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# Elements of a block and of each of its two work buffers: 16 rows of 32k columns, 3 of 152k. docs/head.md has what
+# others cost. A GPU without Triton has no such cache, but has launches to save.
+BLOCK = 1 << 19
+BLOCK_CUDA = 1 << 25
+
+# d below this is taken for it: its exp is 0 even in float64, and -inf * 0 would be nan
+_LOWEST = -1000.0
+
+
+def sums(logits: Tensor, local: Tensor, real: int, temperature: float, second_moment: bool) -> Tensor:
+    """As in vocab_reference.py."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    out = torch.zeros(6 if second_moment else 4, logits.shape[0], dtype=dtype, device=logits.device)
+    if real == 0:
+        out[0] = -torch.inf
+        return out
+    m, s, t, z_target, *squares = out.unbind(0)
+    picked = logits.gather(1, local.clamp_min(0)[:, None]).squeeze(1).to(dtype)
+    z_target.copy_(torch.where(local >= 0, picked, 0.0))
+    for rows, d, e in _blocks(logits, real, dtype):
+        z = _widened(logits[rows, :real], d)
+        torch.amax(z, 1, out=m[rows])
+        _exponents(z, torch.where(m[rows].isfinite(), m[rows], 0.0), temperature, d)
+        torch.exp(d, out=e)
+        torch.sum(e, 1, out=s[rows])
+        torch.sum(d.mul_(e), 1, out=t[rows])
+        if second_moment:
+            torch.sum(d.mul_(e), 1, out=squares[1][rows])
+            torch.sum(e.square_(), 1, out=squares[0][rows])
+    return out
+
+
+def gradient(
+    logits: Tensor,
+    local: Tensor,
+    real: int,
+    temperature: float,
+    m: Tensor,
+    a: Tensor,
+    b: Tensor | None,
+    hit: Tensor,
+    out: Tensor,
+) -> None:
+    """As in vocab_reference.py."""
+    out[:, real:] = 0.0
+    if real == 0:
+        return
+    # the target's entry is made whole from numbers of its own, because out may be rounded to bfloat16 and be the logits
+    target = local.clamp_min(0)[:, None]
+    d_target = ((logits.gather(1, target).squeeze(1).to(m.dtype) - m) / temperature).clamp_min(_LOWEST)
+    at_slope = a if b is None else a + b * d_target
+    at_target = d_target.exp() * at_slope + hit
+    for rows, d, e in _blocks(logits, real, m.dtype):
+        _exponents(_widened(logits[rows, :real], d), m[rows], temperature, d)
+        torch.exp(d, out=e)
+        slope = a[rows, None] if b is None else d.mul_(b[rows, None]).add_(a[rows, None])
+        torch.mul(e, slope, out=out[rows, :real])
+    kept = out.gather(1, target).squeeze(1)
+    out.scatter_(1, target, torch.where(local >= 0, at_target.to(out.dtype), kept)[:, None])
+
+
+def _blocks(logits: Tensor, real: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Slices of rows, and two work buffers of a block's shape for each, the same ones every time."""
+    most = BLOCK if logits.device.type == "cpu" else BLOCK_CUDA
+    height = max(1, most // real)
+    d = torch.empty(min(height, logits.shape[0]), real, dtype=dtype, device=logits.device)
+    e = torch.empty_like(d)
+    for start in range(0, logits.shape[0], height):
+        rows = slice(start, min(start + height, logits.shape[0]))
+        yield rows, d[: rows.stop - start], e[: rows.stop - start]
+
+
+def _widened(block: Tensor, buffer: Tensor) -> Tensor:
+    """The block at the buffer's precision; itself where that changes nothing."""
+    return block if block.dtype == buffer.dtype else buffer.copy_(block)
+
+
+def _exponents(z: Tensor, m: Tensor, temperature: float, out: Tensor) -> None:
+    """Writes (z - m) / temperature, not below _LOWEST, into `out`, which may be z."""
+    torch.sub(z, m[:, None], out=out)
+    if temperature != 1.0:
+        out.div_(temperature)
+    out.clamp_(min=_LOWEST)

@@ -1,0 +1,69 @@
+"""The body of ops/vocab_parallel.py that is easiest to read, in plain PyTorch over whole [N, V] tensors.
+
+What the other bodies are held against; they have the same two functions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def sums(logits: Tensor, local: Tensor, real: int, temperature: float, second_moment: bool) -> Tensor:
+    """This rank's m, s, t and z_target, and with `second_moment` q and u: [4 or 6, N], at least float32.
+
+    Args:
+        logits: [N, V].
+        local: [N] int64 column of the target; -1: not here, and z_target is 0.
+        real: columns that are not padding; with none, m is -inf.
+        temperature: divides z - m.
+        second_moment: whether to give q and u.
+    """
+    z = _widened(logits[:, :real])
+    m = z.amax(1) if real else z.new_full(local.shape, -torch.inf)
+    d = (z - torch.where(m.isfinite(), m, 0.0)[:, None]) / temperature
+    e = d.exp()
+    picked = z.gather(1, local.clamp_min(0)[:, None]).squeeze(1) if real else torch.zeros_like(m)
+    rows = [m, e.sum(1), _product(d, e).sum(1), torch.where(local >= 0, picked, 0.0)]
+    if second_moment:
+        rows += [(e * e).sum(1), _product(d, e * e).sum(1)]
+    return torch.stack(rows)
+
+
+def gradient(
+    logits: Tensor,
+    local: Tensor,
+    real: int,
+    temperature: float,
+    m: Tensor,
+    a: Tensor,
+    b: Tensor | None,
+    hit: Tensor,
+    out: Tensor,
+) -> None:
+    """Writes the gradient into `out`, which may be logits: e (a + b d) with d = (z - m) / temperature and e = exp(d),
+    and `hit` more at the target.
+
+    Args:
+        m: [N] of all ranks.
+        a, b: [N]; b None: 0.
+        hit: [N].
+    """
+    d = (_widened(logits[:, :real]) - m[:, None]) / temperature
+    e = d.exp()
+    grad = e * a[:, None]
+    if b is not None:
+        grad += _product(d, e) * b[:, None]
+    rows = (local >= 0).nonzero().squeeze(1)
+    grad[rows, local[rows]] += hit[rows]
+    out[:, real:] = 0.0
+    out[:, :real] = grad.to(out.dtype)
+
+
+def _widened(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _product(d: Tensor, e: Tensor) -> Tensor:
+    """d e, and 0 where d is -inf."""
+    return torch.where(e > 0, d * e, 0.0 * e)  # a nan in e stays one

@@ -1,0 +1,20 @@
+"""The operator needs no memory beside its logits: the proof in benchmarks/vocab_memory.py holds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks/vocab_memory.py"
+
+
+@pytest.mark.slow
+def test_forward_and_backward_within_the_logits_and_600_mb(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    done = subprocess.run([sys.executable, SCRIPT, "--out", out], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(out.read_text())["peak_rss_mb"] * 1e6 <= 2 * 8192 * 151936 + 600e6
