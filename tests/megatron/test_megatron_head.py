@@ -66,7 +66,9 @@ def _seen(rank: int, init: str, path: str, mode: Mode, dtype: Any) -> dict[str, 
     model = build_policy(shape, ModelConfig(path=path, dtype=dtype), parallel, layout, distributed_optimizer=False)
     load_hf(model, HfFolder(path), shape, layout)
     batch = with_observations(random_batch(4))
-    plan = plan_micro_batches(batch.lengths.tolist(), PlanRules(data_parallel=1, budget=40, hidden=shape.hidden))
+    plan = plan_micro_batches(
+        batch.lengths.tolist(), PlanRules(data_parallel=1, budget=40, packed=True, hidden=shape.hidden)
+    )
     rank_batch = RankBatch(batch, plan, 0, device(), packed=True)
     head = Head(shape.vocab_size, 1.0, layout, mode=mode, chunk=4)
     met: list[Tensor] = []
@@ -132,14 +134,16 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def _gradients(rank: int, init: str, config: Config) -> tuple[dict[str, Tensor], list[str]]:
-    """Of the second update, whose ratios are not 1; and the notes."""
+    """Of two updates, of which the second one's ratios are not 1; and the notes."""
     trainer = Trainer(config, rank, init)
     batch = random_batch(8, 8)
     trainer.score(batch, plan_of(config, batch))
     trainer.measure(trainer.method.initial_state())
+    gradients = {}
     for number in range(2):
         trainer.update(number)
-    gradients = {name: main_grad(p).clone() for m in trainer.model for name, p in m.named_parameters()}
+        for m in trainer.model:
+            gradients |= {f"{number} {name}": main_grad(p).clone() for name, p in m.named_parameters()}
     notes = trainer.notes()
     trainer.close()
     return gradients, notes
