@@ -20,7 +20,7 @@ VOCABULARY = 16
     ("family", "layout"),
     [
         ("qwen3_moe", {"data": 2, "expert": 2}),
-        ("qwen2_tied", {"pipeline": 2, "virtual_pipeline": 2}),
+        pytest.param("qwen2_tied", {"pipeline": 2, "virtual_pipeline": 2}, marks=pytest.mark.slow),
     ],
     ids=["ep2", "pp2-vpp2"],
 )

@@ -80,7 +80,9 @@ LAGGED = (
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("settings", [SEVERAL, LAGGED], ids=["several-updates", "lagged-gate"])
+@pytest.mark.parametrize(
+    "settings", [SEVERAL, pytest.param(LAGGED, marks=pytest.mark.slow)], ids=["several-updates", "lagged-gate"]
+)
 def test_resumed_equals_uninterrupted(tmp_path: Path, settings: tuple[str, ...]) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     done = train(model(), f"run.dir={whole}", *settings, cwd=tmp_path, **INLINE)
