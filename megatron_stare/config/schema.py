@@ -131,7 +131,7 @@ class RolloutConfig(Section):
     max_batch: int = Field(256, ge=1, description="responses an engine decodes together")
     threads: int = Field(1, ge=1, description="CPU threads of an engine")
     sync_bucket_mb: int = Field(
-        16, ge=1, description="largest bucket of weights on its way to the engines, MB; a larger tensor goes alone"
+        64, ge=1, description="largest bucket of weights on its way to the engines, MB; a larger tensor goes alone"
     )
 
 

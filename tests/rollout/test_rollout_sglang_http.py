@@ -26,7 +26,8 @@ class Server:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections.append(writer)
         while head := await reader.readuntil(b"\r\n\r\n"):
-            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            _, _, rest = head.lower().partition(b"content-length: ")
+            length = int(rest.split(b"\r\n")[0] or 0)
             self.requests.append(head + await reader.readexactly(length))
             if (answer := next(self._answers)) is not None:
                 writer.write(answer)

@@ -100,6 +100,7 @@ class ServerProcess:
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
             "TOKENIZERS_PARALLELISM": "false",
+            "THP_MEM_ALLOC_ENABLE": "1",  # a bucket of weights is new memory: in pages of 4 KB that costs half its time
             SCRATCH_VARIABLE: str(self._scratch),
             API_KEY_VARIABLE: self.api_key,
         }
