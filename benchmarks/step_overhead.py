@@ -1,9 +1,9 @@
 """What STARE costs a training step: against GRPO with the same log-prob pass, and against GRPO without one.
 
-One trainer takes the same step - score, measure, update, on a fixed batch - turn by turn as each case, in another order
-every time, so that a change of the machine's speed meets all of them. A ratio is that of two steps of the same turn;
-its median comes with the range that holds the true one in 95 of 100 runs. Beside it stands what needs no difference of
-two long times: the seconds of the phase in which STARE selects, against the step of GRPO.
+One trainer takes the same step - score, measure, update, on a fixed batch - as STARE and as GRPO by turns, in the order
+A B B A, so that a change of the machine's speed meets both and each follows either as often. A ratio is that of two
+steps of the same turn; its median comes with the range that holds the true one in 95 of 100 runs. Beside it stands what
+needs no difference of two long times: the seconds that STARE takes more than GRPO for selecting and in the loss.
 
     python benchmarks/step_overhead.py
 """
@@ -11,6 +11,7 @@ two long times: the seconds of the phase in which STARE selects, against the ste
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -27,10 +28,12 @@ import torch.distributed as dist
 from machine import machine
 from tiny import GROUP, ragged_batch, save_tiny
 
+from megatron_stare.algorithms.method import Method, TokenTerms
+from megatron_stare.batch import RolloutBatch
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.methods import build_method
-from megatron_stare.ops.plan import plan_mini_batches
+from megatron_stare.ops.plan import MicroBatchPlan, plan_mini_batches
 from megatron_stare.orchestration.groups import plan_rules
 from megatron_stare.preflight import check
 
@@ -41,17 +44,11 @@ VOCAB, PROMPT, LONGEST = 4096, 16, 400
 GRPO = {"name": "grpo", "aggregation": "token_mean", "clip_high": 0.28, "dual_clip": 10.0}
 STARE = {"name": "stare", "variant": "C2", "entropy_target": 100.0}  # nats: the gate is open, both sides are selected
 NO_PASS = {"surprisal": "rollout", "gate": "lagged"}
-CASES: dict[str, dict[str, Any]] = {
-    "grpo": {"algorithm": GRPO},
-    "stare": {"algorithm": STARE},
-    "grpo without log-prob pass": {"algorithm": GRPO, "statistics": NO_PASS},
-    "stare without log-prob pass": {"algorithm": STARE, "statistics": NO_PASS},
-}
-RATIOS = (
-    ("stare", "grpo"),
-    ("stare", "grpo without log-prob pass"),
-    ("stare without log-prob pass", "grpo without log-prob pass"),
-)
+PASSES: dict[str, dict[str, Any]] = {"with log-prob pass": {}, "without log-prob pass": {"statistics": NO_PASS}}
+METHODS = {"grpo": GRPO, "stare": STARE}
+PHASES = ("score", "measure", "update", "loss")  # loss: the method's own part of update, forward
+
+Times = dict[str, dict[str, list[float]]]  # method -> phase -> seconds, in order of the turns
 LAYOUTS = {"tp1": {"tensor": 1}, "tp2": {"tensor": 2}}
 
 
@@ -77,28 +74,40 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace, folder: str, parallel: dict[str, int]) -> dict[str, Any]:
-    """Medians by case, and paired ratios with their spread, of one layout."""
-    configs = {name: config_of(args, folder, parallel, case) for name, case in CASES.items()}
-    world = next(iter(configs.values())).parallel.world_size
+    """One layout: medians, paired ratios with their spread, and the share of a step that STARE itself takes."""
+    configs = {
+        name: {method: config_of(args, folder, parallel, {"algorithm": METHODS[method], **case}) for method in METHODS}
+        for name, case in PASSES.items()
+    }
+    world = configs["with log-prob pass"]["grpo"].parallel.world_size
     with (
         tempfile.TemporaryDirectory() as meeting,
         multiprocessing.get_context("spawn").Pool(world) as pool,
     ):
         jobs = [(rank, f"file://{meeting}/ranks", args, configs) for rank in range(world)]
-        (tokens, phases), *_ = pool.starmap(rank_times, jobs, chunksize=1)
-    wall = {name: [sum(step) for step in zip(*each.values(), strict=True)] for name, each in phases.items()}
-    selecting = {name: statistics.median(each["measure"]) for name, each in phases.items()}
+        (tokens, times), *_ = pool.starmap(rank_times, jobs, chunksize=1)
+    found = {name: summary(each) for name, each in times.items()}
+    step = {name: statistics.median(steps(each["stare"])) for name, each in times.items()}
+    on_policy = statistics.median(steps(times["without log-prob pass"]["grpo"]))
+    across = {f"stare {name} / grpo without log-prob pass": round(step[name] / on_policy, 4) for name in step}
+    return {"tokens": tokens, **found, "ratios of medians": across}
+
+
+def steps(phases: dict[str, list[float]]) -> list[float]:
+    """Seconds of whole steps."""
+    return [sum(step) for step in zip(phases["score"], phases["measure"], phases["update"], strict=True)]
+
+
+def summary(times: Times) -> dict[str, Any]:
+    """Of the two methods' turns."""
+    medians = {name: {phase: statistics.median(each[phase]) for phase in PHASES} for name, each in times.items()}
+    more = {phase: medians["stare"][phase] - medians["grpo"][phase] for phase in ("measure", "loss")}
+    whole = statistics.median(steps(times["grpo"]))
     return {
-        "tokens": tokens,
-        "step_s": {name: round(statistics.median(each), 4) for name, each in wall.items()},
-        "phase_s": {
-            name: {phase: round(statistics.median(times), 5) for phase, times in each.items()}
-            for name, each in phases.items()
-        },
-        "selecting / step of grpo": round(
-            (selecting["stare"] - selecting["grpo"]) / statistics.median(wall["grpo"]), 5
-        ),
-        "step": {f"{a} / {b}": spread(wall[a], wall[b]) for a, b in RATIOS},
+        "step_s": {name: round(statistics.median(steps(each)), 4) for name, each in times.items()},
+        "phase_s": {name: {phase: round(s, 5) for phase, s in each.items()} for name, each in medians.items()},
+        "stare's own seconds / step of grpo": round(sum(more.values()) / whole, 5),
+        "stare / grpo": spread(steps(times["stare"]), steps(times["grpo"])),
     }
 
 
@@ -117,33 +126,64 @@ def config_of(args: argparse.Namespace, folder: str, parallel: dict[str, int], c
 
 
 def rank_times(
-    rank: int, init: str, args: argparse.Namespace, configs: dict[str, Config]
-) -> tuple[int, dict[str, dict[str, list[float]]]]:
-    """Tokens of the batch, and the seconds of every step's phases, by case and phase, in order of the turns."""
-    trainer = Trainer(next(iter(configs.values())), rank, init)
+    rank: int, init: str, args: argparse.Namespace, configs: dict[str, dict[str, Config]]
+) -> tuple[int, dict[str, Times]]:
+    """Tokens of the batch, and this rank's seconds by kind of step, method and phase."""
+    trainer = Trainer(configs["with log-prob pass"]["grpo"], rank, init)
     batch = ragged_batch(args.prompts * GROUP, VOCAB, median=args.median, sigma=0.7, longest=LONGEST, prompt=PROMPT)
-    methods = {name: build_method(config.algorithm) for name, config in configs.items()}
     plan = plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), plan_rules(trainer.config))
+    times = {name: turns(trainer, batch, plan, args.repeats, methods) for name, methods in configs.items()}
+    trainer.close()
+    return int(batch.lengths.sum()), times
+
+
+def turns(
+    trainer: Trainer, batch: RolloutBatch, plan: MicroBatchPlan, repeats: int, configs: dict[str, Config]
+) -> Times:
+    """Seconds of the methods' steps."""
+    methods = {name: build_method(config.algorithm) for name, config in configs.items()}
+    clocks = {name: Clock(method) for name, method in methods.items()}
     names = list(configs)
-    phases: dict[str, dict[str, list[float]]] = {name: {"score": [], "measure": [], "update": []} for name in names}
-    for turn in range(-1, args.repeats):
+    times: Times = {name: {phase: [] for phase in PHASES} for name in names}
+    for turn in range(-1, repeats):
         for name in names if turn % 2 else reversed(names):
             # all that a method and its statistics change of a trainer; model and optimizer stay
             trainer.config, trainer.method = configs[name], methods[name]
             batch.advantages = trainer.method.response_advantages(batch)
-            for phase, take in (
-                ("score", lambda: trainer.score(batch, plan)),
-                ("measure", lambda: trainer.measure(trainer.method.initial_state())),
-                ("update", trainer.update),
-            ):
-                dist.barrier()
-                started = time.perf_counter()
-                take()
-                dist.barrier()
-                if turn >= 0:  # the first one warms up
-                    phases[name][phase].append(time.perf_counter() - started)
-    trainer.close()
-    return int(batch.lengths.sum()), phases
+            clocks[name].seconds = 0.0
+            marks = [now()]
+            trainer.score(batch, plan)
+            marks.append(now())
+            trainer.measure(trainer.method.initial_state())
+            marks.append(now())
+            trainer.update()
+            marks.append(now())
+            if turn >= 0:  # the first one warms up
+                taken = [after - before for before, after in itertools.pairwise(marks)]
+                for phase, seconds in zip(PHASES, [*taken, clocks[name].seconds], strict=True):
+                    times[name][phase].append(seconds)
+    return times
+
+
+class Clock:
+    """Counts the seconds that a method's loss takes."""
+
+    def __init__(self, method: Method) -> None:
+        self.seconds = 0.0
+        self._loss = method.token_loss
+        object.__setattr__(method, "token_loss", self._timed)  # methods are frozen
+
+    def _timed(self, *arguments: Any) -> TokenTerms:
+        started = time.perf_counter()
+        terms = self._loss(*arguments)
+        self.seconds += time.perf_counter() - started
+        return terms
+
+
+def now() -> float:
+    """When all ranks are here."""
+    dist.barrier()
+    return time.perf_counter()
 
 
 def spread(one: list[float], other: list[float]) -> dict[str, Any]:
