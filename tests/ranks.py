@@ -15,6 +15,16 @@ TIMEOUT_S = 120
 LEAVE_S = 10
 
 
+PRELOADED = ["megatron_stare.megatron.trainer", "megatron_stare.weights.hf_folder", "transformers.models.auto"]
+
+
+def forking_context() -> Any:
+    """Of processes that are forked from one that has imported Megatron: each would need seconds to do so itself."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 class RankPool:
     """Processes that become rank 0..world-1 of a new process group for every call.
 
@@ -23,7 +33,7 @@ class RankPool:
     """
 
     def __init__(self, *, with_children: bool = False) -> None:
-        self._context = mp.get_context("spawn")
+        self._context = forking_context()
         self._with_children = with_children
         self._workers: list[tuple[Any, Any]] = []
 

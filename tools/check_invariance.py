@@ -22,8 +22,9 @@ import torch
 import yaml
 from invariance.case import TRAINER, Case, write_model
 from invariance.compare import Difference, compare
-from invariance.step import processes, take
+from invariance.step import take
 from invariance.table import table, write
+from rank_processes import rank_processes
 
 from megatron_stare.errors import UserError
 
@@ -45,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
             except UserError as error:
                 print(f"error: {error}", file=sys.stderr)
                 return 2
-            with processes(world) as pool:
+            with rank_processes(world) as pool:
                 whole = take(pool, case.alone(), folder, None)
                 found = compare(whole, take(pool, case, folder, whole["scores"]))
             show(found)
@@ -70,6 +71,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the method")
     parser.add_argument("--seed", type=int, default=1, help="of the batch")
     parser.add_argument("--off-policy", type=float, default=0.0, help="spread of ln(p / p_old); 0: on-policy")
+    parser.add_argument("--lr", type=float, default=Case.lr, help="of the step of SGD")
     parser.add_argument("--trainer", default=TRAINER, help="class that is checked")
     parser.add_argument(
         "--all", action="store_true", help="every method in every layout; the other options have no say"
@@ -99,6 +101,7 @@ def case_of(args: argparse.Namespace) -> Case:
         packed=not args.padded,
         seed=args.seed,
         off_policy=args.off_policy,
+        lr=args.lr,
         trainer=args.trainer,
     )
 

@@ -10,7 +10,6 @@ logits differ by more than the threshold or a weight came back changed, 2 where 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from pydantic import ValidationError
+from rank_processes import rank_processes
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -76,11 +76,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     longest = min(args.longest, shape.max_positions)
     task = Task(args.hf_dir, parallel, args.sequences, longest, not args.padded, args.seed)
-    with tempfile.TemporaryDirectory() as meeting:
-        context = multiprocessing.get_context("spawn")
-        with context.Pool(parallel.world_size, torch.set_num_threads, (1,)) as pool:
-            jobs = [(rank, f"file://{meeting}/ranks", task) for rank in range(parallel.world_size)]
-            ranks = pool.starmap_async(one_rank, jobs, chunksize=1).get(timeout=TIMEOUT_S)
+    with tempfile.TemporaryDirectory() as meeting, rank_processes(parallel.world_size) as pool:
+        jobs = [(rank, f"file://{meeting}/ranks", task) for rank in range(parallel.world_size)]
+        ranks = pool.starmap_async(one_rank, jobs, chunksize=1).get(timeout=TIMEOUT_S)
     difference, changed = compare(task, shape, ranks)
     print(f"logits: largest difference {difference:.2e} (threshold {args.threshold:.0e})")
     print("weights: " + (f"{len(changed)} changed: {', '.join(changed[:5])}" if changed else "come back bit for bit"))

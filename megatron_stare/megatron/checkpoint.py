@@ -7,14 +7,17 @@ ranks: in another layout they begin anew from the run's seed. docs/checkpoints.m
 from __future__ import annotations
 
 import contextlib
+import queue
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -42,7 +45,10 @@ def save(
     Args:
         reference: chunks of a reference policy that moves with the run; one that does not is not saved.
     """
-    with backend():
+    # Megatron passes what its writers report through a process of its own, for saves that go on in the background. It
+    # costs every rank seconds and a second import of torch; here the reports are read in the process that gathers them.
+    reports = patch.object(filesystem_async, "_get_write_results_queue", queue.SimpleQueue)
+    with backend(), reports:
         dist_checkpointing.save(_state(model, optimizer, scheduler, layout, reference, loading=False), folder)
 
 

@@ -7,6 +7,8 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
+from megatron_stare.errors import DataError
+
 
 class OpenFiles:
     """Descriptors by file, opened when first asked for. A context manager that closes them."""
@@ -41,7 +43,8 @@ def copy_range(source: int, start: int, target: int, to: int, nbytes: int) -> No
     """Copies a part of an open file into another, within the kernel where file systems allow.
 
     Raises:
-        OSError: it cannot be written, or the source ends before.
+        OSError: it cannot be written.
+        DataError: the source ends before.
     """
     done = 0
     while done < nbytes:
@@ -52,7 +55,9 @@ def copy_range(source: int, start: int, target: int, to: int, nbytes: int) -> No
                 raise
             got = os.pwrite(target, os.pread(source, min(nbytes - done, _PIECE), start + done), to + done)
         if got == 0:
-            raise OSError(errno.EIO, "a file ended while it was read")
+            raise DataError(
+                "a file of the source became shorter while it was read", fix="leave it alone and convert again"
+            )
         done += got
 
 

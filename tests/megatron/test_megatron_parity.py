@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import random_batch, save_model
+from models import FAMILIES, random_batch, save_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -226,6 +226,15 @@ def test_equal_to_transformers(ranks, tmp_path: Path, name: str, packed: bool) -
     ],
 )
 def test_other_families(ranks, tmp_path: Path, family: str, name: str) -> None:
+    save_model(tmp_path, family)
+    check(ranks, tmp_path, *LAYOUTS[name], packed=True)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["one", "tp2", "tp4-shared-kv", "pp2", "tp2-pp2"])
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"qwen3_moe"}))
+def test_every_family_in_every_layout(ranks, tmp_path: Path, family: str, name: str) -> None:
     save_model(tmp_path, family)
     check(ranks, tmp_path, *LAYOUTS[name], packed=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ class Case:
     budget: tokens of a micro-batch.        packed: packed or padded micro-batches.
     seed: of the batch.
     off_policy: spread of ln(p / p_old): the policy that sampled is off by uniform noise of this width. 0: on-policy.
+    lr: of the step of SGD.
     trainer: dotted path of the class that is checked.
     """
 
@@ -34,11 +35,12 @@ class Case:
     packed: bool = True
     seed: int = 1
     off_policy: float = 0.0
+    lr: float = 1.0
     trainer: str = TRAINER
 
     def alone(self) -> Case:
         """The same step on one rank, in one micro-batch, by the project's own trainer."""
-        return Case(self.algorithm, packed=self.packed, seed=self.seed, off_policy=self.off_policy)
+        return replace(self, parallel={}, budget=Case.budget, trainer=TRAINER)
 
     def config(self, folder: str) -> Config:
         """The run's configuration, with the model of `folder`. Raises UserError where the layout cannot be."""
@@ -47,7 +49,7 @@ class Case:
             "parallel": self.parallel,
             "batch": {"micro_batch_tokens": self.budget, "packed": self.packed},
             "rollout": {"max_prompt_tokens": 8, "max_new_tokens": LENGTH},
-            "optimizer": {"name": "sgd", "lr": 1.0, "weight_decay": 0.0, "clip_grad": 1e9},
+            "optimizer": {"name": "sgd", "lr": self.lr, "weight_decay": 0.0, "clip_grad": 1e9},
             "runtime": {"timeout_s": 120.0},
             "algorithm": self.algorithm,
         }

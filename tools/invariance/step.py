@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import os
 import tempfile
 from dataclasses import replace
@@ -30,11 +29,6 @@ NEAR = 1e-5  # of a threshold: close enough for rounding to decide
 TIMEOUT_S = 300
 
 Scores = tuple[Tensor, Tensor]  # log-probs and entropies [M] of the whole batch in canonical order
-
-
-def processes(world: int) -> Pool:
-    """Room for `world` ranks at once."""
-    return multiprocessing.get_context("spawn").Pool(world, torch.set_num_threads, (1,))
 
 
 def take(pool: Pool, case: Case, folder: str, scores: Scores | None) -> dict[str, Any]:

@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rank_processes import rank_processes
+
 from invariance.case import Case
 from invariance.compare import RELATIVE, WEIGHTS, Difference, compare
-from invariance.step import NEAR, processes, take
+from invariance.step import NEAR, take
 from megatron_stare.algorithms import METHODS
 
 # settings with which a method does something to a batch of two hundred tokens whose mean entropy is near 2 nats
@@ -32,6 +34,10 @@ BESIDES = {
     },
 }
 ALGORITHMS = {name: {"name": name, **SETTINGS.get(name, {})} for name in METHODS} | BESIDES
+
+# The corrections of a random batch make a gradient of norm 16 here: a step of 1 would move weights by more than they
+# are, and what float32 rounds off would be above the limit for weights.
+LEARNING_RATES = {"grpo with correction and entropy bonus": 0.1}
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor": 2},
@@ -60,16 +66,15 @@ def table(folder: str) -> tuple[Rows, list[str]]:
     """
     rows: Rows = {}
     faults: list[str] = []
-    with processes(4) as pool:
+    with rank_processes(4) as pool:
         for name, algorithm in ALGORITHMS.items():
-            wholes = [
-                take(pool, Case(algorithm, packed=cut["packed"], off_policy=OFF_POLICY), folder, None) for cut in CUTS
-            ]
+            one = Case(algorithm, off_policy=OFF_POLICY, lr=LEARNING_RATES.get(name, Case.lr))
+            wholes = [take(pool, replace(one, packed=cut["packed"]), folder, None) for cut in CUTS]
             rows[name] = {}
             for layout, parallel in LAYOUTS.items():
                 found = []
                 for cut, whole in zip(CUTS, wholes, strict=True):
-                    case = replace(Case(algorithm, off_policy=OFF_POLICY), parallel=parallel, **cut)
+                    case = replace(one, parallel=parallel, **cut)
                     found.append(compare(whole, take(pool, case, folder, whole["scores"])))
                     faults += [f"{name}, {layout}, {cut}: {fault}" for fault in found[-1].faults]
                 rows[name][layout] = row(found)
@@ -98,6 +103,7 @@ def write(rows: Rows, out: Path) -> None:
         "limits": {"relative": RELATIVE, "weights": WEIGHTS, "near a threshold": NEAR},
         "micro-batches": CUTS,
         "spread of ln(p / p_old)": OFF_POLICY,
+        "learning rate": {"all": Case.lr, **LEARNING_RATES},
         "settings": {name: settings for name, settings in ALGORITHMS.items() if name in rows},
         "layouts": LAYOUTS,
     }
