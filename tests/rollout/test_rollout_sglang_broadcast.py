@@ -1,10 +1,14 @@
-"""What is broadcast of a bucket."""
+"""What is broadcast of a bucket, and where the senders and receivers meet."""
 
 from __future__ import annotations
 
-import torch
+from datetime import timedelta
 
-from megatron_stare.rollout.sglang.broadcast import flat_bytes
+import psutil
+import torch
+from torch.distributed import TCPStore
+
+from megatron_stare.rollout.sglang.broadcast import LOOPBACK, flat_bytes, loopback_store
 
 
 def test_a_bucket_is_sent_as_it_lies() -> None:
@@ -25,3 +29,12 @@ def test_what_lies_otherwise_is_copied_in_order() -> None:
     ):
         wanted = torch.cat([tensor.reshape(-1) for tensor in tensors])
         assert torch.equal(flat_bytes(tensors).view(torch.bfloat16), wanted)
+
+
+def test_the_store_listens_on_loopback_alone() -> None:
+    store = loopback_store(2, timedelta(seconds=10))
+    listening = {c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    assert [at.ip for at in listening if at.port == store.port] == [LOOPBACK]
+    other = TCPStore(LOOPBACK, store.port, 2, is_master=False, timeout=timedelta(seconds=10), wait_for_workers=False)
+    store.set("key", "value")
+    assert other.get("key") == b"value"

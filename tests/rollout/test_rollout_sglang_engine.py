@@ -26,6 +26,7 @@ RECORDED = json.loads((Path(__file__).parent / "sglang_exchanges.json").read_tex
 BUCKET = [("model.norm.weight", torch.ones(3)), ("model.embed_tokens.weight", torch.ones(4, 3))]
 UPDATE = [
     "/pause_generation",
+    "/server_info",
     "/begin_weight_update",
     "/update_weights_from_tensor",
     "/end_weight_update",

@@ -7,11 +7,13 @@ rank 0 of the trainer, whose default group is another one.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
 from megatron_stare.rollout.sglang.sync import Bucket, WeightSync, open_sessions
@@ -27,7 +29,8 @@ class BroadcastSync(WeightSync):
         super().__init__(clients)
         self._timeout_s = timeout_s
         self._store: TCPStore | None = None
-        self._group: ProcessGroupGloo | None = None
+        self._group: Any = None  # a process group of its backend's own class
+        self._where = torch.device("cpu")
 
     async def begin(self) -> None:
         if self._group is None:
@@ -36,20 +39,21 @@ class BroadcastSync(WeightSync):
 
     async def _join(self) -> None:
         """Makes the group: every server joins while this process does, in a thread, as both wait for each other."""
+        self._where = await self._device()
         world, timeout = len(self._clients) + 1, timedelta(seconds=self._timeout_s)
         # rank 0 holds the store; the servers' rendezvous waits for it
-        self._store = TCPStore(LOOPBACK, 0, world, is_master=True, timeout=timeout, wait_for_workers=False)
+        self._store = loopback_store(world, timeout)
         # the servers' group looks for its keys below these names
-        store = PrefixStore("cpu/", PrefixStore(f"{GROUP}/", PrefixStore(GROUP, self._store)))
+        store = PrefixStore(f"{self._where.type}/", PrefixStore(f"{GROUP}/", PrefixStore(GROUP, self._store)))
         body = {
             "master_address": LOOPBACK,
             "master_port": self._store.port,
             "world_size": world,
             "group_name": GROUP,
-            "backend": "gloo",
+            "backend": "nccl" if self._where.type == "cuda" else "gloo",
         }
         joined = await everywhere(
-            asyncio.to_thread(ProcessGroupGloo, store, 0, world, timeout),
+            asyncio.to_thread(self._made, store, world, timeout),
             *(
                 client.post("/init_weights_update_group", body | {"rank_offset": 1 + i})
                 for i, client in enumerate(self._clients)
@@ -57,9 +61,19 @@ class BroadcastSync(WeightSync):
         )
         self._group = joined[0]
 
+    def _made(self, store: Store, world: int, timeout: timedelta) -> Any:
+        if self._where.type == "cpu":
+            return ProcessGroupGloo(store, 0, world, timeout)
+        from torch.distributed import ProcessGroupNCCL  # not in builds without CUDA
+
+        torch.cuda.set_device(self._where)
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return ProcessGroupNCCL(store, 0, world, options)
+
     async def send(self, bucket: Bucket) -> None:
         assert self._group is not None
-        flat = flat_bytes([tensor for _, tensor in bucket])
+        flat = flat_bytes([tensor for _, tensor in bucket]).to(self._where)
         body = {
             "names": [name for name, _ in bucket],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
@@ -77,7 +91,9 @@ class BroadcastSync(WeightSync):
         assert self._group is not None
         options = BroadcastOptions()
         options.rootRank = 0
-        self._group.broadcast([flat], options).wait(timedelta(seconds=self._timeout_s))  # type: ignore[attr-defined]
+        self._group.broadcast([flat], options).wait(timedelta(seconds=self._timeout_s))
+        if flat.is_cuda:
+            torch.cuda.synchronize(self._where)  # NCCL's wait is the stream's; the caller may use the memory again
 
     async def end(self) -> None:
         await everywhere(*(c.end_weight_update() for c in self._clients))
@@ -90,6 +106,22 @@ class BroadcastSync(WeightSync):
                 return_exceptions=True,  # a server that is gone has left the group
             )
         self._store = None
+
+
+def loopback_store(world: int, timeout: timedelta) -> TCPStore:
+    """A store that listens on loopback alone; torch's own choice is all of the machine's addresses."""
+    listening = socket.create_server((LOOPBACK, 0))
+    port = listening.getsockname()[1]
+    # the store owns the socket from here on
+    return TCPStore(
+        LOOPBACK,
+        port,
+        world,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
 
 
 def flat_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
