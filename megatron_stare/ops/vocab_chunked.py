@@ -61,8 +61,8 @@ def gradient(
     if real == 0:
         return
     # the target's entry is made whole from numbers of its own, because out may be rounded to bfloat16 and be the logits
-    target = local.clamp_min(0)[:, None]
-    d_target = ((logits.gather(1, target).squeeze(1).to(m.dtype) - m) / temperature).clamp_min(_LOWEST)
+    every, target = torch.arange(logits.shape[0], device=logits.device), local.clamp_min(0)
+    d_target = ((logits[every, target].to(m.dtype) - m) / temperature).clamp_min(_LOWEST)
     at_slope = a if b is None else a + b * d_target
     at_target = d_target.exp() * at_slope + hit
     for rows, d, e in _blocks(logits, real, m.dtype):
@@ -70,8 +70,8 @@ def gradient(
         torch.exp(d, out=e)
         slope = a[rows, None] if b is None else d.mul_(b[rows, None]).add_(a[rows, None])
         torch.mul(e, slope, out=out[rows, :real])
-    kept = out.gather(1, target).squeeze(1)
-    out.scatter_(1, target, torch.where(local >= 0, at_target.to(out.dtype), kept)[:, None])
+    # not scatter_: on a CPU it makes a float32 copy of all of a bfloat16 tensor
+    out[every, target] = torch.where(local >= 0, at_target.to(out.dtype), out[every, target])
 
 
 def _blocks(logits: Tensor, real: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
