@@ -3,8 +3,9 @@
 The plain broadcast is torch.distributed's, of the same bytes in buffers of the same size, between two processes of this
 machine, with nothing around it. A sync is timed as a run does it: from the pause, over every bucket with its checksums
 on both ends, to the comparison, the published version and the resumed server. "transfer" is the same without what
-proves it: opening the session, moving the buckets, loading them into the model, closing the session. They take turns,
-so that a change of the machine's speed meets all.
+proves it: opening the session, moving the buckets, loading them into the model, closing the session. "checksums" is the
+server's own pass over the weights it holds, which every sync waits for: with it no sync can reach more of the plain
+broadcast than "bound". They take turns, so that a change of the machine's speed meets all.
 
     python benchmarks/weight_sync.py        # needs scripts/setup_sglang.sh
 """
@@ -33,7 +34,7 @@ from torch import Tensor
 
 from megatron_stare.config.schema import Config
 from megatron_stare.rollout.sglang.build import build_engine
-from megatron_stare.rollout.sglang.client import SGLangClient
+from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
 from megatron_stare.rollout.sglang.sync import Bucket, WeightSync, make_sync
 from megatron_stare.rollout.sglang.update import WeightUpdate
 from megatron_stare.weights.hf_folder import HfFolder
@@ -71,6 +72,7 @@ def measure(args: argparse.Namespace, folder: str) -> None:
         try:
             for turn in range(args.repeats + 1):
                 row = {"plain_broadcast": plain.seconds()}
+                row["checksums"] = loop.run_until_complete(checksums(clients))
                 for method, sync in syncs.items():
                     row[f"{method}_transfer"] = loop.run_until_complete(transfer(sync, buckets))
                     row[method] = loop.run_until_complete(whole(clients, sync, turn, buckets))
@@ -108,6 +110,9 @@ def result_of(args: argparse.Namespace, rows: list[dict[str, float]], size: int,
         "distributed_of_plain_median": statistics.median(shares("distributed")),
         "distributed_transfer_of_plain": shares("distributed_transfer"),
         "distributed_transfer_of_plain_median": statistics.median(shares("distributed_transfer")),
+        "bound_median": round(
+            statistics.median(r["plain_broadcast"] / (r["plain_broadcast"] + r["checksums"]) for r in rows), 3
+        ),
         "target": TARGET,
     }
 
@@ -138,6 +143,13 @@ async def transfer(sync: WeightSync, buckets: list[Bucket]) -> float:
     for bucket in buckets:
         await sync.send(bucket)
     await sync.end()
+    return time.perf_counter() - start
+
+
+async def checksums(clients: list[SGLangClient]) -> float:
+    """Seconds until every server has hashed what it holds."""
+    start = time.perf_counter()
+    await everywhere(*(client.checksums() for client in clients))
     return time.perf_counter() - start
 
 
