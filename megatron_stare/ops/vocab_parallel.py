@@ -130,7 +130,8 @@ def measure(logits: Tensor, targets: Tensor, problem: Problem) -> tuple[tuple[Te
     if problem.second_moment:
         q, u = squares
         moments = (q / s**2, (u - q * log_s) / s**2)
-    return (log_prob, entropy, *moments), Rows(local, m, s, entropy)
+    found = tuple(each.to(sums.dtype) for each in (log_prob, entropy, *moments))
+    return found, Rows(local, m.to(sums.dtype), s.to(sums.dtype), found[1])
 
 
 def write_gradient(
@@ -195,14 +196,17 @@ def _runs_triton(logits: Tensor) -> bool:
 
 def _merge(sums: Tensor, problem: Problem) -> tuple[Tensor, ...]:
     """Combines every rank's (m, s, t, z_target), and (q, u) where they are given, [4 or 6, N], after one all-gather:
-    16 or 24 bytes a token and rank. m is finite: 0 where there is no largest finite logit."""
+    16 or 24 bytes a token and rank. m is finite: 0 where there is no largest finite logit.
+
+    In float64, as is what follows: float32 would round off as much again as the sums did, and these are [N] alone.
+    """
     group = problem.group
     if group is None or group.size() == 1:
-        m, *others = sums.unbind(0)
+        m, *others = sums.double().unbind(0)
         return torch.where(m.isfinite(), m, 0.0), *others
     parts = sums.new_empty(group.size(), *sums.shape)
     all_gather_into_tensor(parts.view(-1), sums.contiguous().view(-1), group=group)
-    m_r, s_r, t_r, z_r, *squares_r = parts.unbind(1)  # each [R, N]
+    m_r, s_r, t_r, z_r, *squares_r = parts.double().unbind(1)  # each [R, N]
     m_all = m_r.max(0).values
     m_all = torch.where(m_all.isfinite(), m_all, 0.0)
     shift = torch.where(m_r.isfinite(), (m_r - m_all) / problem.temperature, -torch.inf)
