@@ -14,6 +14,8 @@ from megatron_stare.errors import RewardFailureError
 from megatron_stare.methods import build_method
 from megatron_stare.observability.live import make_display
 from megatron_stare.observability.metrics import METRICS_FILE, MetricsWriter, read_metrics
+from megatron_stare.orchestration.agreement import AgreementWatch
+from megatron_stare.orchestration.colocation import Colocation
 from megatron_stare.orchestration.groups import Runner
 from megatron_stare.preflight import check, check_checkpoints, load_tokenizer, notices
 from megatron_stare.rewards.pool import RewardPool
@@ -62,6 +64,8 @@ class Session:
                 runner = make_runner(config)
             stack.callback(runner.close)
             self.trainers, self.engines = runner.trainers, runner.engines
+            self.agreement = AgreementWatch(config, self.trainers, self.engines)
+            self.colocation = Colocation(config, self.engines)
             for line in [*notices(config), *self.trainers.notes()]:
                 self.display.note(line)
             if restored:
@@ -102,6 +106,12 @@ class Session:
         samples = samples_from(prompts, results, self.tokenizer, self.stop_ids)
         check_versions(samples, self.state.step)
         return samples
+
+    def sync(self, version: int) -> None:
+        """Brings the policy to the engines, as weights of this version, and proves that they compute with it."""
+        self.colocation.resume()
+        self.engines.update_weights(version, self.trainers.export())
+        self.agreement.after_sync()
 
     def score(self, samples: list[Sample]) -> None:
         """Fills in rewards.

@@ -34,7 +34,7 @@ def train(config: Config, *, resume: bool = False, dump_step: int | None = None)
         UserError: something the user can mend; the last checkpoint is intact.
     """
     with Session(config, resume) as run:
-        run.engines.update_weights(run.state.step, run.trainers.export())
+        run.sync(run.state.step)
         if not resume:
             measure_pass_rate(run)
 
@@ -43,12 +43,14 @@ def train(config: Config, *, resume: bool = False, dump_step: int | None = None)
             with watch("rollout"):
                 prompts = run.source.take(config.batch.prompts)
                 samples = run.rollout(prompts, config.batch.samples_per_prompt, step=step)
+                run.colocation.release()
             with watch("reward"):
                 run.score(samples)
                 batch = RolloutBatch.from_samples(samples, step)
                 batch.advantages = run.method.response_advantages(batch)
             with watch("score"):
                 run.trainers.score(batch)
+                agreement = run.agreement.after_score(batch, step)
                 run.trainers.measure(run.state.method)
             with watch("update"):
                 dump_to = str(run.dir.path.resolve() / f"dump_step_{step}") if step == dump_step else None
@@ -57,10 +59,10 @@ def train(config: Config, *, resume: bool = False, dump_step: int | None = None)
                 if config.model.reference_refresh_every and step % config.model.reference_refresh_every == 0:
                     run.trainers.refresh_reference()
             with watch("sync"):
-                run.engines.update_weights(step, run.trainers.export())
+                run.sync(step)
 
             advance(run, step, updates)
-            metrics = step_metrics(batch, samples, combined(updates), watch)
+            metrics = step_metrics(batch, samples, combined(updates) | agreement | run.colocation.metrics, watch)
             run.writer.log(step, metrics)
             run.display.step(step, metrics)
             if step % config.run.rollouts_every == 0:

@@ -4,13 +4,14 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: bash scripts/quickstart.sh [--seed N] [--steps N] [--algorithm A | --compare A] [--resume] [--dry-run] [key=value ...]
+usage: bash scripts/quickstart.sh [--seed N] [--steps N] [--algorithm A | --compare A] [--engine E] [--resume] [--dry-run] [key=value ...]
 
   --seed N        seed of data order and sampling (default 1)
   --steps N       training steps (default 300)
   --algorithm A   stare (default); grpo: the same surrogate and aggregation without STARE's weights and gate; or any
                   other method of docs/algorithms/README.md with its own defaults
   --compare A     train with STARE and then with A from the same start and seed; one report shows both
+  --engine E      local (default): rollouts in process; sglang: from a real SGLang server, much slower at this size
   --resume        continue the newest quickstart that was interrupted (give the same options again)
   --dry-run       check everything, print the resolved configuration and stop
   key=value       any setting of configs/quickstart.yaml, such as optimizer.lr=1e-4
@@ -32,16 +33,18 @@ method() {
 arguments=()
 algorithm=stare
 compare=
+engine=local
 while [ $# -gt 0 ]; do
     case "$1" in
     -h | --help) usage; exit 0 ;;
-    --seed | --steps | --algorithm | --compare)
+    --seed | --steps | --algorithm | --compare | --engine)
         [ $# -ge 2 ] || usage_error "$1 needs a value"
         case "$1" in
         --seed) arguments+=("run.seed=$2") ;;
         --steps) arguments+=("run.steps=$2") ;;
         --algorithm) algorithm="$2" ;;
         --compare) compare="$2" ;;
+        --engine) engine="$2" ;;
         esac
         shift 2
         ;;
@@ -51,8 +54,17 @@ while [ $# -gt 0 ]; do
     esac
 done
 
+case "$engine" in
+local | sglang) ;;
+*) usage_error "unknown engine $engine: local or sglang" ;;
+esac
+
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 cd "$ROOT"
+if [ "$engine" = sglang ]; then
+    source scripts/setup_sglang.sh
+    arguments=(rollout.engine=sglang ${arguments[@]+"${arguments[@]}"})
+fi
 
 train() { # method, then what comes before the user's own arguments
     local name="$1"

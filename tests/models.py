@@ -53,10 +53,16 @@ FAMILIES: dict[str, Any] = {
 }
 
 
-def save_model(path: Path, family: str, seed: int = 0) -> Any:
-    """Writes a random model of the family and returns it. Biases and norms are random too, so that errors show."""
+def save_model(path: Path, family: str, seed: int = 0, **changed: int) -> Any:
+    """Writes a random model of the family and returns it. Biases and norms are random too, so that errors show.
+
+    Args:
+        changed: fields of its config that are to have other values.
+    """
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32)
+    config = FAMILIES[family]()
+    config.update(changed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, mean=float(name.endswith("norm.weight")), std=0.3)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
+from models import save_model
 from runs import ROOT
 
 from megatron_stare.cli import main
@@ -52,6 +54,7 @@ def dry(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
         ("batch.samples_per_prompt=1", "use at least 2"),
         ("batch.micro_batch_tokens=20", "at least 48"),
         ("rollout.max_new_tokens=1000", "exceed the model's 128 positions"),
+        ("sglang.colocated=true", "set rollout.engine=sglang"),
         ("optimizer.lr=fast", "optimizer.lr"),
         ("optimizer.name=sgd", "cannot save the state of SGD"),
         ("optimizer.lr=-1", "greater than 0"),
@@ -65,6 +68,33 @@ def dry(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
 )
 def test_refused_before_anything_starts(capsys: pytest.CaptureFixture[str], override: str, message: str) -> None:
     assert message in dry(capsys, override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("sglang.python=/nowhere/python",), "there is no Python at /nowhere/python"),
+        (("rollout.max_new_tokens=112",), "exceed the 126 that a server fills of its context of 128"),
+        (("sglang.cache_tokens=40",), "rollout.max_new_tokens"),
+        (("sglang.urls=[http://127.0.0.1:1]", "rollout.max_new_tokens=112"), "at most 110"),
+        (
+            ("sglang.urls=[http://far:1]", "sglang.sync=distributed"),
+            "reaches servers of this machine only, and http://far",
+        ),
+    ],
+)
+def test_sglang_is_refused_before_a_server_starts(
+    capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...], message: str
+) -> None:
+    assert message in dry(capsys, "rollout.engine=sglang", f"sglang.python={sys.executable}", *overrides)
+
+
+def test_sglang_is_refused_for_a_model_it_would_pad(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen2")
+    capsys.readouterr()  # transformers' progress bar
+    assert "SGLang pads feed-forward layers 48 wide" in dry(
+        capsys, "rollout.engine=sglang", f"sglang.python={sys.executable}", f"model.path={tmp_path}"
+    )
 
 
 def test_a_gradient_before_the_whole_response_is_known(capsys: pytest.CaptureFixture[str]) -> None:

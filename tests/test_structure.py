@@ -38,6 +38,8 @@ LEVELS = {
 ONLY_IN = {
     "ray": {"orchestration/ray.py"},
     "megatron.core": {"megatron/"},
+    # the server's environment has them, the trainer's has not
+    "sglang": {f"rollout/sglang/{name}.py" for name in ("cpu_platform", "cpu_platform_class", "serve")},
     "transformers": {"rollout/", "preflight.py", "weights/rope.py"},
 }
 

@@ -118,16 +118,48 @@ class StatisticsConfig(Section):
 class RolloutConfig(Section):
     """Where responses come from and how they are sampled."""
 
-    engine: str = Field("local", description="'local' (transformers, in process) or a class path my_pkg.MyEngine")
+    engine: str = Field(
+        "local", description="'local' (transformers, in process), 'sglang' or a class path my_pkg.MyEngine"
+    )
     engines: int = Field(1, ge=1, description="number of engines")
     temperature: float = Field(1.0, gt=0, description="divides the logits, in rollout and training alike")
     max_prompt_tokens: int = Field(1024, ge=1, description="longest prompt, tokens")
+    truncate_prompt: Literal["error", "drop", "left"] = Field(
+        "error", description="a longer prompt stops the run, is left out of the data, or loses its first tokens"
+    )
     max_new_tokens: int = Field(1024, ge=1, description="longest response, tokens")
-    max_batch: int = Field(256, ge=1, description="responses the local engine decodes together")
+    max_batch: int = Field(256, ge=1, description="responses an engine decodes together")
     threads: int = Field(1, ge=1, description="CPU threads of an engine")
     sync_bucket_mb: int = Field(
-        16, ge=1, description="largest bucket of weights on its way to the engines, MB; a larger tensor goes alone"
+        64, ge=1, description="largest bucket of weights on its way to the engines, MB; a larger tensor goes alone"
     )
+
+
+class SGLangConfig(Section):
+    """The servers of `rollout.engine: sglang`; see docs/sglang.md."""
+
+    urls: list[str] = Field(
+        [], description="running servers to use, keyed by SGLANG_API_KEY; empty: start rollout.engines of them here"
+    )
+    python: str | None = Field(
+        None, description="Python of the environment SGLang is installed in; null: that of scripts/setup_sglang.sh"
+    )
+    sync: Literal["tensor", "disk", "distributed"] = Field(
+        "tensor", description="weights travel as bytes in requests, through a folder, or in a process group"
+    )
+    colocated: bool = Field(
+        False, description="servers share the trainer's device: they release their memory while it computes"
+    )
+    seeds: bool = Field(False, description="servers key sampling noise on the request, at a cost in speed")
+    cache_tokens: int = Field(20_000, ge=1, description="tokens a server's key/value cache holds")
+    start_timeout_s: float = Field(300.0, gt=0, description="limit of a server's start, seconds")
+    agreement_limit: float | None = Field(
+        None,
+        gt=0,
+        description="largest difference of a token's log-prob from the trainer's, nats; past it a run stops. "
+        "null: 1e-3 in float32, 0.5 in bfloat16",
+    )
+    canary_prompts: int = Field(4, ge=0, description="sequences scored by servers and trainer after every weight sync")
 
 
 class DataConfig(Section):
@@ -211,6 +243,7 @@ class Config(Section):
     batch: BatchConfig = BatchConfig()
     statistics: StatisticsConfig = StatisticsConfig()
     rollout: RolloutConfig = RolloutConfig()
+    sglang: SGLangConfig = SGLangConfig()
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: dict[str, Any] = Field(

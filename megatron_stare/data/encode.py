@@ -10,6 +10,10 @@ from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, DataError
 
 
+class PromptTooLongError(DataError):
+    """A prompt exceeds rollout.max_prompt_tokens, and rollout.truncate_prompt does not let it be cut."""
+
+
 class PromptEncoder:
     """Tokenizes prompts as `data.chat_template` and `rollout.max_prompt_tokens` say.
 
@@ -25,6 +29,7 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._chat_template = config.data.chat_template
         self._limit = config.rollout.max_prompt_tokens
+        self._cuts = config.rollout.truncate_prompt == "left"
         if self._chat_template and not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
                 "the tokenizer has no chat template", where="data.chat_template", fix="data.chat_template=false"
@@ -38,7 +43,8 @@ class PromptEncoder:
             where: the line or id to name in an error.
 
         Raises:
-            DataError: no tokens, or too many.
+            DataError: no tokens.
+            PromptTooLongError: too many, and they are not to be cut.
         """
         if self._chat_template:
             ids = self._tokenizer.apply_chat_template(
@@ -52,10 +58,10 @@ class PromptEncoder:
             ids = self._tokenizer(text, add_special_tokens=False).input_ids
         if not ids:
             raise DataError("the prompt has no tokens, so there is nothing to continue", where=where)
-        if len(ids) > self._limit:
-            raise DataError(
+        if len(ids) > self._limit and not self._cuts:
+            raise PromptTooLongError(
                 f"the prompt has {len(ids)} tokens, the limit rollout.max_prompt_tokens is {self._limit}",
                 where=where,
-                fix=f"drop the prompt, or set rollout.max_prompt_tokens to at least {len(ids)}",
+                fix=f"set rollout.max_prompt_tokens to at least {len(ids)}, or rollout.truncate_prompt to drop or left",
             )
-        return tuple(ids)
+        return tuple(ids[-self._limit :])

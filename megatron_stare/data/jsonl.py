@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from megatron_stare.batch import Prompt
 from megatron_stare.config.schema import Config
-from megatron_stare.data.encode import PromptEncoder
+from megatron_stare.data.encode import PromptEncoder, PromptTooLongError
 from megatron_stare.data.streams import Split, counter_hash, stream_seed
 from megatron_stare.errors import ConfigError, DataError
 
@@ -49,13 +49,25 @@ class JsonlPrompts:
         self._path = path
         self._records, self._checksum = read_records(path)
         self._encode = PromptEncoder(config, tokenizer)
-        for record in self._records:
-            # Only checked here and encoded again when taken: the ids of a large file would outweigh its text tenfold.
-            self._encode(record.prompt, record.where)
+        # only checked here and encoded again when taken: the ids of a large file would outweigh its text tenfold
+        drop = config.rollout.truncate_prompt == "drop"
+        self._records = [record for record in self._records if self._fits(record, drop)]
+        if not self._records:
+            raise DataError("every prompt is longer than rollout.max_prompt_tokens", where=path)
         self._seed = stream_seed(config.run.seed, split)
         self._cursor = 0
         self._epoch = 0
         self._order = self._shuffled(0)
+
+    def _fits(self, record: Record, drop: bool) -> bool:
+        """Whether the prompt can be taken; one that is too long is dropped, or an error."""
+        try:
+            self._encode(record.prompt, record.where)
+        except PromptTooLongError:
+            if not drop:
+                raise
+            return False
+        return True
 
     def take(self, n: int) -> list[Prompt]:
         """The next `n` prompts, across as many epochs as that takes."""

@@ -84,12 +84,8 @@ class Trainer:
     def _group(self) -> torch.distributed.ProcessGroup | None:
         return self.layout.dp_group if self.layout.dp > 1 else None
 
-    def score(self, batch: RolloutBatch, plan: MicroBatchPlan) -> None:
-        """The forward-only pass: log-prob and entropy of every response token under the current policy.
-
-        Where the configuration skips it, both are NaN until the training pass has given them.
-        """
-        self._batch = RankBatch(
+    def _share_of(self, batch: RolloutBatch, plan: MicroBatchPlan) -> RankBatch:
+        return RankBatch(
             batch,
             plan,
             self.layout.dp_rank,
@@ -98,6 +94,13 @@ class Trainer:
             multiple=self.layout.tp if self.config.parallel.sequence else 1,
             uniform=self.config.parallel.virtual_pipeline > 1,
         )
+
+    def score(self, batch: RolloutBatch, plan: MicroBatchPlan) -> None:
+        """The forward-only pass: log-prob and entropy of every response token under the current policy.
+
+        Where the configuration skips it, both are NaN until the training pass has given them.
+        """
+        self._batch = self._share_of(batch, plan)
         moments: list[Tensor] = []
         if self.config.skips_log_prob_pass:
             log_prob = entropy = torch.full(self._batch.index.shape, torch.nan, device=device())
@@ -121,6 +124,21 @@ class Trainer:
                 )
             )
 
+    def scored(self) -> tuple[Tensor, Tensor] | None:
+        """Canonical numbers and log-probs [n] of the response positions that `score` found here; None on ranks whose
+        positions the first of their tensor-parallel group reports."""
+        if self._measured is None or self.layout.tp_rank != 0:
+            return None
+        return self._measured.tokens.index.cpu(), self._measured.tokens.old_log_prob.cpu()
+
+    def rescore(self, batch: RolloutBatch, plan: MicroBatchPlan, temperature: float) -> tuple[Tensor, Tensor] | None:
+        """As `scored`, of any batch and at any temperature, and leaves the batch of the step alone."""
+        here = self._share_of(batch, plan)
+        log_prob, *_ = score(self.model, here, replace(self.head, temperature=temperature))
+        if not self.layout.last_stage or self.layout.tp_rank != 0:
+            return None
+        return here.index, log_prob.cpu()
+
     @torch.no_grad()
     def measure(self, state: dict[str, float]) -> None:
         """The method's statistics over the rollout batch, and its state for this step: it moves once a batch."""
@@ -129,7 +147,8 @@ class Trainer:
         before = {name: torch.tensor(x, dtype=torch.float64, device=device()) for name, x in state.items()}
         lagged, tokens = self.config.skips_log_prob_pass, self._measured.tokens
         self._measured = measure_batch(self.method, tokens, before, self._group, lagged=lagged)
-        if tokens.sum_p2 is not None and (first := self._make_objective(0)) is not None:
+        self._objective = self._make_objective(0)
+        if tokens.sum_p2 is not None and (first := self._objective) is not None:
             # of several updates the first: only its policy is the one that was scored
             micro_batches, temperature = self._batch.mini_batch(0).micro_batches, self.head.temperature
             found = forecast(first.tokens, micro_batches, first.loss, temperature, self._group)
@@ -150,7 +169,8 @@ class Trainer:
         if self._batch is None:
             raise RuntimeError("update() before score()")
         part = self._batch.mini_batch(number % len(self._batch.plan.mini_batches))
-        self._objective = self._make_objective(number)
+        if number > 0:  # `measure` made the first
+            self._objective = self._make_objective(number)
         # The last step left every parameter's grad pointing into the gradient buffer: autograd would add to the buffer
         # through it, and Megatron's hook would then add the buffer to itself.
         self.optimizer.zero_grad()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_stare.batch import SamplingParams
 from megatron_stare.config.schema import Config
-from megatron_stare.rollout.build import make_engine
+from megatron_stare.rollout.build import engine_of
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, ModelInfo
 from megatron_stare.weights.stream_plan import BucketLayout
 
@@ -17,12 +17,7 @@ class EngineWorker:
     """Holds one engine. Its calls are those of `rollout.engine.Engine`."""
 
     def __init__(self, config: Config) -> None:
-        self._engine = make_engine(
-            config.rollout.engine,
-            model_path=config.model.path,
-            max_batch=config.rollout.max_batch,
-            threads=config.rollout.threads,
-        )
+        self._engine = engine_of(config)
         self._layouts: Sequence[BucketLayout] = ()
 
     def expect_buckets(self, layouts: Sequence[BucketLayout]) -> None:
@@ -31,6 +26,9 @@ class EngineWorker:
 
     def generate(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[GenerateResult]:
         return self._engine.generate(requests, params)
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        return self._engine.score(sequences)
 
     def begin_weight_update(self, version: int) -> None:
         self._engine.begin_weight_update(version)
@@ -41,6 +39,15 @@ class EngineWorker:
 
     def end_weight_update(self) -> dict[str, str]:
         return self._engine.end_weight_update()
+
+    def release_memory(self) -> None:
+        self._engine.release_memory()
+
+    def resume_memory(self) -> None:
+        self._engine.resume_memory()
+
+    def memory_mb(self) -> float | None:
+        return self._engine.memory_mb()
 
     def model_info(self) -> ModelInfo:
         return self._engine.model_info()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from megatron_stare.batch import RolloutBatch, SamplingParams
@@ -67,6 +68,19 @@ class TrainerGroup:
         (metrics, state) = reported[0]
         return UpdateResult(metrics, state)
 
+    def log_probs(self, batch: RolloutBatch, temperature: float | None = None) -> Tensor:
+        """[N] log-probs of a batch's response tokens, in canonical order: those of the last `score`, or anew at a
+        temperature."""
+        if temperature is None:
+            parts = self._workers.call("scored")
+        else:
+            plan = plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), self._rules)
+            parts = self._workers.call("rescore", self._workers.share(batch), plan, temperature)
+        found = torch.full((int(batch.response_lengths.sum()),), torch.nan)
+        for index, log_prob in (part for part in parts if part is not None):
+            found[index] = log_prob.float()
+        return found
+
     def refresh_reference(self) -> None:
         """Makes the policy as it is now the reference policy."""
         self._workers.call("refresh_reference")
@@ -102,9 +116,9 @@ class TrainerGroup:
 class EngineGroup:
     """All rollout engines."""
 
-    def __init__(self, workers: Workers, chunk: int) -> None:
+    def __init__(self, workers: Workers, chunk: int | None) -> None:
         self._workers = workers
-        self._chunk = chunk  # requests an engine is given at a time, so that progress can be seen
+        self._chunk = chunk  # requests an engine is given at a time, so that progress can be seen; None: all
         self._layouts: tuple[BucketLayout, ...] = ()  # of the buckets the engines know to expect
 
     def generate(
@@ -116,9 +130,9 @@ class EngineGroup:
         """Every request's response, spread over the engines. `progress` is told responses finished and wanted."""
         shards = split_over_engines(requests, len(self._workers))
         chunks = [
-            (engine, shard[start : start + self._chunk])
+            (engine, shard[start : start + (self._chunk or len(shard))])
             for engine, shard in enumerate(shards)
-            for start in range(0, len(shard), self._chunk)
+            for start in range(0, len(shard), self._chunk or max(len(shard), 1))
         ]
         done = 0
 
@@ -130,6 +144,23 @@ class EngineGroup:
         progress(0, len(requests))
         handles = [self._workers.start_on(engine, "generate", chunk, params) for engine, chunk in chunks]
         return [result for results in self._workers.wait(handles, one_more) for result in results]
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """Log-probs, at temperature 1, of all tokens but the first of every sequence; by server, then by sequence."""
+        return [server for servers in self._workers.call("score", sequences) for server in servers]
+
+    def release_memory(self) -> None:
+        """Every engine gives back its memory, and is of no use until `resume_memory` and a whole weight update."""
+        self._workers.call("release_memory")
+
+    def resume_memory(self) -> None:
+        """Every engine takes its memory again."""
+        self._workers.call("resume_memory")
+
+    def memory_mb(self) -> float | None:
+        """What the engines' own processes hold now, 10^6 bytes; None where that is not known."""
+        held = self._workers.call("memory_mb")
+        return None if None in held else sum(held)
 
     def update_weights(self, version: int, exported: WeightStream) -> None:
         """Sends the policy to every engine; only an engine that holds all of it publishes the version.

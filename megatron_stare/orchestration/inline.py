@@ -13,6 +13,7 @@ from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.orchestration.engine_worker import EngineWorker
 from megatron_stare.orchestration.groups import EngineGroup, TrainerGroup, plan_rules
 from megatron_stare.orchestration.workers import Handle, Workers
+from megatron_stare.rollout.build import engine_workers, requests_per_call
 
 
 class InlineWorkers(Workers):
@@ -53,7 +54,7 @@ class InlineRunner:
         trainer = Trainer(config, 0, f"file://{Path(self._rendezvous.name) / 'ranks'}")
         self.trainers = TrainerGroup(InlineWorkers([trainer]), plan_rules(config))
         self.engines = EngineGroup(
-            InlineWorkers([EngineWorker(config) for _ in range(config.rollout.engines)]), config.rollout.max_batch
+            InlineWorkers([EngineWorker(config) for _ in range(engine_workers(config))]), requests_per_call(config)
         )
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.orchestration.engine_worker import EngineWorker
 from megatron_stare.orchestration.groups import EngineGroup, TrainerGroup, plan_rules
 from megatron_stare.orchestration.workers import Handle, Workers
+from megatron_stare.rollout.build import engine_workers, requests_per_call
 
 LOOPBACK = "127.0.0.1"
 
@@ -159,7 +160,7 @@ class RayRunner:
         try:
             check_gpus(config)
             self.trainers = TrainerGroup(self._trainers(config), plan_rules(config))
-            self.engines = EngineGroup(self._engines(config), config.rollout.max_batch)
+            self.engines = EngineGroup(self._engines(config), requests_per_call(config))
         except BaseException:
             self.close()
             raise
@@ -186,7 +187,7 @@ class RayRunner:
 
     def _engines(self, config: Config) -> Workers:
         timeout = config.runtime.timeout_s
-        actors, workers = self._actors(config.rollout.engines, config.rollout.threads, "rollout engine", timeout)
+        actors, workers = self._actors(engine_workers(config), config.rollout.threads, "rollout engine", timeout)
         get([actor.build.remote(EngineWorker, config) for actor in actors], "rollout engine", timeout)
         return workers
 

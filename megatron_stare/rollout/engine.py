@@ -72,6 +72,14 @@ class Engine(ABC):
             EngineStateError: the engine is not HEALTHY.
         """
 
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """Log-probs, at temperature 1, of all tokens but the first of every sequence.
+
+        Returns:
+            By server of the engine, then by sequence. Engines in the trainer's process need not be able to.
+        """
+        raise NotImplementedError(f"{type(self).__name__} scores nothing")
+
     @abstractmethod
     def begin_weight_update(self, version: int) -> None:
         """Opens a session. From here until it ends well, the engine generates nothing.
@@ -103,6 +111,23 @@ class Engine(ABC):
             WeightUpdateError: parameters are missing; the session is over, the engine DIRTY.
             EngineStateError: no session is open.
         """
+
+    def release_memory(self) -> None:
+        """Gives back what memory it can: RELEASED until `resume_memory`. Engines in the trainer's process need not be
+        able to.
+
+        Raises:
+            EngineStateError: the engine is not HEALTHY.
+        """
+        raise NotImplementedError(f"{type(self).__name__} releases no memory")
+
+    def resume_memory(self) -> None:
+        """Takes the memory again. What is in it is undefined, so the engine is DIRTY."""
+        raise NotImplementedError(f"{type(self).__name__} releases no memory")
+
+    def memory_mb(self) -> float | None:
+        """What its own processes hold now, 10^6 bytes; None where it has none of its own."""
+        return None
 
     @abstractmethod
     def model_info(self) -> ModelInfo:

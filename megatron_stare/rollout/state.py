@@ -1,7 +1,7 @@
 """The state machine of an engine, pure: which states exist and which may follow which.
 
 Every engine drives it from its weight-update session; the driver reads it before it sends prompts. There is no way from
-DIRTY or DEAD to HEALTHY but through UPDATING, that is through a complete weight sync.
+DIRTY, RELEASED or DEAD to HEALTHY but through UPDATING, that is through a complete weight sync.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ class EngineState(Enum):
     DIRTY = "dirty"  # the weights are not those of any version; refuses to generate
     UPDATING = "updating"  # a weight-update session is open
     HEALTHY = "healthy"  # holds all weights of one published version
+    RELEASED = "released"  # has given its memory back, weights and all; takes neither requests nor weights
     DEAD = "dead"  # closed or lost; after a restart it is DIRTY
 
 
 _NEXT: dict[EngineState, frozenset[EngineState]] = {
     EngineState.DIRTY: frozenset({EngineState.UPDATING, EngineState.DEAD}),
     EngineState.UPDATING: frozenset({EngineState.HEALTHY, EngineState.DIRTY, EngineState.DEAD}),
-    EngineState.HEALTHY: frozenset({EngineState.UPDATING, EngineState.DIRTY, EngineState.DEAD}),
+    EngineState.HEALTHY: frozenset({EngineState.UPDATING, EngineState.RELEASED, EngineState.DIRTY, EngineState.DEAD}),
+    EngineState.RELEASED: frozenset({EngineState.DIRTY, EngineState.DEAD}),
     EngineState.DEAD: frozenset({EngineState.DIRTY}),
 }
 
@@ -52,6 +54,7 @@ def require(state: EngineState, needed: EngineState, action: str) -> None:
         EngineState.DIRTY: "it needs a complete weight sync first",
         EngineState.UPDATING: "a weight update is open; end it first",
         EngineState.HEALTHY: "no weight update is open; begin one first",
+        EngineState.RELEASED: "resume its memory, then sync all weights",
         EngineState.DEAD: "it is closed; make a new engine and sync it",
     }[state]
     if state is EngineState.DIRTY and needed is EngineState.UPDATING:

@@ -14,10 +14,14 @@ from megatron_stare.errors import ConfigError, DataError
 TOKENIZER = char_tokenizer()
 
 
-def source(path, *, seed=1, split="train", limit=16, tokenizer=TOKENIZER, **data):
+def source(path, *, seed=1, split="train", limit=16, tokenizer=TOKENIZER, truncate="error", **data):
     paths = {} if path is None else {"path": str(path), "eval_path": str(path)}
     data = {"source": "jsonl"} | paths | data
-    sections = {"run": {"seed": seed}, "data": data, "rollout": {"max_prompt_tokens": limit}}
+    sections = {
+        "run": {"seed": seed},
+        "data": data,
+        "rollout": {"max_prompt_tokens": limit, "truncate_prompt": truncate},
+    }
     return make_source(validate({"model": {"path": "."}} | sections, "test"), tokenizer, split)
 
 
@@ -26,6 +30,16 @@ def seven(tmp_path):
     path = tmp_path / "seven.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{i}+{i}=", "answer": 2 * i}) + "\n" for i in range(7)))
     return path
+
+
+def test_long_prompts_are_dropped_or_cut_where_asked(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text, "answer": 1}) + "\n" for text in ("12345", "678")))
+    assert [p.token_ids for p in source(path, limit=3, truncate="drop").take(2)] == [ids("678")] * 2
+    cut = sorted(p.token_ids for p in source(path, limit=3, truncate="left").take(2))
+    assert cut == sorted([ids("345"), ids("678")])
+    with pytest.raises(DataError, match="every prompt is longer"):
+        source(path, limit=2, truncate="drop")
 
 
 def test_fields_are_read(tmp_path):

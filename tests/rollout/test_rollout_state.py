@@ -8,7 +8,7 @@ from megatron_stare.rollout.ledger import WeightLedger
 from megatron_stare.rollout.state import EngineState, EngineStateError, advance, require
 from megatron_stare.weights.checksum import tensor_checksum
 
-DIRTY, UPDATING, HEALTHY, DEAD = EngineState
+DIRTY, UPDATING, HEALTHY, RELEASED, DEAD = EngineState
 LEGAL = {
     (DIRTY, UPDATING),
     (DIRTY, DEAD),
@@ -17,7 +17,10 @@ LEGAL = {
     (UPDATING, DEAD),
     (HEALTHY, UPDATING),
     (HEALTHY, DIRTY),
+    (HEALTHY, RELEASED),
     (HEALTHY, DEAD),
+    (RELEASED, DIRTY),
+    (RELEASED, DEAD),
     (DEAD, DIRTY),
 }
 
@@ -43,6 +46,7 @@ def test_healthy_is_reached_through_a_weight_update_alone():
         (DIRTY, UPDATING, "begin a new one"),
         (UPDATING, HEALTHY, "end it first"),
         (HEALTHY, UPDATING, "begin one first"),
+        (RELEASED, HEALTHY, "sync all weights"),
         (DEAD, HEALTHY, "closed"),
     ],
 )

@@ -1,0 +1,136 @@
+"""Weights broadcast into a process group with the servers: this process is rank 0, server i is rank i + 1.
+
+The group is made by hand over a TCP store and not registered with torch.distributed: the process that sends may be
+rank 0 of the trainer, whose default group is another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
+
+from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
+from megatron_stare.rollout.sglang.sync import Bucket, WeightSync, open_sessions
+
+LOOPBACK = "127.0.0.1"
+GROUP = "megatron_stare_weights"
+
+
+class BroadcastSync(WeightSync):
+    """One broadcast a bucket, to all servers at once; the group is made at the first update and kept."""
+
+    def __init__(self, clients: Sequence[SGLangClient], timeout_s: float) -> None:
+        super().__init__(clients)
+        self._timeout_s = timeout_s
+        self._store: TCPStore | None = None
+        self._group: Any = None  # a process group of its backend's own class
+        self._where = torch.device("cpu")
+
+    async def begin(self) -> None:
+        if self._group is None:
+            await self._join()
+        await open_sessions(self._clients)
+
+    async def _join(self) -> None:
+        """Makes the group: every server joins while this process does, in a thread, as both wait for each other."""
+        self._where = await self._device()
+        world, timeout = len(self._clients) + 1, timedelta(seconds=self._timeout_s)
+        # rank 0 holds the store; the servers' rendezvous waits for it
+        self._store = loopback_store(world, timeout)
+        # the servers' group looks for its keys below these names
+        store = PrefixStore(f"{self._where.type}/", PrefixStore(f"{GROUP}/", PrefixStore(GROUP, self._store)))
+        body = {
+            "master_address": LOOPBACK,
+            "master_port": self._store.port,
+            "world_size": world,
+            "group_name": GROUP,
+            "backend": "nccl" if self._where.type == "cuda" else "gloo",
+        }
+        joined = await everywhere(
+            asyncio.to_thread(self._made, store, world, timeout),
+            *(
+                client.post("/init_weights_update_group", body | {"rank_offset": 1 + i})
+                for i, client in enumerate(self._clients)
+            ),
+        )
+        self._group = joined[0]
+
+    def _made(self, store: Store, world: int, timeout: timedelta) -> Any:
+        if self._where.type == "cpu":
+            return ProcessGroupGloo(store, 0, world, timeout)
+        from torch.distributed import ProcessGroupNCCL  # not in builds without CUDA
+
+        torch.cuda.set_device(self._where)
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return ProcessGroupNCCL(store, 0, world, options)
+
+    async def send(self, bucket: Bucket) -> None:
+        assert self._group is not None
+        flat = flat_bytes([tensor for _, tensor in bucket]).to(self._where)
+        body = {
+            "names": [name for name, _ in bucket],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+            "shapes": [list(tensor.shape) for _, tensor in bucket],
+            "group_name": GROUP,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        await everywhere(
+            asyncio.to_thread(self._broadcast, flat),
+            *(client.post("/update_weights_from_distributed", body) for client in self._clients),
+        )
+
+    def _broadcast(self, flat: torch.Tensor) -> None:
+        assert self._group is not None
+        options = BroadcastOptions()
+        options.rootRank = 0
+        self._group.broadcast([flat], options).wait(timedelta(seconds=self._timeout_s))
+        if flat.is_cuda:
+            torch.cuda.synchronize(self._where)  # NCCL's wait is the stream's; the caller may use the memory again
+
+    async def end(self) -> None:
+        await everywhere(*(c.end_weight_update() for c in self._clients))
+
+    async def close(self) -> None:
+        if self._group is not None:
+            self._group = None
+            await asyncio.gather(
+                *(c.post("/destroy_weights_update_group", {"group_name": GROUP}) for c in self._clients),
+                return_exceptions=True,  # a server that is gone has left the group
+            )
+        self._store = None
+
+
+def loopback_store(world: int, timeout: timedelta) -> TCPStore:
+    """A store that listens on loopback alone; torch's own choice is all of the machine's addresses."""
+    listening = socket.create_server((LOOPBACK, 0))
+    port = listening.getsockname()[1]
+    # the store owns the socket from here on
+    return TCPStore(
+        LOOPBACK,
+        port,
+        world,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+
+
+def flat_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensors' bytes end to end: as they lie, where they lie so, which saves a pass over a bucket; else copied."""
+    pieces = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    start = pieces[0]
+    end = start.data_ptr()
+    for piece in pieces:
+        if piece.data_ptr() != end or piece.untyped_storage().data_ptr() != start.untyped_storage().data_ptr():
+            return torch.cat(pieces)
+        end += piece.numel()
+    return start.as_strided((end - start.data_ptr(),), (1,))

@@ -1,0 +1,128 @@
+"""From a run's configuration to its SGLang engine: servers started or attached to, clients, and the weight sync."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from megatron_stare.config.schema import Config
+from megatron_stare.errors import ConfigError
+from megatron_stare.rollout.sglang.client import SGLangClient
+from megatron_stare.rollout.sglang.engine import NEVER_FILLED, SGLangEngine
+from megatron_stare.rollout.sglang.server import ServerOptions, ServerProcess
+from megatron_stare.rollout.sglang.sync import make_sync
+from megatron_stare.weights.shape import ModelShape
+
+ROOT = Path(__file__).parents[3]
+ENVIRONMENT = ROOT / ".venv-sglang"  # of scripts/setup_sglang.sh
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
+CPU_WIDTHS = 32  # what SGLang pads a feed-forward layer to a multiple of, on CPUs
+API_KEY_VARIABLE = "SGLANG_API_KEY"  # of servers that are attached to
+
+
+def build_engine(config: Config) -> SGLangEngine:
+    """A new, DIRTY engine over `rollout.engines` servers started here, or over those of `sglang.urls`.
+
+    Raises:
+        UserError: a server does not start, does not answer, or is not one that a run can use. None is left behind.
+    """
+    loop = asyncio.new_event_loop()
+    with contextlib.ExitStack() as stack:
+        stack.callback(loop.close)
+        processes = []
+        if not config.sglang.urls:
+            # all are started before the first is waited for
+            for _ in range(config.rollout.engines):
+                processes.append(ServerProcess(server_options(config)))
+                stack.callback(processes[-1].close)
+        clients = _clients(config, processes)
+        for process, client in zip(processes, clients, strict=False):
+            process.wait_ready(client, loop.run_until_complete)
+        engine = SGLangEngine(
+            clients,
+            make_sync(config.sglang.sync, clients, config.model.path, config.runtime.timeout_s),
+            config.model.path,
+            config.model.dtype,
+            config.rollout.max_batch,
+            loop,
+            processes,
+            server_flags(config),
+        )
+        stack.pop_all()  # the engine's from here on
+        return engine
+
+
+def _clients(config: Config, processes: Sequence[ServerProcess]) -> list[SGLangClient]:
+    timeout = config.runtime.timeout_s
+    if processes:
+        return [SGLangClient(process.url, process.api_key, timeout) for process in processes]
+    key = os.environ.get(API_KEY_VARIABLE)
+    return [SGLangClient(url, key, timeout) for url in config.sglang.urls]
+
+
+def check_servers(config: Config, shape: ModelShape) -> None:
+    """Raises ConfigError for what can be known to be wrong before a server is started."""
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    held = min([shape.max_positions] if config.sglang.urls else [shape.max_positions, config.sglang.cache_tokens])
+    if longest > held - NEVER_FILLED:
+        raise ConfigError(
+            f"prompt and response of up to {longest} tokens exceed the {held - NEVER_FILLED} that a server fills of "
+            f"its context of {held}",
+            where="rollout.max_new_tokens",
+            fix=f"at most {held - NEVER_FILLED - config.rollout.max_prompt_tokens}, or raise sglang.cache_tokens",
+        )
+    elsewhere = [url for url in config.sglang.urls if urlsplit(url).hostname not in LOOPBACK_NAMES]
+    if elsewhere and config.sglang.sync == "distributed":
+        raise ConfigError(
+            f"the broadcast reaches servers of this machine only, and {elsewhere[0]} is not named as one",
+            where="sglang.sync",
+            fix="use tensor, or disk with a file system that all servers see",
+        )
+    if config.sglang.urls:
+        return
+    width = shape.expert_ffn if shape.experts else shape.ffn
+    if width % CPU_WIDTHS:
+        raise ConfigError(
+            f"SGLang pads feed-forward layers {width} wide on a CPU, so their weights could not be compared",
+            where="model.path",
+            fix=f"a model whose feed-forward layers are a multiple of {CPU_WIDTHS} wide, or rollout.engine=local",
+        )
+    if config.model.dtype != "float32":
+        raise ConfigError(
+            "servers started here run on the CPU, in float32", where="sglang.urls", fix="name running servers instead"
+        )
+    python = server_options(config).python
+    if not Path(python).exists():
+        raise ConfigError(
+            f"there is no Python at {python}",
+            where="sglang.python",
+            fix="bash scripts/setup_sglang.sh builds SGLang's environment",
+        )
+
+
+def server_flags(config: Config) -> dict[str, str]:
+    """Flags without which a server cannot do what is asked of it, and the settings that ask."""
+    wanted = {
+        "enable_deterministic_inference": ("sglang.seeds", config.sglang.seeds),
+        "enable_memory_saver": ("sglang.colocated", config.sglang.colocated),
+    }
+    return {flag: setting for flag, (setting, asked) in wanted.items() if asked}
+
+
+def server_options(config: Config) -> ServerOptions:
+    """How the servers of this run are started."""
+    python = config.sglang.python or os.environ.get("MEGATRON_STARE_SGLANG_PYTHON")
+    return ServerOptions(
+        python=python or str(ENVIRONMENT / "bin" / "python"),
+        model_path=config.model.path,
+        dtype=config.model.dtype,
+        threads=config.rollout.threads,
+        max_running=config.rollout.max_batch,
+        cache_tokens=config.sglang.cache_tokens,
+        seeds=config.sglang.seeds,
+        start_timeout_s=config.sglang.start_timeout_s,
+    )

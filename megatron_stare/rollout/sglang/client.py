@@ -1,0 +1,141 @@
+"""One SGLang server, as an asynchronous client. Bodies come from protocol.py; answers go back as they are.
+
+Nothing is unpickled that comes from a server: answers are JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from megatron_stare.rollout.sglang.http import HttpTransport, Transport
+from megatron_stare.rollout.sglang.protocol import SGLangError
+
+# SGLang's third, in_place, counts tokens of the old weights to the new version where its scheduler overlaps batches
+PauseMode = Literal["abort", "retract"]
+
+
+class ServerLostError(SGLangError):
+    """A server does not answer any more."""
+
+
+class SGLangClient:
+    """HTTP to one server.
+
+    Every method waits for one answer and is unblocked by it, by the connection's end, or by `timeout_s`.
+
+    Args:
+        url: of the server, without a path.
+        api_key: sent as a bearer token; None: the server asks for none.
+        timeout_s: limit of one call, seconds. A response that takes longer than that to generate is lost.
+        transport: takes the requests instead of the network.
+    """
+
+    def __init__(self, url: str, api_key: str | None, timeout_s: float, transport: Transport | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._timeout_s = timeout_s
+        self._transport: Transport = HttpTransport(self.url) if transport is None else transport
+
+    async def get(self, path: str) -> dict[str, Any]:
+        return self._json(path, await self._call("GET", path, None))
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer. Raises SGLangError with the server's own words where it refuses, or says `success: false`."""
+        answer = self._json(path, await self._call("POST", path, body))
+        if answer.get("success") is False:
+            raise SGLangError(f"{path} failed: {answer.get('message')}", where=self.url)
+        return answer
+
+    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
+        content = None if body is None else json.dumps(body).encode()
+        try:
+            status, answer = await asyncio.wait_for(
+                self._transport.request(method, path, self._headers, content), self._timeout_s
+            )
+        except (OSError, asyncio.TimeoutError) as error:
+            raise ServerLostError(
+                f"the server does not answer {path}: {type(error).__name__} {error}".rstrip(), where=self.url
+            ) from error
+        if status != 200:
+            words = answer.decode(errors="replace")[:500]
+            raise SGLangError(f"{path} was refused ({status}): {words}", where=self.url)
+        return answer
+
+    def _json(self, path: str, content: bytes) -> dict[str, Any]:
+        try:
+            answer = json.loads(content)
+        except ValueError as error:
+            raise SGLangError(f"{path} answered {content[:200]!r}, which is not JSON", where=self.url) from error
+        if not isinstance(answer, dict):
+            raise SGLangError(f"{path} answered a {type(answer).__name__}, not an object", where=self.url)
+        return answer
+
+    async def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """One response. Cancelled, it leaves the request running: abort it."""
+        return await self.post("/generate", body)
+
+    async def model_info(self) -> dict[str, Any]:
+        """Answers while generation is paused too, which /health does not."""
+        return await self.get("/model_info")
+
+    async def server_info(self) -> dict[str, Any]:
+        """Version, arguments and limits."""
+        return await self.get("/server_info")
+
+    async def abort(self, rid: str | None = None) -> None:
+        """Ends one request, or all: each returns what it has so far."""
+        await self._call("POST", "/abort_request", {"rid": rid} if rid is not None else {"abort_all": True})
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stops sampling. `abort` ends what is under way; `retract` goes on with it later, its cache computed anew."""
+        await self.post("/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        await self.post("/continue_generation", {})
+
+    async def flush(self) -> None:
+        """Drops the prefix cache. Raises SGLangError while requests are under way."""
+        await self._call("POST", "/flush_cache", {})
+
+    async def release_memory(self) -> None:
+        """Lets go of weights and cache. The server dies of it while a request is under way."""
+        await self._call("POST", "/release_memory_occupation", {})
+
+    async def resume_memory(self) -> None:
+        """Takes the memory again. The server dies of it where none was released."""
+        await self._call("POST", "/resume_memory_occupation", {})
+
+    async def begin_weight_update(self) -> None:
+        await self.post("/begin_weight_update", {})
+
+    async def end_weight_update(self) -> None:
+        await self.post("/end_weight_update", {})
+
+    async def publish_version(self, version: str) -> None:
+        """From the next token on, tokens carry this version."""
+        await self.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+
+    async def checksums(self) -> dict[str, str]:
+        """SGLang's own checksum of every parameter it holds, by SGLang's name."""
+        answer = await self.post("/weights_checker", {"action": "checksum"})
+        ranks = answer["ranks"]
+        if len(ranks) != 1:
+            raise SGLangError(f"weights over {len(ranks)} ranks cannot be compared yet", where=self.url)
+        return dict(ranks[0]["checksums"])
+
+    async def close(self) -> None:
+        await self._transport.close()
+
+
+async def everywhere(*calls: Any) -> list[Any]:
+    """Waits for all of the calls, then raises the first error: no call is left under way."""
+    done = await asyncio.gather(*calls, return_exceptions=True)
+    for result in done:
+        if isinstance(result, BaseException):
+            raise result
+    return list(done)

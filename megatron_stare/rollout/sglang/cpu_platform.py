@@ -1,0 +1,58 @@
+"""SGLang's plug-ins for CPUs without kernel packages. Loaded by the server through the entry-point groups
+`sglang.srt.platforms` and `sglang.srt.plugins`, in the environment SGLang is installed in; the trainer never imports
+this.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import torch
+
+ATTENTION = "torch_native"  # the one attention backend that needs no kernels
+
+
+def activate() -> str | None:
+    """The platform class's name on a machine without CUDA; None where SGLang's own platforms serve."""
+    if torch.cuda.is_available():
+        return None
+    from sglang.srt.arg_groups.choices import (
+        add_deterministic_attention_backend_choices,
+        add_radix_supported_deterministic_attention_backend_choices,
+    )
+
+    # SGLang honours sampling seeds only with deterministic inference, and knows no CPU backend for that. Noise is keyed
+    # on the request with any backend; what this backend does not promise is the same rounding in every batch.
+    add_deterministic_attention_backend_choices([ATTENTION])
+    add_radix_supported_deterministic_attention_backend_choices([ATTENTION])
+    return "megatron_stare.rollout.sglang.cpu_platform_class.CpuPlatform"
+
+
+def register_hooks() -> None:
+    """Replaces, through SGLang's own registry, what a server that this project starts cannot use as it is.
+
+    Seeds: what deterministic inference needs is written for GPUs alone, or lies in a kernel package. And a server that
+    is killed leaves a file in /dev/shm; here that file lies in the server's own folder, which goes with it.
+    """
+    if torch.cuda.is_available():
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from megatron_stare.rollout.sglang.cpu_hash import murmur_hash32
+
+    for target, own in (
+        ("sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", _plain_kernels),
+        ("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", murmur_hash32),
+        ("sglang.srt.managers.load_snapshot.shm_path_for", _path_of_loads),
+    ):
+        HookRegistry.register(target, own, HookType.REPLACE)
+
+
+def _plain_kernels() -> None:
+    """Stands in for the switch to batch-invariant kernels: torch's own stay."""
+
+
+def _path_of_loads(instance: str) -> str:
+    """The file in which a server's processes tell each other their load."""
+    return os.path.join(tempfile.gettempdir(), f"loads-{instance}")

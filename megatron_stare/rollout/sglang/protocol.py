@@ -1,0 +1,180 @@
+"""What goes to an SGLang server and what comes back, as observed of the supported versions. Pure: no I/O.
+
+Requests come from the engine, bodies go to the client; the server's answers come back through `result_of`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_stare.batch import FinishReason, SamplingParams
+from megatron_stare.errors import ConfigError, UserError
+from megatron_stare.rollout.engine import GenerateRequest, GenerateResult
+from megatron_stare.rollout.sampling import row_keys
+
+# the weight-update session these releases share does not exist before 0.5.21
+SUPPORTED_VERSIONS = ("0.5.21", "0.5.22", "0.5.23")
+NO_VERSION = "none"  # what servers are started with: weights of no training step
+
+
+class SGLangError(UserError):
+    """A server refused a request, or answered what the protocol does not allow."""
+
+
+def check_version(version: str, where: str) -> None:
+    """Raises SGLangError for a release whose protocol is not known to be the one spoken here."""
+    if version not in SUPPORTED_VERSIONS:
+        raise SGLangError(
+            f"the server runs SGLang {version}; supported are {', '.join(SUPPORTED_VERSIONS)}",
+            where=where,
+            fix="bash scripts/setup_sglang.sh builds an environment with a supported one",
+        )
+
+
+def check_flags(info: Mapping[str, Any], flags: Mapping[str, str], where: str) -> None:
+    """Raises ConfigError for a server that was started without something the run asks of it.
+
+    Args:
+        info: its /server_info.
+        flags: by argument of the server, the setting that needs it. A CPU server's memory saver is let pass: it has
+            none, and keeps its memory.
+    """
+    for flag, setting in flags.items():
+        if not info[flag] and not (flag == "enable_memory_saver" and info["device"] == "cpu"):
+            raise ConfigError(
+                f"the server at {where} was started without --{flag.replace('_', '-')}",
+                where=setting,
+                fix=f"start it so, or set {setting}=false",
+            )
+
+
+def sampling_seed(params: SamplingParams, request: GenerateRequest) -> int:
+    """31 bits that depend on (seed, step, prompt cursor, sample index) and on nothing else."""
+    (key,) = row_keys(params.seed, params.step, [request.prompt_cursor], [request.sample_index])
+    return int(key >> np.uint64(33))
+
+
+def sampling_fields(params: SamplingParams, seed: int) -> dict[str, Any]:
+    """Every field that shapes a response, so that no default of a server's release or model folder has a say.
+
+    The support is never cut (no top-k, top-p, min-p, penalties, bias or grammar): log-probs would then be those of
+    another distribution than the trainer's.
+    """
+    return {
+        "temperature": params.temperature,
+        "top_k": 1 if params.greedy else -1,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_new_tokens": 0,
+        "max_new_tokens": params.max_new_tokens,
+        "n": 1,
+        "stop": None,
+        "stop_token_ids": list(params.stop_token_ids),
+        "stop_regex": None,
+        "ignore_eos": False,
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "json_schema": None,
+        "regex": None,
+        "ebnf": None,
+        "structural_tag": None,
+        "logit_bias": None,
+        "sampling_seed": seed,
+        "custom_params": None,
+    }
+
+
+def generate_body(request: GenerateRequest, params: SamplingParams, rid: str) -> dict[str, Any]:
+    """The body of POST /generate for one response. `rid` must be unique on the server."""
+    return {
+        "rid": rid,
+        "input_ids": list(request.input_ids),
+        "sampling_params": sampling_fields(params, sampling_seed(params, request)),
+        "return_logprob": True,
+        "logprob_start_len": -1,  # log-probs of the response alone
+        "top_logprobs_num": 0,
+        "stream": False,
+    }
+
+
+def score_body(tokens: Sequence[int], rid: str) -> dict[str, Any]:
+    """A body of POST /generate whose answer scores `tokens`: their log-probs at temperature 1, of all but the first."""
+    fields = SamplingParams(temperature=1.0, max_new_tokens=1, seed=0, step=0, stop_token_ids=(), greedy=True)
+    return {
+        "rid": rid,
+        "input_ids": list(tokens),
+        "sampling_params": sampling_fields(fields, 0),
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 0,
+        "stream": False,
+    }
+
+
+def prompt_log_probs(answer: Mapping[str, Any], tokens: Sequence[int], where: str) -> list[float]:
+    """The log-probs, nats, of every token of a `score_body` but the first."""
+    entries = answer["meta_info"].get("input_token_logprobs") or []
+    found = [entry for entry in entries if entry[0] is not None]  # the first token has none
+    # the server scores the last id of the vocabulary rightly, but calls it 0
+    named = [entry[1] for entry in found]
+    if len(named) != len(tokens) - 1 or any(n not in (t, 0) for n, t in zip(named, tokens[1:], strict=True)):
+        raise SGLangError(f"{list(tokens)} was to be scored, the server scored {entries}"[:500], where=where)
+    return [float(entry[0]) for entry in found]
+
+
+def result_of(
+    answer: Mapping[str, Any], request: GenerateRequest, stop_token_ids: Collection[int], where: str
+) -> GenerateResult:
+    """The response in an answer of POST /generate.
+
+    Raises:
+        SGLangError: lists of different lengths, a log-prob that is missing, or a token without a weight version.
+    """
+    meta = answer["meta_info"]
+    ids = [int(i) for i in answer["output_ids"]]
+    scored = meta.get("output_token_logprobs") or []
+    if [entry[1] for entry in scored] != ids:
+        raise SGLangError(
+            f"the server returned {len(ids)} tokens and log-probs of {len(scored)} others",
+            where=f"{where}, request {request.rid}",
+        )
+    return GenerateResult(
+        rid=request.rid,
+        output_ids=ids,
+        output_log_probs=[float(entry[0]) for entry in scored],
+        weight_versions=weight_versions(meta, len(ids), f"{where}, request {request.rid}"),
+        finish_reason=_finish_reason(meta["finish_reason"], ids, stop_token_ids),
+        prompt_tokens=int(meta["prompt_tokens"]),
+    )
+
+
+def weight_versions(meta: Mapping[str, Any], tokens: int, where: str) -> list[int]:
+    """The version of the weights that sampled each of `tokens` tokens, from the spans of an answer's meta_info."""
+    versions: list[int] = []
+    for span in meta.get("weight_versions") or []:
+        if span["start"] != len(versions) or not str(span["version"]).isdigit():
+            break
+        versions += [int(span["version"])] * (span["end"] - span["start"])
+    if len(versions) != tokens:
+        raise SGLangError(
+            f"{tokens} tokens, but weight versions {meta.get('weight_versions')} (now {meta.get('weight_version')})",
+            where=where,
+            fix="only this project may update the server's weights",
+        )
+    return versions
+
+
+def _finish_reason(reported: Mapping[str, Any], ids: Sequence[int], stop_token_ids: Collection[int]) -> FinishReason:
+    kind = reported["type"]
+    if kind == "length" and ids and ids[-1] in stop_token_ids:
+        return "stop"  # its last token is a stop token, and the server looks at the length first
+    if kind not in ("stop", "length", "abort"):
+        raise SGLangError(f"the server reports an unknown finish reason {dict(reported)}")
+    return kind

@@ -1,0 +1,221 @@
+"""The engine over servers that misbehave in ways a real one cannot be made to (sglang_fake.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from sglang_fake import STOP, FakeServer
+
+from megatron_stare.batch import SamplingParams
+from megatron_stare.config.schema import Config
+from megatron_stare.errors import ConfigError, DataError
+from megatron_stare.rollout.engine import GenerateRequest, WeightUpdateError
+from megatron_stare.rollout.sglang.build import server_flags
+from megatron_stare.rollout.sglang.engine import SGLangEngine
+from megatron_stare.rollout.sglang.protocol import SGLangError
+from megatron_stare.rollout.sglang.sync import TensorSync
+from megatron_stare.rollout.state import EngineState, EngineStateError
+
+MODEL = str(Path(__file__).parents[2] / "assets" / "tiny-adder")
+PARAMS = SamplingParams(temperature=1.0, max_new_tokens=4, seed=1, step=1, stop_token_ids=(STOP,))
+RECORDED = json.loads((Path(__file__).parent / "sglang_exchanges.json").read_text())
+BUCKET = [("model.norm.weight", torch.ones(3)), ("model.embed_tokens.weight", torch.ones(4, 3))]
+UPDATE = [
+    "/pause_generation",
+    "/server_info",
+    "/begin_weight_update",
+    "/update_weights_from_tensor",
+    "/end_weight_update",
+    "/weights_checker",
+    "/flush_cache",
+    "/update_weight_version",
+    "/continue_generation",
+]
+
+
+@pytest.fixture
+def fakes():
+    return [FakeServer("one"), FakeServer("two")]
+
+
+@pytest.fixture
+def engine(fakes):
+    clients = [fake.client() for fake in fakes]
+    made = SGLangEngine(clients, TensorSync(clients), MODEL, "float32", 2, asyncio.new_event_loop())
+    for fake in fakes:
+        fake.calls.clear()
+    yield made
+    made.close()
+
+
+def sync(engine, version=1):
+    engine.begin_weight_update(version)
+    engine.update_weights(BUCKET)
+    return engine.end_weight_update()
+
+
+def requests(count):
+    return [GenerateRequest(f"{i}:0", (3, 4), i, 0) for i in range(count)]
+
+
+def shape(value):
+    """An answer's JSON with its values left out; of lists the first entry."""
+    if isinstance(value, dict):
+        return {name: shape(v) for name, v in value.items()}
+    return [shape(v) for v in value[:1]] if isinstance(value, list) else type(value)
+
+
+def test_the_fake_answers_as_the_real_server_did(engine, fakes):
+    """Field by field; the fake may leave out what nobody reads."""
+    sync(engine)
+    engine.generate(requests(1), PARAMS)
+    engine.release_memory()
+    engine.resume_memory()
+    real = RECORDED["answers"] | {"/generate": RECORDED["generate"]["stop"]["answer"]}
+    told = dict(fakes[0].answers)
+    assert real.keys() <= told.keys() | {"/abort_request"}
+    for path in told.keys() - {"/weights_checker"}:
+        assert contains(shape(real[path]), shape(told[path])), path
+    (rank,), (real_rank,) = told["/weights_checker"]["ranks"], real["/weights_checker"]["ranks"]
+    assert rank.keys() <= real_rank.keys()
+    assert {len(c) for c in rank["checksums"].values()} == {len(c) for c in real_rank["checksums"].values()}
+    sync(engine, 2)
+    assert engine.score([(3, 4, 5)]) == [[[-0.25, -0.25]]] * 2
+    assert contains(shape(RECORDED["score"]["answer"]), shape(fakes[0].answers["/generate"]))
+
+
+def contains(real, told):
+    if isinstance(told, dict):
+        return isinstance(real, dict) and all(k in real and contains(real[k], v) for k, v in told.items())
+    if isinstance(told, list):
+        return isinstance(real, list) and all(contains(r, t) for r, t in zip(real, told, strict=True))
+    return real is told
+
+
+def test_an_update_goes_through_its_stages_in_order(engine, fakes):
+    assert engine.model_info().state is EngineState.DIRTY
+    assert sync(engine).keys() == dict(BUCKET).keys()
+    assert [fake.calls for fake in fakes] == [UPDATE, UPDATE]
+    assert engine.model_info().weight_version == 1
+
+
+@pytest.mark.parametrize("stage", UPDATE)
+def test_a_failure_anywhere_leaves_the_engine_dirty_until_a_full_sync(engine, fakes, stage):
+    sync(engine)
+    fakes[1].broken = {stage}
+    with pytest.raises(SGLangError, match=stage):
+        sync(engine, 2)
+    assert engine.model_info().state is EngineState.DIRTY
+    with pytest.raises(EngineStateError, match="complete weight sync"):
+        engine.generate(requests(1), PARAMS)
+    fakes[1].broken = set()
+    sync(engine, 3)
+    assert engine.generate(requests(4), PARAMS)[3].weight_versions == [3, 3]
+
+
+def test_servers_with_wrong_weights_are_not_resumed(engine, fakes):
+    fakes[0].lose = "model.norm.weight"
+    with pytest.raises(WeightUpdateError, match=r"http://one: .* model\.norm\.weight has other values"):
+        sync(engine)
+    assert all(
+        "/continue_generation" not in fake.calls and "/update_weight_version" not in fake.calls for fake in fakes
+    )
+
+
+def test_a_tensor_is_sent_once(engine):
+    engine.begin_weight_update(1)
+    engine.update_weights(BUCKET)
+    with pytest.raises(WeightUpdateError, match=r"model\.norm\.weight' was sent twice"):
+        engine.update_weights(BUCKET)
+    assert engine.model_info().state is EngineState.DIRTY
+
+
+def test_requests_are_spread_and_answered_in_order(engine, fakes):
+    sync(engine)
+    for fake in fakes:
+        fake.calls.clear()
+    results = engine.generate(requests(10), PARAMS)
+    assert [r.rid for r in results] == [f"{i}:0" for i in range(10)]
+    assert all(fake.calls.count("/generate") >= 2 for fake in fakes)
+    assert sum(fake.calls.count("/generate") for fake in fakes) == 10
+
+
+def test_a_refused_request_ends_the_others(engine, fakes):
+    sync(engine)
+    fakes[0].broken = {"/generate"}
+    with pytest.raises(SGLangError, match="/generate is broken"):
+        engine.generate(requests(10), PARAMS)
+    assert all("/abort_request" in fake.calls for fake in fakes)
+
+
+def test_ids_outside_the_vocabulary_never_leave(engine, fakes):
+    sync(engine)
+    for fake in fakes:
+        fake.calls.clear()
+    with pytest.raises(DataError, match="outside the model's vocabulary of 16"):
+        engine.generate([*requests(3), GenerateRequest("9:0", (16,), 9, 0)], PARAMS)
+    assert [fake.calls for fake in fakes] == [[], []]
+
+
+def test_a_server_of_another_release_is_refused(fakes):
+    fakes[1]._info = lambda _: {"version": "0.5.5", "max_total_num_tokens": 100}
+    clients = [fake.client() for fake in fakes]
+    loop = asyncio.new_event_loop()
+    with pytest.raises(SGLangError, match=r"http://two: the server runs SGLang 0\.5\.5"):
+        SGLangEngine(clients, TensorSync(clients), MODEL, "float32", 2, loop)
+    loop.close()
+
+
+def test_released_memory_comes_back_without_weights(engine, fakes):
+    sync(engine)
+    for fake in fakes:
+        fake.calls.clear()
+    engine.release_memory()
+    assert [fake.calls for fake in fakes] == [["/pause_generation", "/flush_cache", "/release_memory_occupation"]] * 2
+    with pytest.raises(EngineStateError, match="resume its memory"):
+        engine.generate(requests(1), PARAMS)
+    with pytest.raises(EngineStateError, match="RELEASED"):
+        engine.begin_weight_update(2)
+    engine.resume_memory()
+    assert [fake.calls[-1] for fake in fakes] == ["/resume_memory_occupation"] * 2
+    with pytest.raises(EngineStateError, match="complete weight sync"):
+        engine.generate(requests(1), PARAMS)
+    sync(engine, 2)
+    assert engine.generate(requests(1), PARAMS)[0].weight_versions == [2, 2]
+
+
+def test_a_busy_server_is_not_told_to_release(engine, fakes):
+    sync(engine)
+    fakes[1].broken = {"/flush_cache"}  # what the real one answers while a request is under way
+    with pytest.raises(SGLangError, match="/flush_cache is broken"):
+        engine.release_memory()
+    assert all("/release_memory_occupation" not in fake.calls for fake in fakes)
+
+
+@pytest.mark.parametrize(
+    ("sglang", "message"),
+    [
+        ({"colocated": True}, "http://two was started without --enable-memory-saver"),
+        ({"seeds": True}, "http://one was started without --enable-deterministic-inference"),
+    ],
+)
+def test_a_server_that_cannot_do_what_is_asked_for_is_refused(fakes, sglang, message):
+    fakes[1].device = "cuda"  # a CPU server has no memory saver, and need not have one
+    flags = server_flags(Config.model_validate({"model": {"path": MODEL}, "sglang": sglang}))
+    clients = [fake.client() for fake in fakes]
+    loop = asyncio.new_event_loop()
+    with pytest.raises(ConfigError, match=message):
+        SGLangEngine(clients, TensorSync(clients), MODEL, "float32", 2, loop, flags=flags)
+    loop.close()
+
+
+def test_a_closed_engine_is_dead(engine):
+    engine.close()
+    engine.close()
+    assert engine.model_info().state is EngineState.DEAD
+    with pytest.raises(EngineStateError, match="DEAD"):
+        engine.begin_weight_update(1)

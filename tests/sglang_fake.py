@@ -1,0 +1,110 @@
+"""An SGLang server in this process, for what a real one cannot be made to do. Its answers are shaped as recorded ones;
+what they hold is simple: it counts calls, keeps the weights it is sent, and says one token a version."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron_stare.rollout.sglang.client import SGLangClient
+from megatron_stare.rollout.sglang.fingerprint import Fingerprint
+
+STOP = 1
+
+
+class FakeServer:
+    """Answers a client through a transport. `calls` are the paths asked for; `broken` paths are refused."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.calls: list[str] = []
+        self.answers: dict[str, Any] = {}  # the newest of every path
+        self.broken: set[str] = set()
+        self.sampling_fields: set[str] = set()
+        self.lose: str | None = None  # a parameter whose bytes do not arrive
+        self.version, self.device = "none", "cpu"
+        self._held = Fingerprint(torch.float32)
+
+    def client(self) -> SGLangClient:
+        return SGLangClient(f"http://{self.name}", "key", 10, transport=self)
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    async def request(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None
+    ) -> tuple[int, bytes]:
+        """See rollout.sglang.http.Transport."""
+        self.calls.append(path)
+        await asyncio.sleep(0)  # as the network does, so that one server is not asked everything
+        if headers.get("Authorization") != "Bearer key":
+            return 401, b"Unauthorized"
+        if path in self.broken:
+            return 400, f"{path} is broken".encode()
+        answer = self.answers[path] = self._answer(path, json.loads(body) if body else {})
+        return 200, answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+
+    def _answer(self, path: str, body: dict[str, Any]) -> Any:
+        known = {"/generate": self._generate, "/server_info": self._info, "/weights_checker": self._checker}
+        if path == "/begin_weight_update":
+            self._held = Fingerprint(torch.float32)
+        known |= {"/update_weights_from_tensor": self._load, "/update_weight_version": self._publish}
+        known |= dict.fromkeys(("/pause_generation", "/continue_generation"), lambda _: {"status": "ok"})
+        known |= dict.fromkeys(("/flush_cache", "/abort_request"), lambda _: "")
+        known |= dict.fromkeys(("/release_memory_occupation", "/resume_memory_occupation"), lambda _: None)
+        return known.get(path, lambda _: {"success": True})(body)
+
+    def _info(self, _: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "version": "0.5.23",
+            "max_total_num_tokens": 10_000,
+            "device": self.device,
+            "enable_memory_saver": False,
+            "enable_deterministic_inference": False,
+        }
+
+    def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        fields = body["sampling_params"]
+        self.sampling_fields |= fields.keys()
+        ids = [int(next(iter(fields["logit_bias"])))] if fields["logit_bias"] else [4, STOP]
+        if cut := fields["max_new_tokens"] == 1:
+            ids = [4]
+        first, *others = body["input_ids"]
+        prompt = [[None, first, None], *([-0.25, i, None] for i in others)]
+        return {
+            "output_ids": ids,
+            "meta_info": {
+                "id": body["rid"],
+                "finish_reason": {"type": "length", "length": len(ids)}
+                if cut
+                else {"type": "stop", "matched": ids[-1]},
+                "prompt_tokens": len(body["input_ids"]),
+                "completion_tokens": len(ids),
+                "weight_version": self.version,
+                "weight_versions": [{"version": self.version, "start": 0, "end": len(ids)}],
+                "output_token_logprobs": [[-0.5, i, None] for i in ids],
+                "input_token_logprobs": prompt if body["logprob_start_len"] == 0 else [],
+            },
+        }
+
+    def _load(self, body: dict[str, Any]) -> dict[str, Any]:
+        for payload in body["serialized_named_tensors"]:
+            for name, tensor in pickle.loads(base64.b64decode(payload)):  # ours, and from this process
+                self._held.add(name, torch.zeros_like(tensor) if name == self.lose else tensor)
+        return {"success": True, "message": "Success"}
+
+    def _checker(self, _: dict[str, Any]) -> dict[str, Any]:
+        checksums = self._held.checksums()
+        total = hashlib.sha256(repr(checksums).encode()).hexdigest()
+        return {"success": True, "ranks": [{"checksums": checksums, "per_gpu_checksum": total}]}
+
+    def _publish(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.version = body["new_version"]
+        return {"success": True}

@@ -1,0 +1,132 @@
+"""Whole runs with rollouts from real SGLang servers: agreement over twenty steps, and what an end leaves behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sglang_servers as servers
+from leftovers import Traces
+from runs import command, environment, metrics, model
+
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.distributed,
+    pytest.mark.skipif(servers.MISSING is not None, reason=str(servers.MISSING)),
+]
+SGLANG = (
+    "rollout.engine=sglang",
+    f"sglang.python={servers.PYTHON}",
+    f"sglang.start_timeout_s={servers.START_S}",
+    "eval.prompts=0",
+)
+LIMIT = 1e-4  # nats, float32
+
+
+def interruptible() -> None:
+    """Programs that were started in the background ignore Ctrl-C, and what they start inherits that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class Run:
+    """A run in a process of its own, read line by line."""
+
+    def __init__(self, folder: Path, *overrides: str, **settings: object) -> None:
+        self.dir, self.traces = folder / "run", Traces()
+        self.log = (folder / "stderr.log").open("w+")
+        self.process = subprocess.Popen(
+            command(model(), f"run.dir={self.dir}", *SGLANG, *overrides, **settings),
+            cwd=folder,
+            env=self.traces.environment(environment()),
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            preexec_fn=interruptible,
+        )
+
+    def lines(self) -> Iterator[str]:
+        """Its output, until it ends."""
+        assert self.process.stdout is not None
+        yield from self.process.stdout
+
+    def errors(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+
+def is_step(line: str, number: int) -> bool:
+    """Whether a line of output is that of the step."""
+    return re.match(rf"\s*step\s+{number}/", line) is not None
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[type]:
+    runs: list[Run] = []
+
+    def begin(*overrides: str, **settings: object) -> Run:
+        runs.append(Run(tmp_path, *overrides, **settings))
+        return runs[-1]
+
+    yield begin  # type: ignore[misc]
+    for run in runs:
+        run.process.kill()
+        run.process.wait()
+        run.log.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["tensor", "distributed"])
+def test_twenty_steps_agree_token_by_token(start, sync):
+    run = start(
+        "parallel.tensor=2",
+        "rollout.engines=2",
+        f"sglang.sync={sync}",
+        f"sglang.colocated={sync == 'tensor'}",
+        f"sglang.agreement_limit={LIMIT}",
+        **{"run.steps": 20},
+    )
+    servers_seen = 0
+    for line in run.lines():
+        if is_step(line, 2):
+            servers_seen = run.traces.look()
+    assert run.process.wait() == 0, run.errors()
+    rows = metrics(run.dir)
+    assert len(rows) == 20
+    for row in rows:
+        assert row["agreement/max"] <= LIMIT
+        assert row["agreement/canary_max"] <= LIMIT
+        assert row["agreement/max_of_age_1"] == row["agreement/max"]  # every token is of the newest weights
+        assert row["ratio/max_abs_log"] == 0.0
+    recorded = [json.loads(line) for line in (run.dir / "metrics.jsonl").read_text().splitlines()]
+    for moved in ("memory/engines_freed_mb", "memory/engines_taken_mb"):
+        assert [moved in row for row in recorded] == [sync == "tensor"] * 20
+    assert servers_seen == 2
+    assert run.traces.left() == []
+
+
+def test_a_run_that_stops_says_why_and_leaves_nothing(start):
+    """Rounding alone is past this limit, so the first canary stops the run, after a whole weight sync."""
+    run = start("sglang.agreement_limit=1e-12")
+    for _ in run.lines():
+        run.traces.look()
+    assert run.process.wait() == 2
+    assert "log-probs of the canary differ by up to" in run.errors()
+    assert "the limit is 1e-12" in run.errors()
+    assert "Traceback" not in run.errors()
+    assert run.traces.left() == []
+
+
+def test_ctrl_c_leaves_nothing(start):
+    run, interrupted = start(**{"run.steps": 50}), False
+    for line in run.lines():
+        if is_step(line, 1):
+            interrupted = True
+            assert run.traces.look() == 1
+            run.process.send_signal(signal.SIGINT)
+    assert interrupted and run.process.wait() == 130, run.errors()
+    assert run.traces.left() == []
