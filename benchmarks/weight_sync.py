@@ -33,9 +33,9 @@ from tiny import save_tiny
 from torch import Tensor
 
 from megatron_stare.config.schema import Config
-from megatron_stare.rollout.sglang.build import build_engine
+from megatron_stare.rollout.sglang.build import build_engine, make_sync
 from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
-from megatron_stare.rollout.sglang.sync import Bucket, WeightSync, make_sync
+from megatron_stare.rollout.sglang.sync import Bucket, WeightSync
 from megatron_stare.rollout.sglang.update import WeightUpdate
 from megatron_stare.weights.hf_folder import HfFolder
 

@@ -17,9 +17,9 @@ import torch
 
 from megatron_stare.batch import SamplingParams
 from megatron_stare.rollout.engine import GenerateRequest
+from megatron_stare.rollout.sglang.build import make_sync
 from megatron_stare.rollout.sglang.client import SGLangClient
 from megatron_stare.rollout.sglang.protocol import generate_body, score_body
-from megatron_stare.rollout.sglang.sync import make_sync
 from megatron_stare.rollout.sglang.update import WeightUpdate
 
 OUT = Path(__file__).parent / "rollout" / "sglang_exchanges.json"

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 from megatron_stare.batch import SamplingParams
 from megatron_stare.errors import DataError
 from megatron_stare.rollout.engine import GenerateRequest, WeightUpdateError
-from megatron_stare.rollout.sglang.build import build_engine
+from megatron_stare.rollout.sglang.build import build_engine, make_sync
 from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
 from megatron_stare.rollout.sglang.protocol import SGLangError, generate_body, result_of
-from megatron_stare.rollout.sglang.sync import TensorSync, make_sync
+from megatron_stare.rollout.sglang.tensor_sync import TensorSync
 from megatron_stare.rollout.sglang.update import WeightUpdate
 from megatron_stare.rollout.state import EngineState, EngineStateError
 

@@ -17,7 +17,7 @@ from megatron_stare.rollout.engine import GenerateRequest, WeightUpdateError
 from megatron_stare.rollout.sglang.build import server_flags
 from megatron_stare.rollout.sglang.engine import SGLangEngine
 from megatron_stare.rollout.sglang.protocol import SGLangError
-from megatron_stare.rollout.sglang.sync import TensorSync
+from megatron_stare.rollout.sglang.tensor_sync import TensorSync
 from megatron_stare.rollout.state import EngineState, EngineStateError
 
 MODEL = str(Path(__file__).parents[2] / "assets" / "tiny-adder")

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_stare.config.schema import Config
-from megatron_stare.errors import ConfigError
+from megatron_stare.errors import ConfigError, unknown_name
+from megatron_stare.rollout.sglang.broadcast import BroadcastSync
 from megatron_stare.rollout.sglang.client import SGLangClient
+from megatron_stare.rollout.sglang.disk_sync import DiskSync
 from megatron_stare.rollout.sglang.engine import NEVER_FILLED, SGLangEngine
 from megatron_stare.rollout.sglang.server import ServerOptions, ServerProcess
-from megatron_stare.rollout.sglang.sync import make_sync
+from megatron_stare.rollout.sglang.sync import WeightSync
+from megatron_stare.rollout.sglang.tensor_sync import TensorSync
 from megatron_stare.weights.shape import ModelShape
 
 ROOT = Path(__file__).parents[3]
@@ -62,6 +65,18 @@ def _clients(config: Config, processes: Sequence[ServerProcess]) -> list[SGLangC
         return [SGLangClient(process.url, process.api_key, timeout) for process in processes]
     key = os.environ.get(API_KEY_VARIABLE)
     return [SGLangClient(url, key, timeout) for url in config.sglang.urls]
+
+
+def make_sync(method: str, clients: Sequence[SGLangClient], model_path: str, timeout_s: float) -> WeightSync:
+    """The method that `sglang.sync` names."""
+    made: dict[str, Callable[[], WeightSync]] = {
+        "tensor": lambda: TensorSync(clients),
+        "disk": lambda: DiskSync(clients, model_path),
+        "distributed": lambda: BroadcastSync(clients, timeout_s),
+    }
+    if method not in made:
+        raise unknown_name(method, made, "sglang.sync")
+    return made[method]()
 
 
 def check_servers(config: Config, shape: ModelShape) -> None:
