@@ -45,12 +45,17 @@ def register_hooks() -> None:
         ("sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", _plain_kernels),
         ("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", murmur_hash32),
         ("sglang.srt.managers.load_snapshot.shm_path_for", _path_of_loads),
+        ("torch.cuda.synchronize", _nothing_under_way),  # 0.5.22's checksums wait for a GPU
     ):
         HookRegistry.register(target, own, HookType.REPLACE)
 
 
 def _plain_kernels() -> None:
     """Stands in for the switch to batch-invariant kernels: torch's own stay."""
+
+
+def _nothing_under_way(device: object = None) -> None:
+    """Waits for nothing: there is no GPU."""
 
 
 def _path_of_loads(instance: str) -> str:
