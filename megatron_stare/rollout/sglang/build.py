@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, unknown_name
 from megatron_stare.rollout.sglang.broadcast import BroadcastSync
-from megatron_stare.rollout.sglang.client import SGLangClient
+from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
 from megatron_stare.rollout.sglang.disk_sync import DiskSync
 from megatron_stare.rollout.sglang.engine import NEVER_FILLED, SGLangEngine
 from megatron_stare.rollout.sglang.server import ServerOptions, ServerProcess
@@ -43,6 +43,7 @@ def build_engine(config: Config) -> SGLangEngine:
                 processes.append(ServerProcess(server_options(config)))
                 stack.callback(processes[-1].close)
         clients = _clients(config, processes)
+        stack.callback(lambda: loop.run_until_complete(everywhere(*(client.close() for client in clients))))
         for process, client in zip(processes, clients, strict=False):
             process.wait_ready(client, loop.run_until_complete)
         engine = SGLangEngine(
