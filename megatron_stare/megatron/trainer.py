@@ -137,7 +137,7 @@ class Trainer:
         log_prob, *_ = score(self.model, here, replace(self.head, temperature=temperature))
         if not self.layout.last_stage or self.layout.tp_rank != 0:
             return None
-        return here.index, log_prob.cpu()
+        return here.index.cpu(), log_prob.cpu()
 
     @torch.no_grad()
     def measure(self, state: dict[str, float]) -> None:
