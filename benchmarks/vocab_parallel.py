@@ -8,7 +8,7 @@ shape together, and those that are there already are left out.
 
     python benchmarks/vocab_parallel.py                     the grid of this machine
     python benchmarks/vocab_parallel.py --seconds 150       no new cell after that time; call it again for the rest
-    python benchmarks/vocab_parallel.py --table             the table for the docs, from the saved cells
+    python benchmarks/vocab_parallel.py --table             the table for the docs and its summary, from the saved cells
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def main() -> None:
     args = parser.parse_args()
     saved: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {"cells": {}}
     if args.table:
-        print(table(saved["cells"]))
+        print(table(saved["cells"]), summary(saved["cells"]), sep="\n\n")
         return
     end = time.monotonic() + args.seconds
     saved |= {"machine": machine(), "threads": args.threads}
@@ -319,7 +319,8 @@ def table(cells: dict[str, Any]) -> str:
         "| largest error, ours / float32 |",
         "|" + " --- |" * 12,
     ]
-    for name, cell in cells.items():
+    for name in sorted(cells, key=order):
+        cell = cells[name]
         _, rows, columns, dtype, ranks, task = name.split("/")
         ours = next(iter(cell.values()))
         theirs = cell.get("float32", {})
@@ -327,10 +328,34 @@ def table(cells: dict[str, Any]) -> str:
         errors = " / ".join(f"{max(x['errors'].values()):.1e}" for x in (ours, theirs) if "errors" in x)
         cross, core = (shown(cell, each) for each in ("cross_entropy", "megatron"))
         lines.append(
-            f"| {int(rows) // 1024}k x {int(columns) // 1000}k | {dtype} | {ranks} | {task} | {ours['seconds']:.3f} "
+            f"| {int(rows):,} x {int(columns):,} | {dtype} | {ranks} | {task} | {ours['seconds']:.3f} "
             f"| {ours['extra_mb']:.0f} | {shown(cell, 'float32')} | {theirs.get('extra_mb', '')} | {ratio} | {cross} "
             f"| {core} | {errors} |"
         )
+    return "\n".join(lines)
+
+
+def order(name: str) -> tuple[Any, ...]:
+    """Where a cell stands in the table: by device, ranks and dtype, then by shape and task."""
+    device, rows, columns, dtype, ranks, task = name.split("/")
+    return device, int(ranks), dtype != "float32", int(rows), int(columns), TASKS.index(task)
+
+
+def summary(cells: dict[str, Any]) -> str:
+    """Of the cells beside the float32 formulation: the range of each task's ratios, the largest share of its extra
+    memory, and every output whose error is larger than its."""
+    pairs = {name: (next(iter(cell.values())), cell["float32"]) for name, cell in cells.items() if "float32" in cell}
+    pairs = {name: pair for name, pair in pairs.items() if "seconds" in pair[1]}
+    lines = [f"{len(cells)} cells, {len(pairs)} beside the float32 formulation"]
+    for task in TASKS:
+        ratios = [ours["seconds"] / theirs["seconds"] for name, (ours, theirs) in pairs.items() if name.endswith(task)]
+        lines.append(f"{task}: {min(ratios):.2f} to {max(ratios):.2f} of its time")
+    memory = max(ours["extra_mb"] / theirs["extra_mb"] for ours, theirs in pairs.values())
+    lines.append(f"at most {memory:.4f} of its extra memory")
+    for name, (ours, theirs) in pairs.items():
+        for output, error in ours["errors"].items():
+            if error > theirs["errors"][output]:
+                lines.append(f"larger error: {name} {output} {error:.3g}, float32's {theirs['errors'][output]:.3g}")
     return "\n".join(lines)
 
 
