@@ -8,6 +8,8 @@ shape together, and those that are there already are left out.
 
     python benchmarks/vocab_parallel.py                     the grid of this machine
     python benchmarks/vocab_parallel.py --seconds 150       no new cell after that time; call it again for the rest
+    python benchmarks/vocab_parallel.py --huge-pages --out benchmarks/results/vocab_parallel_huge_pages.json
+                                                            on a CPU, with an allocator that asks for huge pages
     python benchmarks/vocab_parallel.py --table             the table for the docs and its summary, from the saved cells
 """
 
@@ -95,6 +97,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--only", default="", help="cells whose name contains this, for example bfloat16/1/")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of all ranks together")
+    parser.add_argument("--huge-pages", action="store_true", help="what is written first time then costs a CPU little")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
@@ -103,7 +106,9 @@ def main() -> None:
         print(table(saved["cells"]), summary(saved["cells"]), sep="\n\n")
         return
     end = time.monotonic() + args.seconds
-    saved |= {"machine": machine(), "threads": args.threads}
+    if args.huge_pages:
+        os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # read by torch's allocator, in the ranks' processes
+    saved |= {"machine": machine(), "threads": args.threads, "huge_pages": args.huge_pages}
     todo = [c for c in grid(torch.cuda.is_available()) if c.name not in saved["cells"] and args.only in c.name]
     for _, same in itertools.groupby(todo, lambda cell: cell if cell.is_large else replace(cell, task="")):
         if time.monotonic() > end:

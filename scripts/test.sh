@@ -8,7 +8,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 source "$ROOT/scripts/setup_sglang.sh"
 cd "$ROOT"
 
-selection=(-m "not slow and not gpu")
+selection=(-m "not slow")
 if [ "${1:-}" = --slow ]; then
     selection=(-m slow)
     shift

@@ -11,7 +11,6 @@ import queue
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from megatron.core import dist_checkpointing, tensor_parallel
@@ -29,6 +28,7 @@ from megatron_stare.megatron.cpu_backend import backend
 from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.model import unwrap
 from megatron_stare.megatron.optimizer_state import load_state, sharded_state
+from megatron_stare.megatron.substitute import substituted
 from megatron_stare.weights.torch_dist import check_files
 
 
@@ -47,7 +47,7 @@ def save(
     """
     # Megatron passes what its writers report through a process of its own, for saves that go on in the background. It
     # costs every rank seconds and a second import of torch; here the reports are read in the process that gathers them.
-    reports = patch.object(filesystem_async, "_get_write_results_queue", queue.SimpleQueue)
+    reports = substituted(filesystem_async, "_get_write_results_queue", queue.SimpleQueue)
     with backend(), reports:
         dist_checkpointing.save(_state(model, optimizer, scheduler, layout, reference, loading=False), folder)
 

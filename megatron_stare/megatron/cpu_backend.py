@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from megatron.core import optimizer
@@ -17,6 +16,7 @@ from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.overrides import TorchFunctionMode
 
 from megatron_stare.megatron.distributed_optimizer import ResumableDistributedOptimizer
+from megatron_stare.megatron.substitute import substituted
 
 _CUDA_TYPES = {
     "torch.FloatTensor": "torch.cuda.FloatTensor",
@@ -71,16 +71,16 @@ def cpu_backend() -> Iterator[None]:
     if torch.cuda.is_available():
         raise RuntimeError("cpu_backend() on a machine with CUDA would hide the GPU from Megatron")
     with (
-        patch.object(torch.cuda, "current_device", return_value="cpu"),
-        patch.object(torch.cuda, "synchronize", return_value=None),
-        patch.object(torch.cuda, "Stream", _InertStream),
-        patch.object(torch.cuda, "current_stream", _InertStream),
-        patch.object(torch.cuda, "stream", return_value=contextlib.nullcontext()),
-        patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host),
+        substituted(torch.cuda, "current_device", lambda: "cpu"),
+        substituted(torch.cuda, "synchronize", lambda device=None: None),
+        substituted(torch.cuda, "Stream", _InertStream),
+        substituted(torch.cuda, "current_stream", _InertStream),
+        substituted(torch.cuda, "stream", contextlib.nullcontext),
+        substituted(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host),
         # its checkpoints are exact with the CUDA optimizers only
-        patch.object(optimizer, "DistributedOptimizer", ResumableDistributedOptimizer),
+        substituted(optimizer, "DistributedOptimizer", ResumableDistributedOptimizer),
         # used without being defined where Transformer Engine is absent
-        patch.object(moe_utils, "te_general_gemm", None, create=True),
+        substituted(moe_utils, "te_general_gemm", None, absent=True),
         _CudaMeansCpu(),
     ):
         yield

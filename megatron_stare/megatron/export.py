@@ -23,6 +23,11 @@ def own(parameter: nn.Parameter) -> Tensor:
     return parameter.detach()
 
 
+def main_grad(parameter: nn.Parameter) -> Tensor:
+    """The gradient that Megatron's buffers hold for a parameter."""
+    return parameter.main_grad.view_as(parameter)  # type: ignore[attr-defined]
+
+
 def shards(model: list[nn.Module], layout: Layout, of: Callable[[nn.Parameter], Tensor] = own) -> list[Shard]:
     """This rank's parameters, or what `of` gives for each of them in its shape."""
     return [

@@ -13,10 +13,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Elements of a block and of each of its two work buffers: 16 rows of 32k columns, 3 of 152k. docs/head.md has what
-# others cost. A GPU without Triton has no such cache, but has launches to save.
+# Elements of a block and of each of its two work buffers: 16 rows of 32k columns. docs/head.md has what others cost. A
+# GPU without Triton has no such cache, but has launches to save.
 BLOCK = 1 << 19
 BLOCK_CUDA = 1 << 25
+# Rows of a block at least, for wide vocabularies: threads share out the rows of a sum, and of 3 two threads make 2 and 1
+ROWS = 4
 
 # d below this is taken for it: its exp is 0 even in float64, and -inf * 0 would be nan
 _LOWEST = -1000.0
@@ -77,7 +79,7 @@ def gradient(
 def _blocks(logits: Tensor, real: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Slices of rows, and two work buffers of a block's shape for each, the same ones every time."""
     most = BLOCK if logits.device.type == "cpu" else BLOCK_CUDA
-    height = max(1, most // real)
+    height = max(ROWS, most // real)
     d = torch.empty(min(height, logits.shape[0]), real, dtype=dtype, device=logits.device)
     e = torch.empty_like(d)
     for start in range(0, logits.shape[0], height):

@@ -97,7 +97,8 @@ class Rows:
     """What backward needs of every row beside its logits, [N] each.
 
     local: int64, the target's column on this rank; -1: another rank holds it.
-    m, s, entropy: as in the formulas, over all ranks.
+    m: as in the formulas, over all ranks; at the precision of the sums, which holds it exactly.
+    s, entropy: likewise, float64.
     """
 
     local: Tensor
@@ -131,7 +132,7 @@ def measure(logits: Tensor, targets: Tensor, problem: Problem) -> tuple[tuple[Te
         q, u = squares
         moments = (q / s**2, (u - q * log_s) / s**2)
     found = tuple(each.to(sums.dtype) for each in (log_prob, entropy, *moments))
-    return found, Rows(local, m.to(sums.dtype), s.to(sums.dtype), found[1])
+    return found, Rows(local, m.to(sums.dtype), s, entropy)
 
 
 def write_gradient(
@@ -139,7 +140,8 @@ def write_gradient(
 ) -> None:
     """Writes the gradient in the logits [N, V] into `out`, which may be the logits.
 
-    With d as above and e = exp(d) it is e (a + b d) and, at the target, grad_log_prob / temperature more.
+    With d as above and e = exp(d) it is e (a + b d) and, at the target, grad_log_prob / temperature more. The numbers
+    of a row, a and b, are made in float64 and rounded once.
 
     Args:
         grad_log_prob: [N]; grad_entropy: [N], or None where the entropy carries none.
@@ -151,6 +153,8 @@ def write_gradient(
         b = -grad_entropy * per_weight
         a = a + b * (rows.entropy - rows.s.log())
     hit = grad_log_prob / problem.temperature
+    dtype = rows.m.dtype
+    a, b, hit = a.to(dtype), None if b is None else b.to(dtype), hit.to(dtype)
     body = _body(problem.body, logits)
     body.gradient(logits, rows.local, real, problem.temperature, rows.m, a, b, hit, out)
 

@@ -81,8 +81,9 @@ def _gradient(
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)  # programs that run together write side by side
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(logits + row * row_stride + column, mask=column < real, other=-float("inf")).to(tl.float32)
     d = _exponents(z, tl.load(m + row), inverse_temperature)
     slope = tl.load(a + row)
@@ -136,7 +137,7 @@ def gradient(
         raise ValueError("the gradient must lie row by row")
     if rows == 0:
         return
-    _gradient[(rows, triton.cdiv(width, BACKWARD["BLOCK"]))](
+    _gradient[(rows * triton.cdiv(width, BACKWARD["BLOCK"]),)](
         logits,
         logits.stride(0),
         out,

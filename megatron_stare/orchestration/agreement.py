@@ -1,4 +1,4 @@
-"""Watches, step by step, that SGLang's servers and the trainer compute the same log-probs; stops the run where not."""
+"""Watches that the engine's servers and the trainer compute the same log-probs in every step; stops the run if not."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from megatron_stare.rollout.agreement import (
     rollout_verdict,
     summary,
 )
-from megatron_stare.rollout.build import SGLANG
 from megatron_stare.weights.shape import read_shape
 
 
 class AgreementWatch:
-    """Compares after every weight sync and every log-prob pass. Silent where rollouts do not come from SGLang: the
-    engine in process has the trainer's own figures in the metrics."""
+    """Compares after every weight sync and every log-prob pass. Silent where rollouts do not come from servers: for
+    an engine in process the metrics of the update say how far its log-probs are off."""
 
     def __init__(self, config: Config, trainers: TrainerGroup, engines: EngineGroup) -> None:
-        self._on = config.rollout.engine == SGLANG
+        self._on = engines.served
         # without the log-prob pass there is nothing to compare rollouts with, and the canary alone watches
         self._has_scores = not config.skips_log_prob_pass
         self._trainers, self._engines = trainers, engines

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from megatron_stare.config.schema import Config
 from megatron_stare.orchestration.groups import EngineGroup
-from megatron_stare.rollout.build import SGLANG
 
 
 class Colocation:
     """Releases after a step's last rollout, resumes before its weight sync. Silent without `sglang.colocated`."""
 
     def __init__(self, config: Config, engines: EngineGroup) -> None:
-        self._on = config.sglang.colocated and config.rollout.engine == SGLANG
+        self._on = config.sglang.colocated
         self._engines = engines
         self._released = False
         self.metrics: dict[str, float] = {}  # of the newest step, MB of all engines' processes

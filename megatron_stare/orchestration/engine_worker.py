@@ -8,13 +8,14 @@ from torch import Tensor
 
 from megatron_stare.batch import SamplingParams
 from megatron_stare.config.schema import Config
+from megatron_stare.errors import UserError
 from megatron_stare.rollout.build import engine_of
-from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, ModelInfo
+from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, ModelInfo, ServedEngine
 from megatron_stare.weights.stream_plan import BucketLayout
 
 
 class EngineWorker:
-    """Holds one engine. Its calls are those of `rollout.engine.Engine`."""
+    """Holds one engine. Its calls are those of `rollout.engine.ServedEngine`."""
 
     def __init__(self, config: Config) -> None:
         self._engine = engine_of(config)
@@ -24,11 +25,23 @@ class EngineWorker:
         """What the buckets of every weight update from now on hold."""
         self._layouts = layouts
 
+    def is_served(self) -> bool:
+        """Whether the calls of a ServedEngine will be answered."""
+        return isinstance(self._engine, ServedEngine)
+
+    @property
+    def _served(self) -> ServedEngine:
+        if not isinstance(self._engine, ServedEngine):
+            raise UserError(
+                f"{type(self._engine).__name__} has no servers to score with or to put aside", where="rollout.engine"
+            )
+        return self._engine
+
     def generate(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[GenerateResult]:
         return self._engine.generate(requests, params)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        return self._engine.score(sequences)
+        return self._served.score(sequences)
 
     def begin_weight_update(self, version: int) -> None:
         self._engine.begin_weight_update(version)
@@ -41,13 +54,13 @@ class EngineWorker:
         return self._engine.end_weight_update()
 
     def release_memory(self) -> None:
-        self._engine.release_memory()
+        self._served.release_memory()
 
     def resume_memory(self) -> None:
-        self._engine.resume_memory()
+        self._served.resume_memory()
 
     def memory_mb(self) -> float | None:
-        return self._engine.memory_mb()
+        return self._served.memory_mb()
 
     def model_info(self) -> ModelInfo:
         return self._engine.model_info()

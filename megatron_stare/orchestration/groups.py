@@ -120,6 +120,7 @@ class EngineGroup:
         self._workers = workers
         self._chunk = chunk  # requests an engine is given at a time, so that progress can be seen; None: all
         self._layouts: tuple[BucketLayout, ...] = ()  # of the buckets the engines know to expect
+        self.served: bool = all(workers.call("is_served"))  # by servers, which alone can score and release memory
 
     def generate(
         self,
@@ -146,11 +147,19 @@ class EngineGroup:
         return [result for results in self._workers.wait(handles, one_more) for result in results]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """Log-probs, at temperature 1, of all tokens but the first of every sequence; by server, then by sequence."""
+        """Log-probs, at temperature 1, of all tokens but the first of every sequence; by server, then by sequence.
+
+        Raises:
+            UserError: the engines are not served.
+        """
         return [server for servers in self._workers.call("score", sequences) for server in servers]
 
     def release_memory(self) -> None:
-        """Every engine gives back its memory, and is of no use until `resume_memory` and a whole weight update."""
+        """Every engine gives back its memory, and is of no use until `resume_memory` and a whole weight update.
+
+        Raises:
+            UserError: the engines are not served.
+        """
         self._workers.call("release_memory")
 
     def resume_memory(self) -> None:

@@ -72,14 +72,6 @@ class Engine(ABC):
             EngineStateError: the engine is not HEALTHY.
         """
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """Log-probs, at temperature 1, of all tokens but the first of every sequence.
-
-        Returns:
-            By server of the engine, then by sequence. Engines in the trainer's process need not be able to.
-        """
-        raise NotImplementedError(f"{type(self).__name__} scores nothing")
-
     @abstractmethod
     def begin_weight_update(self, version: int) -> None:
         """Opens a session. From here until it ends well, the engine generates nothing.
@@ -112,23 +104,6 @@ class Engine(ABC):
             EngineStateError: no session is open.
         """
 
-    def release_memory(self) -> None:
-        """Gives back what memory it can: RELEASED until `resume_memory`. Engines in the trainer's process need not be
-        able to.
-
-        Raises:
-            EngineStateError: the engine is not HEALTHY.
-        """
-        raise NotImplementedError(f"{type(self).__name__} releases no memory")
-
-    def resume_memory(self) -> None:
-        """Takes the memory again. What is in it is undefined, so the engine is DIRTY."""
-        raise NotImplementedError(f"{type(self).__name__} releases no memory")
-
-    def memory_mb(self) -> float | None:
-        """What its own processes hold now, 10^6 bytes; None where it has none of its own."""
-        return None
-
     @abstractmethod
     def model_info(self) -> ModelInfo:
         """What the engine holds; answers in every state."""
@@ -136,3 +111,39 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Frees the model; the engine is DEAD. Closing twice is allowed."""
+
+
+class ServedEngine(Engine):
+    """An engine in front of servers: they compute apart from the trainer, so their arithmetic is compared with its own
+    step by step, and they can be put aside while it trains."""
+
+    @abstractmethod
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """Every server's log-probs, at temperature 1, of all tokens but the first of every sequence.
+
+        Returns:
+            By server, then by sequence.
+
+        Raises:
+            EngineStateError: the engine is not HEALTHY.
+        """
+
+    @abstractmethod
+    def release_memory(self) -> None:
+        """Gives back what memory it can: RELEASED until `resume_memory`.
+
+        Raises:
+            EngineStateError: the engine is not HEALTHY.
+        """
+
+    @abstractmethod
+    def resume_memory(self) -> None:
+        """Takes the memory again. What is in it is undefined, so the engine is DIRTY.
+
+        Raises:
+            EngineStateError: the engine is not RELEASED.
+        """
+
+    @abstractmethod
+    def memory_mb(self) -> float | None:
+        """What the servers hold now, 10^6 bytes; None where that is not known."""

@@ -24,7 +24,7 @@ def two_steps(rank: int, init: str, config: Config, folder: str, resumed: bool) 
         take_step(trainer, random_batch(1, size=8))
         trainer.save(folder)
     take_step(trainer, random_batch(2, size=8))
-    result = trainer.export(), float(trainer.optimizer.param_groups[0]["lr"])
+    result = trainer.export(), float(trainer.policy.optimizer.param_groups[0]["lr"])
     trainer.close()
     return result
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import types
 from unittest import mock
 
 import pytest
 import torch
 
 from megatron_stare.megatron.cpu_backend import cpu_backend
-
-NAMES = ("current_device", "synchronize")
+from megatron_stare.megatron.substitute import substituted
 
 
 def test_every_attribute_is_restored_even_after_an_error() -> None:
@@ -21,6 +21,15 @@ def test_every_attribute_is_restored_even_after_an_error() -> None:
     if not torch.cuda.is_available():
         with pytest.raises((AssertionError, RuntimeError)):
             torch.zeros(1, device="cuda")
+
+
+def test_what_is_not_there_is_not_substituted() -> None:
+    holder = types.ModuleType("holder")
+    with pytest.raises(AttributeError, match="holder has no gone to substitute"), substituted(holder, "gone", 1):
+        pass
+    with substituted(holder, "gone", 1, absent=True):
+        assert holder.gone == 1
+    assert not hasattr(holder, "gone")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -43,10 +43,10 @@ def one_rank(rank: int, init: str, config: Config) -> dict[str, Any]:
     plan = plan_of(config, batch)
     worker.score(batch, plan)
     worker.measure(worker.method.initial_state())
-    before = worker._measured.tokens if worker._measured is not None else None
+    before = worker.step.measured.tokens if worker.step.measured is not None else None
     result = worker.update()
     worker.score(batch, plan)
-    after = worker._measured.tokens.entropy if worker._measured is not None else None
+    after = worker.step.measured.tokens.entropy if worker.step.measured is not None else None
     worker.close()
     return {"metrics": result[0] if result else None, "before": before, "after": after}
 

@@ -17,12 +17,13 @@ from megatron_stare.batch import RolloutBatch
 from megatron_stare.config.schema import Config, ModelConfig, ParallelConfig
 from megatron_stare.megatron import layout as parallel_layout
 from megatron_stare.megatron.cpu_backend import device
+from megatron_stare.megatron.export import main_grad
 from megatron_stare.megatron.head import Head
 from megatron_stare.megatron.head_choice import choose_head, largest_logits
 from megatron_stare.megatron.microbatch import RankBatch
 from megatron_stare.megatron.model import build_policy, load_hf
 from megatron_stare.megatron.passes import accumulate_gradients, score
-from megatron_stare.megatron.trainer import Trainer, main_grad
+from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.ops import linear_head, vocab_parallel
 from megatron_stare.ops.linear_head import Mode
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
@@ -142,7 +143,7 @@ def _gradients(rank: int, init: str, config: Config) -> tuple[dict[str, Tensor],
     gradients = {}
     for number in range(2):
         trainer.update(number)
-        for m in trainer.model:
+        for m in trainer.policy.model:
             gradients |= {f"{number} {name}": main_grad(p).clone() for name, p in m.named_parameters()}
     notes = trainer.notes()
     trainer.close()

@@ -19,13 +19,12 @@ from megatron_stare.batch import RolloutBatch
 from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_stare.megatron import layout as parallel_layout
 from megatron_stare.megatron.cpu_backend import backend, device
-from megatron_stare.megatron.export import export_hf
+from megatron_stare.megatron.export import export_hf, main_grad
 from megatron_stare.megatron.head import Head
 from megatron_stare.megatron.microbatch import RankBatch
 from megatron_stare.megatron.model import build_policy, load_hf
 from megatron_stare.megatron.optimizer import build_optimizer
 from megatron_stare.megatron.passes import accumulate_gradients, score
-from megatron_stare.megatron.trainer import main_grad
 from megatron_stare.ops.linear_head import Mode
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 from megatron_stare.weights.hf_folder import HfFolder

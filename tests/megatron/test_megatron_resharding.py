@@ -20,13 +20,14 @@ from megatron_stare.megatron.trainer import Trainer
 def moments(trainer: Trainer) -> dict[str, Tensor]:
     """This rank's part of both moments of every whole Hugging Face tensor."""
     found: dict[str, Tensor] = {}
+    policy = trainer.policy
     for key in ("exp_avg", "exp_avg_sq"):
         by_parameter = {
             parameter: state[key]
-            for part in trainer.optimizer.chained_optimizers
+            for part in policy.optimizer.chained_optimizers
             for parameter, state in part.optimizer.state.items()
         }
-        exported = export_hf(trainer.model, trainer.shape, trainer.layout, of=by_parameter.__getitem__)
+        exported = export_hf(policy.model, policy.shape, policy.layout, of=by_parameter.__getitem__)
         found |= {f"{name} {key}": tensor for name, tensor in exported.items()}
     return found
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from invariance.case import Case, fixed_batch
 from megatron_stare.batch import TokenBatch
 from megatron_stare.config.schema import Config
-from megatron_stare.megatron.export import export_hf
-from megatron_stare.megatron.trainer import Trainer, main_grad
+from megatron_stare.megatron.export import export_hf, main_grad
+from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.methods import build_method
 from megatron_stare.ops.plan import plan_mini_batches
 from megatron_stare.orchestration.groups import plan_rules
@@ -64,7 +64,7 @@ def _step(worker: Trainer, config: Config, case: Case, scores: Scores | None) ->
     batch.advantages = method.response_advantages(batch)
     worker.score(batch, plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), plan_rules(config)))
     found: dict[str, Any] = {"given": {}, "selected": {}, "near": {}, "scores": None}
-    measured = worker._measured
+    measured = worker.step.measured
     state = method.initial_state()
     if measured is not None:
         own = measured.tokens
@@ -74,16 +74,16 @@ def _step(worker: Trainer, config: Config, case: Case, scores: Scores | None) ->
         else:
             log_prob, entropy = (score[own.index] for score in scores)
             given = replace(own, log_prob=log_prob, old_log_prob=log_prob, entropy=entropy)
-            worker._measured = replace(measured, tokens=_moved(given, case))
+            worker.step.measured = replace(measured, tokens=_moved(given, case))
             worker.measure(state)
             found["given"], _ = _selections(worker)
-        worker._measured = replace(measured, tokens=_moved(own, case))
+        worker.step.measured = replace(measured, tokens=_moved(own, case))
     worker.measure(state)
-    if worker._measured is not None:
+    if worker.step.measured is not None:
         found["selected"], found["near"] = _selections(worker)
         found["given"] = found["given"] or found["selected"]
-    result = worker.update()
-    found["gradients"] = export_hf(worker.model, worker.shape, worker.layout, of=main_grad)
+    result, policy = worker.update(), worker.policy
+    found["gradients"] = export_hf(policy.model, policy.shape, policy.layout, of=main_grad)
     found["weights"] = worker.export()
     found["metrics"] = result[0] if result else None
     return found
@@ -97,8 +97,8 @@ def _moved(tokens: TokenBatch, case: Case) -> TokenBatch:
 
 def _selections(worker: Trainer) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
     """By request: the canonical numbers of this rank's selected tokens, and of those near the threshold."""
-    assert worker._measured is not None
-    tokens, statistics = worker._measured.tokens, worker._measured.statistics
+    assert worker.step.measured is not None
+    tokens, statistics = worker.step.measured.tokens, worker.step.measured.statistics
     selected, near = {}, {}
     for name, request in worker.method.requests(tokens, statistics).items():
         threshold = statistics.get(name)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from megatron_stare.batch import SamplingParams
-from megatron_stare.rollout.engine import Engine, GenerateRequest, GenerateResult, ModelInfo
+from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, ModelInfo, ServedEngine
 from megatron_stare.rollout.model_config import read_model_config
 from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
 from megatron_stare.rollout.sglang.memory import release, resume
@@ -41,7 +41,7 @@ T = TypeVar("T")
 NEVER_FILLED = 2
 
 
-class SGLangEngine(Engine):
+class SGLangEngine(ServedEngine):
     """A fleet of servers that hold the same weights.
 
     Args:
@@ -133,14 +133,6 @@ class SGLangEngine(Engine):
         return [results[i] for i in range(len(requests))]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """Every server's log-probs, at temperature 1, of all tokens but the first of every sequence.
-
-        Returns:
-            By server, then by sequence.
-
-        Raises:
-            EngineStateError: the engine is not HEALTHY.
-        """
         require(self._state, EngineState.HEALTHY, "score")
         self._calls += 1
         call = f"{self._version}.{self._calls}"

@@ -1,0 +1,208 @@
+"""A rollout batch on one rank of the trainer, from its log-prob pass to its last optimizer step.
+
+`score` (log-prob pass) -> `measure` (statistics of the rollout batch, the method's state) -> `update`, once a
+mini-batch (gradient, clip, optimizer step). Pipeline stages but the last run the passes and know no numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron_stare.algorithms.method import Method
+from megatron_stare.config.schema import Config
+from megatron_stare.megatron.cpu_backend import device
+from megatron_stare.megatron.dump import write_step, write_tensors
+from megatron_stare.megatron.export import export_hf, main_grad
+from megatron_stare.megatron.forecast import forecast, measured_change
+from megatron_stare.megatron.head import Head
+from megatron_stare.megatron.layout import Layout
+from megatron_stare.megatron.measured import Measured, complete, measure_batch
+from megatron_stare.megatron.microbatch import MicroBatch, RankBatch
+from megatron_stare.megatron.objective import Objective, make_objective
+from megatron_stare.megatron.optimizer import take_step
+from megatron_stare.megatron.passes import accumulate_gradients, score
+from megatron_stare.megatron.reference import Reference
+from megatron_stare.ops.statistics import answer
+from megatron_stare.statistics import scalar
+from megatron_stare.weights.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A rank's part of the policy, and what moves it.
+
+    reference: the policy that a KL term is measured against; None where the method has no such term.
+    """
+
+    model: list[nn.Module]
+    shape: ModelShape
+    layout: Layout
+    head: Head
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    reference: Reference | None
+
+
+class Step:
+    """What a rank knows of a rollout batch.
+
+    measured: the batch's tokens here and what was asked of all ranks' tokens; None but on the last pipeline stage.
+    group: ranks that hold other tokens of the batch; None: this rank holds all.
+    """
+
+    def __init__(self, config: Config, method: Method, policy: Policy, batch: RankBatch) -> None:
+        self._config = config
+        self._method = method
+        self._policy = policy
+        self._batch = batch
+        self.group: ProcessGroup | None = policy.layout.dp_group if policy.layout.dp > 1 else None
+        self.measured: Measured | None = None
+        self._objective: Objective | None = None  # of the update at hand; None but on the last stage
+
+    def score(self) -> None:
+        """The forward-only pass: log-prob and entropy of every response token under the current policy.
+
+        Where the configuration skips it, both are NaN until the training pass has given them.
+        """
+        config, policy, batch = self._config, self._policy, self._batch
+        moments: list[Tensor] = []
+        if config.skips_log_prob_pass:
+            log_prob = entropy = torch.full(batch.index.shape, torch.nan, device=device())
+        else:
+            with_moments = config.observability.entropy_forecast
+            log_prob, entropy, *moments = score(policy.model, batch, policy.head, second_moment=with_moments)
+        reference = policy.reference.score(batch, policy.head) if policy.reference is not None else None
+        if not policy.layout.last_stage:
+            return
+        whole, method = batch.batch, self._method
+        tokens = batch.token_batch(log_prob, entropy, method.carries_loss(whole), method.shaped_rewards(whole))
+        sum_p2, sum_p2_log_p = moments or (None, None)
+        from_rollout = config.statistics.surprisal == "rollout"
+        self.measured = Measured(
+            replace(
+                tokens,
+                reference_log_prob=reference,
+                selection_log_prob=tokens.rollout_log_prob if from_rollout else None,
+                sum_p2=sum_p2,
+                sum_p2_log_p=sum_p2_log_p,
+            )
+        )
+
+    @torch.no_grad()
+    def measure(self, state: dict[str, float]) -> None:
+        """The method's statistics over the rollout batch, and its state for this step: it moves once a batch."""
+        if self.measured is None:
+            return
+        before = {name: torch.tensor(x, dtype=torch.float64, device=device()) for name, x in state.items()}
+        lagged, tokens = self._config.skips_log_prob_pass, self.measured.tokens
+        self.measured = measure_batch(self._method, tokens, before, self.group, lagged=lagged)
+        self._objective = self._make_objective(0)
+        if tokens.sum_p2 is not None and (first := self._objective) is not None:
+            # of several updates the first: only its policy is the one that was scored
+            micro_batches, temperature = self._batch.mini_batch(0).micro_batches, self._policy.head.temperature
+            found = forecast(first.tokens, micro_batches, first.loss, temperature, self.group)
+            self.measured = replace(self.measured, forecast=found)
+
+    def update(self, number: int, dump_to: str | None) -> tuple[dict[str, float], dict[str, float]] | None:
+        """Forward, backward, clip, optimizer step on one mini-batch; see Trainer.update."""
+        policy = self._policy
+        part = self._batch.mini_batch(self._mini_batch(number))
+        if number > 0:  # `measure` made the first
+            self._objective = self._make_objective(number)
+        # The last step left every parameter's grad pointing into the gradient buffer: autograd would add to the buffer
+        # through it, and Megatron's hook would then add the buffer to itself.
+        policy.optimizer.zero_grad()
+        weights_before = export_hf(policy.model, policy.shape, policy.layout) if dump_to else {}
+        logged = accumulate_gradients(policy.model, part, policy.head, self._loss)
+        if self._config.skips_log_prob_pass and self.measured is not None:
+            self.measured = complete(self.measured, logged, self._method, self.group)
+        metrics = self._metrics(logged, with_batch=number == 0)
+        if dump_to:
+            self._dump(Path(dump_to), weights_before, metrics)
+        grad_norm, finite = take_step(policy.optimizer, policy.scheduler, self._config.optimizer.clip_grad)
+        if finite and number == 0 and self._measures_entropy():
+            scored = self._objective.tokens.select(self._objective.rows) if self._objective is not None else None
+            metrics = {**metrics, **measured_change(policy.model, part, policy.head, scored, self.group)}
+        if self.measured is None or not policy.layout.speaks:
+            return None
+        rates = {
+            "optimizer/grad_norm": grad_norm,
+            "optimizer/lr": float(policy.optimizer.param_groups[0]["lr"]),
+            "update/finite": float(finite),
+        }
+        state = {name: float(x) for name, x in self.measured.next_state.items()}
+        return {**{name: float(x) for name, x in metrics.items()}, **rates}, state
+
+    def _mini_batch(self, number: int) -> int:
+        """Mini-batches are taken in order, and in every epoch again."""
+        return number % len(self._batch.plan.mini_batches)
+
+    @torch.no_grad()
+    def _make_objective(self, number: int) -> Objective | None:
+        """What an update minimises; None but on the last pipeline stage. All ranks must call it for updates after the
+        first, before which `statistics.surprisal: current` scores the mini-batch again."""
+        mini_batch = self._mini_batch(number)
+        part, rescored = self._batch.mini_batch(mini_batch), None
+        if self._config.statistics.surprisal == "current" and number > 0:
+            rescored, _ = score(self._policy.model, part, self._policy.head)
+        if self.measured is None:
+            return None
+        carries_loss = self._method.carries_loss(self._batch.batch)
+        tokens = self._batch.tokens_of(mini_batch, self.measured.tokens, carries_loss)
+        if rescored is not None:
+            selected_by = tokens.old_log_prob.clone()
+            selected_by[part.span] = rescored
+            tokens = replace(tokens, selection_log_prob=selected_by)
+        whole = len(self._batch.plan.mini_batches) == 1
+        return make_objective(
+            self._method,
+            part,
+            tokens,
+            self.measured.state,
+            self.group,
+            by_micro_batch=self._config.statistics.scope == "micro_batch",
+            scores=self._config.skips_log_prob_pass,
+            known=self.measured.statistics if whole and rescored is None else None,
+        )
+
+    def _loss(self, log_prob: Tensor, entropy: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        assert self._objective is not None  # Megatron calls it on the last stage
+        return self._objective.loss(log_prob, entropy, micro)
+
+    @torch.no_grad()
+    def _metrics(self, logged: Mapping[str, Tensor], *, with_batch: bool) -> Mapping[str, Tensor | float]:
+        """Everything that is logged of an update, and `with_batch` of the rollout batch; 0-dim tensors."""
+        if self.measured is None or self._objective is None:
+            return {}
+        objective = self._objective
+        of_batch = self.measured.requests() if with_batch else {}
+        answers = answer({**of_batch, **objective.requests(logged)}, self.group)
+        asked = {name: scalar(answers, name) for name in answers}
+        forecast = self.measured.forecast if with_batch else {}
+        return {**asked, **forecast, **self._method.metrics(objective.statistics, objective.state)}
+
+    def _measures_entropy(self) -> bool:
+        """Whether the entropy is measured again after this step: only where it was forecast."""
+        watched = self._config.observability
+        if not watched.entropy_forecast or self._config.skips_log_prob_pass or watched.measured_every == 0:
+            return False
+        return self._batch.batch.step % watched.measured_every == 0
+
+    def _dump(self, folder: Path, weights: Mapping[str, Tensor], metrics: Mapping[str, Tensor | float]) -> None:
+        """Writes the first update's mini-batch, the weights before it, its loss and gradients. All ranks must call
+        it."""
+        policy, whole = self._policy, self._batch
+        gradients = export_hf(policy.model, policy.shape, policy.layout, of=main_grad)
+        if policy.layout.rank == 0:  # which has all tensors, as the last stage has the loss
+            write_tensors(folder, weights, gradients)
+        if policy.layout.speaks:
+            batch = whole.batch.first(len(whole.plan.samples(0)))
+            write_step(folder, batch, float(metrics["loss/policy"]), self._config)
