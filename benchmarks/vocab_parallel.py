@@ -334,8 +334,8 @@ def table(cells: dict[str, Any]) -> str:
         cross, core = (shown(cell, each) for each in ("cross_entropy", "megatron"))
         lines.append(
             f"| {int(rows):,} x {int(columns):,} | {dtype} | {ranks} | {task} | {ours['seconds']:.3f} "
-            f"| {ours['extra_mb']:.0f} | {shown(cell, 'float32')} | {theirs.get('extra_mb', '')} | {ratio} | {cross} "
-            f"| {core} | {errors} |"
+            f"| {max(ours['extra_mb'], 0):.0f} | {shown(cell, 'float32')} | {theirs.get('extra_mb', '')} | {ratio} "
+            f"| {cross} | {core} | {errors} |"
         )
     return "\n".join(lines)
 

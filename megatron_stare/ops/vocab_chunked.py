@@ -17,7 +17,7 @@ from torch import Tensor
 # GPU without Triton has no such cache, but has launches to save.
 BLOCK = 1 << 19
 BLOCK_CUDA = 1 << 25
-# Rows of a block at least, for wide vocabularies: threads share out the rows of a sum, and of 3 two threads make 2 and 1
+# Rows of a block at least, for wide vocabularies: threads share out the rows of a sum, of 3 one of two threads has 2
 ROWS = 4
 
 # d below this is taken for it: its exp is 0 even in float64, and -inf * 0 would be nan
