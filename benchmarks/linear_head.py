@@ -4,7 +4,7 @@ All three run on the same tensors in one process, turn by turn, with a token-loc
 weight's gradient, as Megatron has one.
 
     python benchmarks/linear_head.py
-    python benchmarks/linear_head.py --rows 32768 --hidden 5120 --columns 151936 --dtype bfloat16      a GPU's
+    python benchmarks/linear_head.py --rows 32768 --hidden 5120 --columns 151936 --dtype bfloat16 --chunk 2048   a GPU's
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from vocab_parallel import memory
 from megatron_stare.ops.linear_head import LinearHead
 from megatron_stare.ops.vocab_parallel import Problem
 
-RESULT = Path(__file__).parent / "results/linear_head.json"
+RESULTS = Path(__file__).parent / "results"
+RESULT = RESULTS / ("linear_head_gpu.json" if torch.cuda.is_available() else "linear_head.json")
 MODES = ("materialised", "gradient_in_forward", "recompute")
 
 

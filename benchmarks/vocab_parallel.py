@@ -40,7 +40,8 @@ from vocab_baselines import BASELINES
 
 from megatron_stare.ops.vocab_parallel import log_prob_and_entropy
 
-RESULT = Path(__file__).parent / "results/vocab_parallel.json"
+RESULTS = Path(__file__).parent / "results"
+RESULT = RESULTS / ("vocab_parallel_gpu.json" if torch.cuda.is_available() else "vocab_parallel.json")
 TASKS = ("forward", "metric", "gradient")  # forward alone; and backward of the log-prob; and of the entropy too
 CHECKED_ROWS = 64
 PATIENCE_S = 3.0  # of one body or baseline in one cell, after its first three runs
@@ -136,10 +137,10 @@ def measure(rank: int, init: str, cells: list[Cell], threads: int) -> list[dict[
     cell = cells[0]
     join(rank, init, cell)
     width = cell.columns // cell.ranks
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator(cell.device).manual_seed(rank)
     kept = torch.empty(cell.rows, width, dtype=getattr(torch, cell.dtype), device=cell.device)
     for rows in kept.split(256):
-        rows.copy_(3 * torch.randn(rows.shape, generator=generator))
+        rows.copy_(3 * torch.randn(rows.shape, generator=generator, device=cell.device))
     common = torch.Generator().manual_seed(10)
     targets = torch.randint(0, cell.columns, (cell.rows,), generator=common).to(cell.device)
     upstream = torch.randn(2, cell.rows, generator=common).to(cell.device)
