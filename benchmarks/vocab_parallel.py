@@ -8,8 +8,7 @@ shape together, and those that are there already are left out.
 
     python benchmarks/vocab_parallel.py                     the grid of this machine
     python benchmarks/vocab_parallel.py --seconds 150       no new cell after that time; call it again for the rest
-    python benchmarks/vocab_parallel.py --huge-pages --out benchmarks/results/vocab_parallel_huge_pages.json
-                                                            on a CPU, with an allocator that asks for huge pages
+    python benchmarks/vocab_parallel.py --huge-pages        on a CPU, with an allocator that asks for them; a file apart
     python benchmarks/vocab_parallel.py --table             the table for the docs and its summary, from the saved cells
 """
 
@@ -41,7 +40,6 @@ from vocab_baselines import BASELINES
 from megatron_stare.ops.vocab_parallel import log_prob_and_entropy
 
 RESULTS = Path(__file__).parent / "results"
-RESULT = RESULTS / ("vocab_parallel_gpu.json" if torch.cuda.is_available() else "vocab_parallel.json")
 TASKS = ("forward", "metric", "gradient")  # forward alone; and backward of the log-prob; and of the entropy too
 CHECKED_ROWS = 64
 PATIENCE_S = 3.0  # of one body or baseline in one cell, after its first three runs
@@ -100,8 +98,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of all ranks together")
     parser.add_argument("--huge-pages", action="store_true", help="what is written first time then costs a CPU little")
     parser.add_argument("--table", action="store_true")
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--out", type=Path, help="default: in results/, by device and kind of pages")
     args = parser.parse_args()
+    kind = "_gpu" if torch.cuda.is_available() else "_huge_pages" if args.huge_pages else ""
+    args.out = args.out or RESULTS / f"vocab_parallel{kind}.json"
     saved: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {"cells": {}}
     if args.table:
         print(table(saved["cells"]), summary(saved["cells"]), sep="\n\n")

@@ -5,20 +5,21 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 fail() { printf 'error: %s\n  fix: %s\n' "$1" "$2" >&2; exit 2; }
 
-# The first of some Pythons that is 3.10 to 3.12. The first argument is the variable that names one of the user's own.
+# The first of some Pythons that is 3.10 to 3.12 and can make environments. The first argument is the variable that names one of the user's own.
 find_python() {
-    local variable="$1" candidate
+    local variable="$1" candidate bare=
     shift
     for candidate in ${!variable:-} "$@" python3; do
         if command -v "$candidate" >/dev/null 2>&1 &&
             "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
-            candidate="$(command -v "$candidate")"
-            "$candidate" -c 'import venv, ensurepip' 2>/dev/null ||
-                fail "$candidate has no venv module" "install python3-venv"
-            echo "$candidate"
-            return
+            if "$candidate" -c 'import venv, ensurepip' 2>/dev/null; then
+                command -v "$candidate"
+                return
+            fi
+            bare="$(command -v "$candidate")"
         fi
     done
+    [ -z "$bare" ] || fail "$bare has no venv module" "install python3-venv"
     fail "no Python 3.10 to 3.12 found (python3 is $(python3 --version 2>/dev/null || echo missing))" \
         "install one, or name it: $variable=/path/to/python3.11"
 }

@@ -25,11 +25,12 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(project: Path, script: str, **variables: str) -> tuple[int, str]:
+def run(project: Path, script: str, *, begins: bool = False, **variables: str) -> tuple[int, str]:
+    """Exit status and stderr; `begins` says whether it gets as far as to say that it sets something up."""
     environment = {"PATH": str(project / "bin"), **variables}
     command = [str(project / "bin/bash"), str(project / "scripts" / script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout == ""
+    assert done.stdout.startswith("setting up") if begins else done.stdout == ""
     return done.returncode, done.stderr
 
 
@@ -42,6 +43,21 @@ def test_without_a_python(project: Path, script: str) -> None:
         "error: no Python 3.10 to 3.12 found (python3 is missing)",
         f"  fix: install one, or name it: {variable}=/path/to/python3.11",
     ]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_python_without_venv_is_passed_over(project: Path, script: str) -> None:
+    """It answers the version's question with yes and the modules' with no, as Debian's does without python3-venv."""
+    for name in ("python3.12", "python3.11"):
+        (project / "bin" / name).write_text('#!/bin/bash\n[[ "$2" != *ensurepip* ]]\n')
+        (project / "bin" / name).chmod(0o755)
+    code, said = run(project, script)
+    assert code == 2 and "has no venv module\n  fix: install python3-venv" in said
+    (project / "bin/python3.10").write_text("#!/bin/bash\n[[ $1 == -c ]]\n")  # can, and then fails to make one
+    (project / "bin/python3.10").chmod(0o755)
+    (project / "bin/rm").symlink_to(str(shutil.which("rm")))
+    code, said = run(project, script, begins=True)
+    assert code == 1 and said == ""
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
