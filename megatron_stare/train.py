@@ -80,9 +80,12 @@ def train(config: Config, *, resume: bool = False, dump_step: int | None = None)
 
 
 def advance(run: Session, step: int, updates: Sequence[UpdateResult]) -> None:
-    """Moves the run's state on by one step. Raises NonFiniteError where MAX_SKIPPED updates in a row were not taken."""
+    """Moves the run's state on by one step. Raises NonFiniteError where the gradients of MAX_SKIPPED updates in a row
+    were not finite; those of empty mini-batches, which have none, are passed over."""
     run.state.step, run.state.data, run.state.method = step, run.source.state(), updates[-1].state
     for update in updates:
+        if update.empty:
+            continue
         run.state.skipped = 0 if update.finite else run.state.skipped + 1
         if run.state.skipped >= MAX_SKIPPED:
             raise NonFiniteError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,9 @@ from megatron_stare.run_state import RunState
 from megatron_stare.train import advance
 
 
-def update(finite: bool = True, **metrics: float) -> UpdateResult:
-    return UpdateResult({"ratio/max_abs_log": 0.0, **metrics, "update/finite": float(finite)}, {"gate": 1.0})
+def update(finite: bool = True, empty: bool = False, **metrics: float) -> UpdateResult:
+    flags = {"update/finite": float(finite), "update/empty": float(empty)}
+    return UpdateResult({"ratio/max_abs_log": 0.0, **metrics, **flags}, {"gate": 1.0})
 
 
 def test_metrics_of_updates_become_those_of_the_step() -> None:
@@ -34,9 +36,38 @@ def test_metrics_of_updates_become_those_of_the_step() -> None:
         "ratio/max_abs_log": 0.3,
         "ratio/first_max_abs_log": 0.0,
         "update/finite": 0.0,
+        "update/empty": 0.0,
         "update/count": 2.0,
     }
     assert combined([first]) == {**first.metrics, "update/count": 1.0}
+
+
+def test_empty_mini_batches_count_for_nothing_but_tell_of_the_rollout_batch() -> None:
+    of_batch = {"entropy/mean": 0.5}
+    empty = update(empty=True, **of_batch, **{"loss/policy": 0.0, "loss/tokens": 5.0, "ratio/max_abs_log": 0.4})
+    full = update(**{"loss/policy": 3.0, "loss/tokens": 30.0, "ratio/max_abs_log": 0.2})
+    assert combined([empty, full, replace(empty, metrics={**empty.metrics, "ratio/max_abs_log": 0.0})]) == {
+        "entropy/mean": 0.5,
+        "loss/policy": 3.0,
+        "loss/tokens": 40.0,
+        "ratio/max_abs_log": 0.4,
+        "ratio/first_max_abs_log": 0.4,
+        "update/finite": 1.0,
+        "update/empty": 2.0,
+        "update/count": 1.0,
+    }
+    assert combined([empty]) == {**empty.metrics, "update/count": 0.0}
+
+
+def test_empty_mini_batches_neither_stop_a_run_nor_excuse_one() -> None:
+    run: Any = SimpleNamespace(state=RunState(), source=SimpleNamespace(state=lambda: {"cursor": 4}))
+    no, empty = update(False), update(empty=True)
+    advance(run, 1, [empty] * 5)
+    assert run.state.skipped == 0
+    advance(run, 2, [no, empty, no, empty])
+    assert run.state.skipped == 2
+    with pytest.raises(NonFiniteError, match="3 optimizer steps in a row"):
+        advance(run, 3, [empty, no])
 
 
 def test_three_updates_in_a_row_that_were_not_taken_stop_the_run() -> None:

@@ -90,14 +90,19 @@ class Correction:
 
     def final_requests(self, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
         """What is asked once it is known which tokens stay."""
-        return {"correction/mean": Mean(self._weight(kept, known), kept.mask)} if self.normalise else {}
+        return {"correction/mean": Mean(self.plain_weights(kept, known), kept.mask)} if self.normalise else {}
 
     def weights(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """[N] detached factors on the policy loss."""
-        weight = self._weight(batch, statistics)
-        return weight / scalar(statistics, "correction/mean").to(weight.dtype) if self.normalise else weight
+        """[N] detached factors on the policy loss; all 0 where they are to be divided by their mean and that is 0,
+        because no token is kept or icepop gives none a weight."""
+        weight = self.plain_weights(batch, statistics)
+        if not self.normalise:
+            return weight
+        mean = scalar(statistics, "correction/mean").to(weight.dtype)
+        return torch.where(mean > 0, weight / mean, 0.0)
 
-    def _weight(self, batch: TokenBatch, known: Statistics) -> Tensor:
+    def plain_weights(self, batch: TokenBatch, known: Statistics) -> Tensor:
+        """[N] the factors before they are normalised; 0 only for tokens that icepop takes out."""
         level = self._ratio(batch, known)
         match self.mode:
             case "truncate":

@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from megatron_stare.batch import RolloutBatch, TokenBatch
-from megatron_stare.statistics import Count, Request, Statistics
+from megatron_stare.statistics import Count, Request, Statistics, scalar
 
 State = dict[str, Tensor]  # 0-dim float64 tensors: what a method remembers from step to step
 
@@ -100,6 +100,11 @@ class Method(ABC):
     @abstractmethod
     def coefficients(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
         """[N] what every token's loss is multiplied by before summing; 0 outside batch.mask."""
+
+    def empty(self, statistics: Statistics) -> Tensor:
+        """0-dim bool: no token of the mini-batch has a loss, by the statistics of all its tokens. There is no optimizer
+        step then: it would follow momentum and weight decay alone."""
+        return scalar(statistics, "tokens") == 0
 
     def metrics(self, statistics: Statistics, state: State) -> dict[str, Tensor | float]:
         """Scalars to log, by name; tensors are 0-dim and stay on the device until the end of the step."""

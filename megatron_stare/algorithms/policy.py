@@ -123,11 +123,25 @@ class PolicyGradient(Method):
             asked["lengths"] = SegmentSum(narrowed.counted, batch.sequence, number, narrowed.counted)
         if self.correction is not None:
             asked |= self.correction.final_requests(narrowed.kept, known)
+        if self.filters():  # without, as many as "tokens"
+            asked["with_loss"] = Count(self.with_loss(batch, narrowed, known))
         return asked | dict(self.asks(batch, narrowed.kept, known))
 
     def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
         """The method's own statistics; `kept` is the batch with the mask the filters left."""
         return {}
+
+    def with_loss(self, batch: TokenBatch, narrowed: Narrowed, known: Statistics) -> Tensor:
+        """[N] bool, the tokens that have a loss: those that the filters left and the correction gives a weight. KL term
+        and entropy bonus act on tokens without policy loss too: with either, all that are counted."""
+        if self.needs_reference or self.entropy_bonus is not None:
+            return narrowed.counted
+        if self.correction is None:
+            return narrowed.kept.mask
+        return narrowed.kept.mask & (self.correction.plain_weights(batch, known) > 0)
+
+    def empty(self, statistics: Statistics) -> Tensor:
+        return scalar(statistics, "with_loss" if self.filters() else "tokens") == 0
 
     def control(self, state: State, statistics: Statistics) -> State:
         return self.entropy_bonus.control(state, statistics) if self.entropy_bonus is not None else state

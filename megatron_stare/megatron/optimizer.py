@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_stare.config.schema import OptimizerConfig
-from megatron_stare.megatron.cpu_backend import backend
+from megatron_stare.megatron.cpu_backend import backend, device
 
 
 def build_optimizer(
@@ -55,16 +59,50 @@ def build_optimizer(
     return optimizer, scheduler
 
 
-def take_step(optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, clip_grad: float) -> tuple[float, bool]:
-    """Clips and steps. Returns the gradient norm before clipping, and whether it was finite; if not, no step."""
+@dataclass(frozen=True)
+class Outcome:
+    """What became of an optimizer step.
+
+    grad_norm: before clipping.
+    finite: whether it was.
+    empty: no token of the batch had a loss.
+    """
+
+    grad_norm: float
+    finite: bool = True
+    empty: bool = False
+
+    @property
+    def taken(self) -> bool:
+        return self.finite and not self.empty
+
+
+def take_step(
+    optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, clip_grad: float, empty: Tensor | None
+) -> Outcome:
+    """Clips and steps, unless the gradient is not finite or the batch is empty: then optimizer and schedule stay as
+    they are. All ranks must call it.
+
+    Args:
+        empty: 0-dim bool, whether no token of the batch had a loss; None on ranks that do not know.
+    """
     with backend():
         optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())  # the one value a step reads from the device
-        finite = norm < float("inf")  # False for NaN too
-        if not finite:
-            return norm, False
+        if not norm < float("inf"):  # NaN too
+            return Outcome(norm, finite=False)
+        # an empty batch has a gradient of 0, which all ranks see: only then need they ask those that know
+        if norm == 0 and _on_any_rank(empty):
+            return Outcome(norm, empty=True)
         scheduler.step(1)
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):  # experts have their own
             clip_grad_by_total_norm_fp32(part.get_parameters(), clip_grad, norm)
         optimizer.step_with_ready_grads()
-    return norm, True
+    return Outcome(norm)
+
+
+def _on_any_rank(flag: Tensor | None) -> bool:
+    """Whether the flag is set on a rank that has one."""
+    here = torch.zeros((), dtype=torch.int32, device=device()) if flag is None else flag.to(torch.int32)
+    dist.all_reduce(here, dist.ReduceOp.MAX)
+    return bool(here)

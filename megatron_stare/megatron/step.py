@@ -127,16 +127,18 @@ class Step:
         metrics = self._metrics(logged, with_batch=number == 0)
         if dump_to:
             self._dump(Path(dump_to), weights_before, metrics)
-        grad_norm, finite = take_step(policy.optimizer, policy.scheduler, self._config.optimizer.clip_grad)
-        if finite and number == 0 and self._measures_entropy():
+        empty = self._method.empty(self._objective.statistics) if self._objective is not None else None
+        outcome = take_step(policy.optimizer, policy.scheduler, self._config.optimizer.clip_grad, empty)
+        if outcome.taken and number == 0 and self._measures_entropy():
             scored = self._objective.tokens.select(self._objective.rows) if self._objective is not None else None
             metrics = {**metrics, **measured_change(policy.model, part, policy.head, scored, self.group)}
         if self.measured is None or not policy.layout.speaks:
             return None
         rates = {
-            "optimizer/grad_norm": grad_norm,
+            "optimizer/grad_norm": outcome.grad_norm,
             "optimizer/lr": float(policy.optimizer.param_groups[0]["lr"]),
-            "update/finite": float(finite),
+            "update/finite": float(outcome.finite),
+            "update/empty": float(outcome.empty),
         }
         state = {name: float(x) for name, x in self.measured.next_state.items()}
         return {**{name: float(x) for name, x in metrics.items()}, **rates}, state

@@ -127,8 +127,8 @@ class Trainer:
 
         Returns:
             On the reporting rank the update's metrics, the first's with those of the rollout batch, and the method's
-            state for the next step; elsewhere None. `update/finite` 0 among the metrics says that the gradient was not
-            finite and no step was taken.
+            state for the next step; elsewhere None. No step was taken where `update/finite` among the metrics is
+            0, because the gradient was not finite, or `update/empty` is 1, because no token had a loss.
         """
         return self.step.update(number, dump_to)
 

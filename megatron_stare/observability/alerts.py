@@ -165,6 +165,14 @@ def update_skipped(recent: Recent) -> str | None:
     return f"gradient norm {recent.now('optimizer/grad_norm'):g}, no optimizer step taken"
 
 
+def nothing_to_learn(recent: Recent) -> str | None:
+    """A mini-batch in which no token had a loss."""
+    number = recent.now("update/empty")
+    if not number > 0:
+        return None
+    return f"no token had a loss in {number:.0f} of this step's mini-batches, for which no optimizer step was taken"
+
+
 def degenerate_groups(recent: Recent) -> str | None:
     """Nearly every group's rewards are all equal."""
     share = recent.now("group/degenerate")
@@ -176,6 +184,7 @@ def degenerate_groups(recent: Recent) -> str | None:
 # The most serious first: a narrow or low display shows the first.
 CHECKS: dict[str, Callable[[Recent], str | None]] = {
     "no finite gradient": update_skipped,
+    "nothing to learn": nothing_to_learn,
     "engine and trainer differ": logprob_difference,
     "reward failures": reward_failures,
     "entropy collapse": entropy_collapse,

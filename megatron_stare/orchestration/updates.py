@@ -19,31 +19,41 @@ class UpdateResult:
 
     @property
     def finite(self) -> bool:
-        """Whether the gradient was finite, and so the step was taken."""
+        """Whether the gradient was finite; if not, no step was taken."""
         return bool(self.metrics["update/finite"])
+
+    @property
+    def empty(self) -> bool:
+        """Whether no token of the mini-batch had a loss, so that no step was taken."""
+        return bool(self.metrics["update/empty"])
 
 
 def combined(updates: Sequence[UpdateResult]) -> dict[str, float]:
     """The metrics of a training step from those of its updates, in order.
 
     Largest values stay the largest, counts of tokens are summed over the updates, everything else is averaged over the
-    updates that report it: what belongs to the rollout batch is reported by the first alone. `update/count` is the
-    number of optimizer steps taken, `update/finite` 0 if one was not. Of several updates,
+    updates that report it: what belongs to the rollout batch is reported by the first alone. In averages those of empty
+    mini-batches have no say where others report the same. `update/count` is the number of optimizer steps taken,
+    `update/finite` 0 if a gradient was not, `update/empty` the number of empty mini-batches. Of several updates,
     `ratio/first_max_abs_log` is the largest log ratio of the first, which is on policy.
     """
     names = {name: None for update in updates for name in update.metrics}
     rows = [update.metrics for update in updates]
-    metrics = {name: _combined(name, rows) for name in names}
+    telling = [update.metrics for update in updates if not update.empty]
+    metrics = {name: _combined(name, rows, telling) for name in names}
     metrics["update/finite"] = min(row["update/finite"] for row in rows)
-    metrics["update/count"] = float(sum(update.finite for update in updates))
+    metrics["update/empty"] = float(sum(update.empty for update in updates))
+    metrics["update/count"] = float(sum(update.finite and not update.empty for update in updates))
     if len(updates) > 1:
         metrics["ratio/first_max_abs_log"] = rows[0]["ratio/max_abs_log"]
     return metrics
 
 
-def _combined(name: str, rows: Sequence[Mapping[str, float]]) -> float:
+def _combined(name: str, rows: Sequence[Mapping[str, float]], telling: Sequence[Mapping[str, float]]) -> float:
     values = [row[name] for row in rows if name in row]
     words = name.rpartition("/")[2].split("_")
     if "max" in words:
         return max(values)
-    return sum(values) if words[0] in COUNTS else fmean(values)
+    if words[0] in COUNTS:
+        return sum(values)
+    return fmean([row[name] for row in telling if name in row] or values)

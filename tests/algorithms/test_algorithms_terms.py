@@ -20,6 +20,7 @@ from megatron_stare.algorithms.gspo import Gspo
 from megatron_stare.algorithms.gtpo import Gtpo
 from megatron_stare.algorithms.kl import ReferenceKl, kl_estimate
 from megatron_stare.algorithms.shaping import LengthPenalty, Overlong
+from megatron_stare.algorithms.twenty_entropy import TwentyEntropy
 from megatron_stare.batch import Prompt, RolloutBatch, Sample
 from megatron_stare.statistics import Count, scalar
 
@@ -125,6 +126,68 @@ def test_normalised_weights_have_mean_1_over_the_kept() -> None:
     kept = method.narrowed(batch, statistics).kept.mask
     assert method.correction is not None
     assert float(method.correction.weights(batch, statistics)[kept].mean()) == pytest.approx(1, abs=1e-6)
+
+
+NOWHERE = {"low": 1e3, "high": 1e4}  # bounds that no ratio of these batches meets
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [
+        {"mode": "mask", **NOWHERE},
+        {"mode": "icepop", **NOWHERE},
+        {"mode": "icepop", "level": "sequence", **NOWHERE},
+        {"reject": (1e3, 1e4)},
+        {"mode": "clip", "veto": 0.999},
+    ],
+)
+def test_normalised_weights_where_nothing_is_kept(correction: dict[str, Any]) -> None:
+    method = corrected(**correction, normalise=True)
+    batch = token_batch(MIXED, method=method)
+    if "veto" in correction:
+        batch.rollout_log_prob = batch.old_log_prob + 1
+    statistics = ask(method, batch)
+    assert bool(method.empty(statistics))
+    loss, gradient = loss_and_gradient(method, batch)
+    assert loss == 0 and (gradient == 0).all()  # a NaN is not 0
+    shares = method.token_loss(batch, statistics, state_of(method, statistics)).shares
+    assert (shares["correction/weight"] == 0).all()
+
+
+def test_one_token_that_is_kept_makes_a_batch() -> None:
+    for mode in ("mask", "icepop"):
+        method = corrected(mode=mode, **NOWHERE, normalise=True)
+        batch = token_batch(MIXED, method=method, off_policy=0.0)
+        batch.rollout_log_prob[5] = batch.old_log_prob[5] - 8  # exp(8) lies between 1e3 and 1e4
+        statistics = ask(method, batch)
+        assert not method.empty(statistics)
+        assert method.correction is not None
+        # divided by the mean over the tokens in the denominator: itself, or under icepop all
+        number = 1 if mode == "mask" else len(batch.mask)
+        assert float(method.correction.weights(batch, statistics)[5]) == pytest.approx(number, rel=1e-6)
+        _, gradient = loss_and_gradient(method, batch)
+        assert gradient.nonzero().tolist() == [[5]]
+
+
+@pytest.mark.parametrize("denominator", ["kept", "all"])
+def test_advantages_of_zero_leave_20_entropy_nothing(denominator: Any) -> None:
+    method = TwentyEntropy(denominator=denominator, correction=Correction(normalise=True))
+    batch = token_batch([1.0] * 8, method=method)
+    assert bool(method.empty(ask(method, batch)))
+    loss, gradient = loss_and_gradient(method, batch)
+    assert loss == 0 and (gradient == 0).all()
+    # tokens that stay in the denominator have a KL term, which is something to learn
+    with_kl = replace(method, reference_kl=ReferenceKl(coef=0.1))
+    assert bool(with_kl.empty(ask(with_kl, batch))) == (denominator == "kept")
+    _, gradient = loss_and_gradient(with_kl, batch)
+    assert bool((gradient != 0).any()) == (denominator == "all")
+
+
+def test_plain_methods_are_empty_without_tokens_only() -> None:
+    batch = token_batch([1.0] * 8, method=PLAIN)  # advantages of 0: kept, and a step like any other
+    assert not PLAIN.empty(ask(PLAIN, batch))
+    batch.mask = torch.zeros_like(batch.mask)
+    assert bool(PLAIN.empty(ask(PLAIN, batch)))
 
 
 @pytest.mark.parametrize(

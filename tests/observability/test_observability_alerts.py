@@ -15,6 +15,7 @@ HEALTHY = {
     "rollout/logprob_diff_max": 1e-5,
     "optimizer/grad_norm": 1.0,
     "update/finite": 1.0,
+    "update/empty": 0.0,
     "group/degenerate": 0.9,
 }
 GRPO = {key: value for key, value in HEALTHY.items() if key != "entropy/target"}
@@ -42,6 +43,7 @@ def test_a_healthy_run_has_none():
         ({"optimizer/grad_norm": 10.5}, "gradient norm 10.5 is 10 times the median 1", "gradient spike"),
         ({"update/finite": 0.0, "optimizer/grad_norm": math.inf}, "gradient norm inf, no optim", "no finite gradient"),
         ({"update/finite": 0.0, "update/count": 3.0}, "3 of this step's optimizer steps", "no finite gradient"),
+        ({"update/empty": 2.0}, "no token had a loss in 2 of this step's mini-batches", "nothing to learn"),
         ({"group/degenerate": 0.95}, "95% of the groups have equal rewards", "groups without signal"),
     ],
 )
