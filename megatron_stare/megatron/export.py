@@ -24,7 +24,8 @@ def own(parameter: nn.Parameter) -> Tensor:
 
 
 def main_grad(parameter: nn.Parameter) -> Tensor:
-    """The gradient that Megatron's buffers hold for a parameter."""
+    """The gradient that Megatron's buffers hold for a parameter. Under the distributed optimizer only this rank's shard
+    of the buffers is reduced over data ranks, until `gather_gradients`."""
     return parameter.main_grad.view_as(parameter)  # type: ignore[attr-defined]
 
 
@@ -50,6 +51,27 @@ def export_hf(
     buckets = stream(plan_stream(held, shape, EXPORT_BUCKET_BYTES, group), held, group)
     named = (pair for bucket in buckets if bucket is not None for pair in bucket.tensors())
     return {name: tensor.to("cpu", copy=True) for name, tensor in named}
+
+
+def export_gradients(model: list[nn.Module], shape: ModelShape, layout: Layout) -> dict[str, Tensor]:
+    """The gradients, reduced over data ranks, as export_hf gives the policy. All ranks must call this, after backward;
+    after the optimizer step they are clipped."""
+    gather_gradients(model)
+    return export_hf(model, shape, layout, of=main_grad)
+
+
+@torch.no_grad()
+def gather_gradients(model: list[nn.Module]) -> None:
+    """Completes the gradient buffers where they were reduce-scattered, from the shards of the data ranks; a rank's own
+    shard stays as it is."""
+    for chunk in model:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):  # type: ignore[misc]
+            if not group.ddp_config.use_distributed_optimizer:
+                continue
+            ranks = group.intra_distributed_optimizer_instance_group
+            for bucket in group.buckets:
+                shard = bucket.grad_data.chunk(ranks.size())[ranks.rank()]  # Megatron pads buffers to equal shards
+                dist.all_gather_into_tensor(bucket.grad_data, shard.clone(), group=ranks)
 
 
 class PolicyStream:

@@ -20,7 +20,7 @@ from megatron_stare.algorithms.method import Method
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.cpu_backend import device
 from megatron_stare.megatron.dump import write_step, write_tensors
-from megatron_stare.megatron.export import export_hf, main_grad
+from megatron_stare.megatron.export import export_gradients, export_hf
 from megatron_stare.megatron.forecast import forecast, measured_change
 from megatron_stare.megatron.head import Head
 from megatron_stare.megatron.layout import Layout
@@ -202,7 +202,7 @@ class Step:
         """Writes the first update's mini-batch, the weights before it, its loss and gradients. All ranks must call
         it."""
         policy, whole = self._policy, self._batch
-        gradients = export_hf(policy.model, policy.shape, policy.layout, of=main_grad)
+        gradients = export_gradients(policy.model, policy.shape, policy.layout)
         if policy.layout.rank == 0:  # which has all tensors, as the last stage has the loss
             write_tensors(folder, weights, gradients)
         if policy.layout.speaks:

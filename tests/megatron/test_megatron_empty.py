@@ -120,6 +120,26 @@ def test_a_reference_to_stay_near_is_something_to_learn(ranks: RankPool, tmp_pat
     assert row["update/empty"] == 0.0 and row["optimizer/grad_norm"] > 0
 
 
+def a_batch_without_advantages(rank: int, init: str, config: Config) -> tuple[bool, list[dict[str, float]]]:
+    """Whether it moved this rank's state after a full step, and what it reported."""
+    trainer = Trainer(config, rank, init)
+    take_step(trainer, random_batch(8, 8))
+    before, batch = state_of(trainer), random_batch(8, 8)
+    batch.advantages = torch.zeros(8)
+    metrics, _ = take_step(trainer, batch)
+    moved = not equal(before, state_of(trainer))
+    trainer.close()
+    return moved, metrics
+
+
+def test_a_gradient_of_zero_alone_is_not_an_empty_batch(ranks: RankPool, tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen2")
+    config = config_of(tmp_path, {"name": "grpo"})
+    ((moved, (row,)),) = ranks.run(a_batch_without_advantages, 1, config)
+    assert moved
+    assert row["update/empty"] == 0.0 and row["optimizer/grad_norm"] == 0.0
+
+
 def updates_of(rank: int, init: str, config: Config, batch: RolloutBatch) -> tuple[Any, list[dict[str, float]], int]:
     """A step's weights, metrics of every update, and steps of the schedule."""
     trainer = Trainer(config, rank, init)

@@ -19,7 +19,7 @@ from megatron_stare.batch import RolloutBatch
 from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_stare.megatron import layout as parallel_layout
 from megatron_stare.megatron.cpu_backend import backend, device
-from megatron_stare.megatron.export import export_hf, main_grad
+from megatron_stare.megatron.export import export_gradients, export_hf
 from megatron_stare.megatron.head import Head
 from megatron_stare.megatron.microbatch import RankBatch
 from megatron_stare.megatron.model import build_policy, load_hf
@@ -70,7 +70,7 @@ def step_of(
     logged = accumulate_gradients(
         model, rank_batch, head, lambda lp, ent, _: ((lp.sum() + MIX * ent.sum()) / total, {"lp": lp.detach()})
     )
-    gradients = {} if distributed else export_hf(model, shape, layout, of=main_grad)
+    gradients = export_gradients(model, shape, layout)
     with backend():
         optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
@@ -155,11 +155,10 @@ def check(
     assert weights.keys() == originals.names()
     for name, weight in weights.items():
         assert torch.equal(weight, originals.slice(name)[:]), name
-    if not distributed:
-        got = merged(results, "gradients")
-        assert got.keys() == gradients.keys()
-        for name, gradient in got.items():
-            assert (gradient - gradients[name]).abs().max() <= 1e-5 * gradients[name].abs().max() + 1e-7, name
+    got = merged(results, "gradients")
+    assert got.keys() == gradients.keys()
+    for name, gradient in got.items():
+        assert (gradient - gradients[name]).abs().max() <= 1e-5 * gradients[name].abs().max() + 1e-7, name
     norm = torch.cat([g.flatten() for g in gradients.values()]).norm()
     for r in results:
         assert r["norm"] == pytest.approx(float(norm), rel=1e-5)  # every parameter counted once
@@ -187,6 +186,7 @@ LAYOUTS = {
 EXPERTS = {
     "one": {},
     "ep2": {"data": 2, "expert": 2},
+    "dp4-ep2": {"data": 4, "expert": 2},  # an expert's gradient has data ranks of its own to be reduced over
     "pp2-ep2": {"pipeline": 2, "data": 2, "expert": 2},
     "tp2-sp-ep2": {"tensor": 2, "sequence": True, "data": 2, "expert": 2},
 }
@@ -257,10 +257,17 @@ def test_chunked_heads(ranks, tmp_path: Path, mode: Mode, family: str, name: str
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", [{"tensor": 2, "data": 2}, {"pipeline": 2, "data": 2}], ids=["tp2-dp2", "pp2-dp2"])
-def test_distributed_optimizer(ranks, tmp_path: Path, layout: dict) -> None:
+@pytest.mark.parametrize("name", ["dp2", "dp4", "tp2-dp2", "pp2-dp2"])
+def test_distributed_optimizer(ranks, tmp_path: Path, name: str) -> None:
     save_model(tmp_path, "qwen2_tied")
-    check(ranks, tmp_path, layout, 40, packed=True, distributed=True)
+    check(ranks, tmp_path, *LAYOUTS[name], packed=True, distributed=True)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["ep2", "dp4-ep2", "tp2-sp-ep2"])
+def test_distributed_optimizer_of_experts(ranks, tmp_path: Path, name: str) -> None:
+    save_model(tmp_path, "qwen3_moe")
+    check(ranks, tmp_path, EXPERTS[name], 30, packed=True, distributed=True)
 
 
 @pytest.mark.distributed

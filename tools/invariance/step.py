@@ -18,7 +18,7 @@ from torch import Tensor
 from invariance.case import Case, fixed_batch
 from megatron_stare.batch import TokenBatch
 from megatron_stare.config.schema import Config
-from megatron_stare.megatron.export import export_hf, main_grad
+from megatron_stare.megatron.export import export_gradients
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.methods import build_method
 from megatron_stare.ops.plan import plan_mini_batches
@@ -83,7 +83,7 @@ def _step(worker: Trainer, config: Config, case: Case, scores: Scores | None) ->
         found["selected"], found["near"] = _selections(worker)
         found["given"] = found["given"] or found["selected"]
     result, policy = worker.update(), worker.policy
-    found["gradients"] = export_hf(policy.model, policy.shape, policy.layout, of=main_grad)
+    found["gradients"] = export_gradients(policy.model, policy.shape, policy.layout)
     found["weights"] = worker.export()
     found["metrics"] = result[0] if result else None
     return found
