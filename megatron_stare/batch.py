@@ -148,6 +148,7 @@ class TokenBatch:
     position: Tensor  # [N] int64, from the start of the response
     index: Tensor  # [N] int64, canonical
     num_sequences: int  # samples of the optimizer step's batch with loss positions
+    moments_mask: Tensor | None = None  # [N] bool, positions of responses that others are judged against; None: `mask`
     current_entropy: Tensor | None = None  # [N] with gradient, in the training pass of methods that ask for it
     sequence_lengths: Tensor | None = None  # [B] loss positions of each sample; 0 outside the optimizer step's batch
     selection_log_prob: Tensor | None = None  # [N] what surprisals and selections read; None: old_log_prob
@@ -160,6 +161,12 @@ class TokenBatch:
     num_groups: int = 0  # prompt groups of the whole batch
     max_length: int = 0  # positions of the longest response of the whole batch
     step: int = 0  # keys seeded draws
+
+    @property
+    def in_moments(self) -> Tensor:
+        """[N] bool, positions of responses that others are judged against; those without loss (`truncated: mask`) are
+        outside `mask`."""
+        return self.mask if self.moments_mask is None else self.moments_mask
 
     @property
     def surprisal(self) -> Tensor:

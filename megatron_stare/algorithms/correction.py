@@ -133,4 +133,5 @@ def _log_ratio(batch: TokenBatch) -> Tensor:
 def _by_response(x: Tensor, batch: TokenBatch) -> SegmentSum:
     if batch.sequence_lengths is None:
         raise ValueError("correction by response needs sequence_lengths")
-    return SegmentSum(x, batch.sequence, batch.sequence_lengths.shape[0], batch.mask)
+    # of responses without loss too, where the others are judged against them
+    return SegmentSum(x, batch.sequence, batch.sequence_lengths.shape[0], batch.mask | batch.in_moments)

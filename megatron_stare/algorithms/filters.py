@@ -34,7 +34,7 @@ class Filter(Protocol):
 class Narrowed:
     """What filters leave of a batch."""
 
-    kept: TokenBatch  # its mask: tokens whose policy loss counts
+    kept: TokenBatch  # its mask: tokens whose policy loss counts; in_moments: those that others are judged against
     counted: Tensor  # [N] bool, tokens in the denominator
     asked: dict[str, Request]
     complete: bool  # False: more rounds of statistics are needed
@@ -49,7 +49,7 @@ def narrow(filters: Iterable[Filter], batch: TokenBatch, known: Statistics) -> N
         keep = each.keep(kept, known)
         if keep is None:
             return Narrowed(kept, counted, asked, complete=False)
-        kept = replace(kept, mask=kept.mask & keep)
+        kept = replace(kept, mask=kept.mask & keep, moments_mask=kept.in_moments & keep)
         if each.leaves_count:
             counted = counted & keep
     return Narrowed(kept, counted, asked, complete=True)

@@ -6,8 +6,10 @@ At position t, over the d_t correct and h_t wrong responses of the prompt that a
     A = (r - mean) / std over the tokens,        J = (1 / N) sum_{i,t} min(rho A, clip(rho) A)
 
 Eq. 6 read literally ('separate') takes mean and std over correct and over wrong tokens apart. Then the mean advantage
-of both is exactly 0, the outcome cancels, and only entropy is learnt. 'joint' over all tokens keeps the outcome's sign
-and is the default. "Entropy clipped at 0.2 and 0.28": taken for DAPO's ratio bounds; to the letter, entropy_clamp.
+of both is exactly 0, the outcome cancels, and only entropy is learnt. Over all tokens ('joint', the default) the mean
+advantage of a prompt's correct tokens is above 0 and that of its wrong ones below, but not every token's: where one
+side has few tokens, the mean lies near the other, whose tokens of small share of the entropy get the wrong sign.
+"Entropy clipped at 0.2 and 0.28": taken for DAPO's ratio bounds; to the letter, entropy_clamp.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class Gtpo(Clipped):
 
     def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
         correct, entropy = self._correct(kept)[kept.sequence], self._entropy(kept)
-        right, wrong = kept.mask & correct, kept.mask & ~correct
+        among = kept.in_moments
+        right, wrong = among & correct, among & ~correct
         cell, cells = self._cells(kept)
         ones = torch.ones_like(entropy)
         asked: dict[str, Request] = {
@@ -67,14 +70,15 @@ class Gtpo(Clipped):
             "gtpo/h": SegmentSum(ones, cell, cells, wrong),
             "gtpo/entropy": SegmentSum(entropy, cell, cells, right),
             "gtpo/inverse": SegmentSum(1 / (entropy + self.eps), cell, cells, wrong),
+            "gtpo/length": SegmentSum(ones, kept.sequence, len(_whole(kept.rewards)), among),
         }
         if "gtpo/d" in known:
             side, sides = self._sides(kept)
             shaped = self.shaped(kept, known)
-            asked["gtpo/number"] = SegmentSum(ones, side, sides, kept.mask)
-            asked["gtpo/sum"] = SegmentSum(shaped, side, sides, kept.mask)
+            asked["gtpo/number"] = SegmentSum(ones, side, sides, among)
+            asked["gtpo/sum"] = SegmentSum(shaped, side, sides, among)
             if "gtpo/sum" in known:  # squares about the mean: stable where the spread is small
-                asked["gtpo/squares"] = SegmentSum((shaped - self._mean(kept, known)) ** 2, side, sides, kept.mask)
+                asked["gtpo/squares"] = SegmentSum((shaped - self._mean(kept, known)) ** 2, side, sides, among)
         return asked
 
     def shaped(self, batch: TokenBatch, known: Statistics) -> Tensor:
@@ -95,8 +99,9 @@ class Gtpo(Clipped):
 
     def token_advantages(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
         advantage = self.normalised(batch, statistics)
-        # a prompt that is always or never solved would be left with entropy alone: no loss, as in every method
-        flags, counted = self._correct(batch).to(torch.float64), _whole(batch.sequence_lengths) > 0
+        # a prompt that is always or never solved, by the responses that the filters left, would have entropy alone to
+        # learn from: no loss, as in every method
+        flags, counted = self._correct(batch).to(torch.float64), tensor(statistics, "gtpo/length") > 0
         groups = _whole(batch.groups)
         same = all_equal(flags, groups, counted, batch.num_groups)[groups]
         return torch.where(batch.mask & ~same[batch.sequence], advantage, 0.0).to(batch.advantage.dtype)

@@ -72,13 +72,16 @@ class RankBatch:
         self.sequence = torch.repeat_interleave(torch.arange(batch.size), batch.response_lengths)  # [M]
         self.position = torch.arange(self.sequence.numel()) - response_start[self.sequence]  # [M]
 
-    def token_batch(self, log_prob: Tensor, entropy: Tensor, carries_loss: Tensor, shaped: Tensor) -> TokenBatch:
+    def token_batch(
+        self, log_prob: Tensor, entropy: Tensor, carries_loss: Tensor, enters_moments: Tensor, shaped: Tensor
+    ) -> TokenBatch:
         """The flat view of this rank's positions.
 
         Args:
             log_prob: [N] from the log-prob pass.
             entropy: [N] likewise.
             carries_loss: [B] bool, responses whose sampled tokens carry loss.
+            enters_moments: [B] bool, responses that the others are judged against.
             shaped: [B] rewards as the method shaped them.
         """
         batch, index = self.batch, self.index
@@ -98,6 +101,7 @@ class RankBatch:
             position=self.position[index].to(here),
             index=index.to(here),
             num_sequences=int((lengths > 0).sum()),
+            moments_mask=(batch.sampled & enters_moments[self.sequence])[index].to(here),
             sequence_lengths=lengths.to(here),
             groups=batch.groups.to(here),
             rewards=batch.rewards.to(here),
@@ -128,9 +132,11 @@ class RankBatch:
         mine = torch.zeros(self.batch.size, dtype=torch.bool)
         mine[self.plan.samples(number)] = True
         lengths = self._loss_lengths(carries_loss & mine)
+        here = mine.to(self.device)[tokens.sequence]
         return replace(
             tokens,
-            mask=tokens.mask & mine.to(self.device)[tokens.sequence],
+            mask=tokens.mask & here,
+            moments_mask=tokens.in_moments & here,
             num_sequences=int((lengths > 0).sum()),
             sequence_lengths=lengths.to(self.device),
         )

@@ -83,7 +83,9 @@ class Step:
         if not policy.layout.last_stage:
             return
         whole, method = batch.batch, self._method
-        tokens = batch.token_batch(log_prob, entropy, method.carries_loss(whole), method.shaped_rewards(whole))
+        tokens = batch.token_batch(
+            log_prob, entropy, method.carries_loss(whole), method.enters_moments(whole), method.shaped_rewards(whole)
+        )
         sum_p2, sum_p2_log_p = moments or (None, None)
         from_rollout = config.statistics.surprisal == "rollout"
         self.measured = Measured(

@@ -28,7 +28,7 @@ MIXED = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
 PLAIN = Grpo(aggregation="token_mean")
 
 
-def test_joint_gtpo_keeps_the_sign_of_the_outcome_and_separate_loses_it() -> None:
+def test_joint_gtpo_keeps_the_outcome_in_the_mean_and_separate_loses_it() -> None:
     batch = token_batch(MIXED)
     correct = torch.tensor(MIXED)[batch.sequence] > 0
     joint, separate = Gtpo(), Gtpo(normalise="separate")
@@ -40,6 +40,14 @@ def test_joint_gtpo_keeps_the_sign_of_the_outcome_and_separate_loses_it() -> Non
         for side in (correct, ~correct):
             here = side & (batch.sequence // 4 == group)
             assert float(advantage[here].mean()) == pytest.approx(0, abs=1e-5)
+
+
+def test_joint_gtpo_turns_tokens_round_where_the_other_side_is_small() -> None:
+    """Seven right answers of eight tokens and a wrong one of one: the mean is nearly that of the right tokens."""
+    batch = token_batch([1.0] * 7 + [0.0], group_size=8, lengths=[8] * 7 + [1])
+    advantage, correct = Gtpo().token_advantages(batch, ask(Gtpo(), batch)), batch.sequence < 7
+    assert (advantage[correct] < 0).any() and (advantage[correct] > 0).any()
+    assert float(advantage[correct].mean()) > 0 > float(advantage[~correct].mean())
 
 
 def test_gtpo_compares_within_the_prompt_or_over_the_batch() -> None:
