@@ -13,12 +13,24 @@ from typing import Any
 import pytest
 import torch
 from runs import ROOT, environment
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from megatron_stare.algorithms import METHODS
+from megatron_stare.methods import build_method
+
+
+def of(module: str, *names: str) -> list[Any]:
+    """These names of a tool's module."""
+    return [getattr(importlib.import_module(module), name) for name in names]
+
 
 # as a script has it: its own folder first
 sys.path.insert(0, str(ROOT / "tools"))
-compare = importlib.import_module("invariance.compare").compare
+Case, fixed_batch, write_model = of("invariance.case", "Case", "fixed_batch", "write_model")
+compare, moved, RELATIVE = of("invariance.compare", "compare", "moved", "RELATIVE")
+take, ALGORITHMS = *of("invariance.step", "take"), *of("invariance.table", "ALGORITHMS")
+(rank_processes,) = of("rank_processes", "rank_processes")
 
 
 def check(*arguments: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
@@ -48,6 +60,7 @@ def test_a_gradient_that_is_off_is_a_fault() -> None:
         "selected": {"plus": {1, 2}},
         "near": {"plus": set()},
         "gradients": {"w": torch.tensor([1.0, 2.0]), "small": torch.tensor([1e-9])},
+        "before": {"w": torch.tensor([0.5, 0.4])},
         "weights": {"w": torch.tensor([0.5, 0.5])},
         "metrics": {"loss/policy": 0.1, "optimizer/grad_norm": 2.0},
     }
@@ -67,6 +80,91 @@ def test_a_gradient_that_is_off_is_a_fault() -> None:
     assert len(faults("metrics", {"loss/policy": 0.1001, "optimizer/grad_norm": 2.0})) == 1
     near = compare(step, {**copy.deepcopy(step), "selected": {"plus": {1, 3}}, "near": {"plus": {2, 3}}})
     assert near.faults == [] and near.excused == [2, 3]
+
+
+@pytest.mark.parametrize("step", [1e-4, 0.1, 10.0])
+def test_weights_are_held_to_what_the_step_moves(step: float) -> None:
+    """A hundred-thousandth of the step, and the rounding of weights of 0.5, whatever the size of the step."""
+    before = {"w": torch.tensor([0.5, -0.5]), "still": torch.tensor([0.25])}
+    after = {"w": before["w"] - step, "still": before["still"]}
+    whole = {
+        "given": {},
+        "selected": {},
+        "near": {},
+        "gradients": {name: torch.ones(1) for name in before},
+        "before": before,
+        "weights": after,
+        "metrics": {"loss/policy": 0.1, "optimizer/grad_norm": 2.0},
+    }
+
+    def faults(name: str, by: float) -> int:
+        return len(compare(whole, {**whole, "weights": {**after, name: after[name] + by}}).faults)
+
+    size = max(0.5, step)
+    assert faults("w", 0.5e-5 * step) == 0
+    assert faults("w", 2e-5 * step + 2.5e-7 * size) == 1
+    assert faults("still", 2e-8 * step + 6e-8) == 1  # a tensor that does not move, beside one that does
+
+
+STEEP = [
+    Case({"name": "twenty_entropy"}, parallel={"tensor": 4}, budget=77, seed=3),
+    Case(ALGORITHMS["grpo with correction and entropy bonus"], parallel={"tensor": 4}, budget=77, off_policy=0.5),
+]
+
+
+@pytest.fixture(scope="module")
+def steep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[dict[str, Any], dict[str, Any]]]]:
+    """The model, and steps at a learning rate of 1 whose gradient is large: on one rank and on four."""
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder)
+    with rank_processes(4) as pool:
+        wholes = [take(pool, case.alone(), str(folder), None) for case in STEEP]
+        cuts = [take(pool, case, str(folder), w["scores"]) for case, w in zip(STEEP, wholes, strict=True)]
+    return folder, list(zip(wholes, cuts, strict=True))
+
+
+def twenty_entropy_in_float64(folder: Path, case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor], set[int]]:
+    """Weights before and after the step of SGD by plain transformers, and the tokens selected."""
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    batch, start = fixed_batch(case.seed), 0
+    advantages = build_method(case.algorithm).response_advantages(batch)
+    rows = []
+    for i, (p, n) in enumerate(zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), strict=True)):
+        tokens = batch.tokens[start : start + p + n]
+        start += p + n
+        log_p = policy(tokens[None]).logits[0, p - 1 : -1].log_softmax(-1)
+        taken = log_p.gather(1, tokens[p:, None]).squeeze(1)
+        counts = (advantages[i] * batch.scored[i]).expand(n)
+        rows.append((taken, -(log_p.exp() * log_p).sum(1).detach(), counts))
+    log_prob, entropy, advantage = (torch.cat(column) for column in zip(*rows, strict=True))
+    candidates = (advantage != 0).nonzero().squeeze(1)
+    chosen = candidates[entropy[candidates].argsort(descending=True)[: max(1, int(len(candidates) * 0.2 + 0.9999))]]
+    (-(advantage * log_prob)[chosen].mean()).backward()
+    after = {name: (p - case.lr * p.grad).detach() for name, p in policy.named_parameters()}
+    return before, after, set(chosen.tolist())
+
+
+@pytest.mark.distributed
+def test_float32_explains_what_a_large_step_differs_by(steep: Any) -> None:
+    """The step in float64 lies within half the limit of that on one rank and of that on four, so two right steps may be
+    that far apart; and more than 0.5e-6 from either, so an absolute limit of 1e-6 is not one they must keep."""
+    folder, ((whole, cut), _) = steep
+    before, after, chosen = twenty_entropy_in_float64(folder, STEEP[0])
+    assert whole["selected"]["forks"] == chosen
+    scale = moved(before, after)
+    for step in (whole, cut):
+        errors = {name: float((step["weights"][name] - want).abs().max()) for name, want in after.items()}
+        for name, error in errors.items():
+            assert error <= RELATIVE / 2 * scale[name], name
+        assert max(errors.values()) > 0.5e-6
+
+
+@pytest.mark.distributed
+def test_large_steps_are_held_to_the_same_rule(steep: Any) -> None:
+    for case, (whole, cut) in zip(STEEP, steep[1], strict=True):
+        assert whole["metrics"]["optimizer/grad_norm"] > 5 and case.lr == 1.0
+        assert compare(whole, cut).faults == [], case
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ Exits 1 unless
 - given equal log-probs and entropies, the selected tokens are identical bit for bit;
 - end to end they are identical, but for tokens within 1e-5 of a threshold, which are listed;
 - loss, gradient norm and every tensor's gradient agree within 1e-5 relative (float32);
-- the weights after a step of SGD agree within 1e-6.
+- the weights after a step of SGD agree within 1e-5 of what the step moves them, and the rounding of the sum.
 Exits 2 for a layout that does not exist or is not supported.
 """
 

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from invariance.step import NEAR
 
-RELATIVE, WEIGHTS = 1e-5, 1e-6
+RELATIVE = 1e-5
+FLOOR = 1e-3  # of the largest of all tensors' values: below it, those of a tensor are nothing beside the others
+ROUNDING = 2.0**-23  # of a weight: two steps may each round it by half a unit of float32's last place
 
 
 @dataclass
 class Difference:
-    """largest: by what was compared, the largest difference (relative; absolute for weights), and where.
+    """largest: by what was compared, the largest difference, relative, and where.
 
     selected: tokens in all selections.        excused: selected otherwise, but within NEAR of a threshold.
     faults: what differs more than it may.
@@ -32,9 +34,23 @@ def compare(whole: dict[str, Any], cut: dict[str, Any]) -> Difference:
     found = Difference()
     _selections(whole, cut, found)
     _metrics(whole["metrics"], cut["metrics"], found)
-    _tensors("gradients", whole, cut, RELATIVE, found)
-    _tensors("weights", whole, cut, WEIGHTS, found)
+    _tensors("gradients", whole, cut, _largest(whole["gradients"]), found)
+    _tensors("weights", whole, cut, moved(whole["before"], whole["weights"]), found)
     return found
+
+
+def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, float]:
+    """By tensor, what differences of the weights after a step of SGD are relative to: how far the step moved them, as it
+    is the gradient's rounding that moved with them; and so much that RELATIVE of it allows for rounding their sum."""
+    steps = _largest({name: after[name] - before[name] for name in after})
+    return {name: step + float(after[name].abs().max()) * ROUNDING / RELATIVE for name, step in steps.items()}
+
+
+def _largest(tensors: dict[str, Tensor]) -> dict[str, float]:
+    """By tensor its largest absolute value, or FLOOR of the largest of all."""
+    values = {name: float(x.abs().max()) for name, x in tensors.items()}
+    floor = FLOOR * max(values.values())
+    return {name: max(value, floor) for name, value in values.items()}
 
 
 def _selections(whole: dict[str, Any], cut: dict[str, Any], found: Difference) -> None:
@@ -62,18 +78,17 @@ def _metrics(whole: dict[str, float], cut: dict[str, float], found: Difference) 
             found.faults.append(f"{key}: {got} against {want}")
 
 
-def _tensors(key: str, whole: dict[str, Any], cut: dict[str, Any], limit: float, found: Difference) -> None:
+def _tensors(key: str, whole: dict[str, Any], cut: dict[str, Any], scale: dict[str, float], found: Difference) -> None:
     wanted: dict[str, Tensor] = whole[key]
     if wanted.keys() != cut[key].keys():
         found.faults.append(f"{key}: other tensors: {sorted(wanted.keys() ^ cut[key].keys())}")
         return
-    largest = max(float(x.abs().max()) for x in wanted.values())
     worst = ("", 0.0)
     for name, want in wanted.items():
-        scale = max(float(want.abs().max()), 1e-3 * largest) if key == "gradients" and largest > 0 else 1.0
-        difference = float((cut[key][name] - want).abs().max()) / scale
-        if not difference <= limit:
-            found.faults.append(f"{key} of {name}: {difference:.2e} above {limit:.0e}")
-        if not difference <= worst[1]:
-            worst = (name, difference)
+        difference = float((cut[key][name] - want).abs().max())
+        relative = difference / scale[name] if scale[name] > 0 else difference
+        if not relative <= RELATIVE:
+            found.faults.append(f"{key} of {name}: {relative:.2e} above {RELATIVE:.0e}")
+        if not relative <= worst[1]:
+            worst = (name, relative)
     found.largest[key], found.where[key] = worst[1], worst[0]

@@ -82,6 +82,7 @@ def _step(worker: Trainer, config: Config, case: Case, scores: Scores | None) ->
     if worker.step.measured is not None:
         found["selected"], found["near"] = _selections(worker)
         found["given"] = found["given"] or found["selected"]
+    found["before"] = worker.export() if scores is None else {}
     result, policy = worker.update(), worker.policy
     found["gradients"] = export_gradients(policy.model, policy.shape, policy.layout)
     found["weights"] = worker.export()
@@ -111,13 +112,13 @@ def _selections(worker: Trainer) -> tuple[dict[str, set[int]], dict[str, set[int
 
 
 def _merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    whole: dict[str, Any] = {"given": {}, "selected": {}, "near": {}, "gradients": {}, "weights": {}}
+    whole: dict[str, Any] = {"given": {}, "selected": {}, "near": {}, "gradients": {}, "before": {}, "weights": {}}
     for part in parts:
         for key in ("given", "selected", "near"):
             for name, tokens in part[key].items():
                 whole[key][name] = whole[key].get(name, set()) | tokens
-        whole["gradients"] |= part["gradients"]
-        whole["weights"] |= part["weights"]
+        for key in ("gradients", "before", "weights"):
+            whole[key] |= part[key]
     for key in ("metrics", "scores"):  # each of one rank alone, where there is one
         whole[key] = next((part[key] for part in parts if part[key] is not None), None)
     return whole
