@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_stare.algorithms.method import Method
 from megatron_stare.config.schema import Config, SGLangConfig
+from megatron_stare.device_rules import check_device
 from megatron_stare.errors import ConfigError, DataError
 from megatron_stare.layout_rules import check_layout
 from megatron_stare.methods import build_method
@@ -35,7 +35,8 @@ def check(config: Config) -> Config:
     check_statistics(config, method)
     check_head(config, method)
     check_optimizer(config)
-    check_device(config)
+    if not config.runtime.ray_address:  # a cluster to be joined may have other devices; its ranks look themselves
+        check_device(config, experts=shape.experts > 0)
     check_layout(config.parallel, shape)
     check_lengths(config, shape)
     check_engine(config, shape)
@@ -57,20 +58,6 @@ def check_checkpoints(config: Config) -> None:
             "megatron-core cannot save the state of SGD, and every run ends with a checkpoint",
             where="optimizer.name",
             fix="use adam; tools/check_invariance.py takes single steps of SGD",
-        )
-
-
-def check_device(config: Config) -> None:
-    """Raises ConfigError for what needs CUDA, where there is none; a cluster to be joined is not looked into."""
-    if torch.cuda.is_available() or config.runtime.ray_address:
-        return
-    if config.model.dtype == "bfloat16":
-        raise ConfigError("bfloat16 training needs CUDA", where="model.dtype", fix="use float32 on a CPU")
-    if config.model.recompute != "none":
-        raise ConfigError(
-            "activation recompute restores CUDA random states, which a CPU does not have",
-            where="model.recompute",
-            fix="set it to none, and lower batch.micro_batch_tokens to save memory",
         )
 
 

@@ -30,6 +30,7 @@ LEVELS = {
     "run_state": 4,
     "evaluate": 4,
     "layout_rules": 3,
+    "device_rules": 2,
     "preflight": 4,
     "session": 5,
     "train": 6,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatron_stare.batch import MicroBatchPlan, RolloutBatch
 from megatron_stare.config.schema import Config
+from megatron_stare.device_rules import check_device
 from megatron_stare.megatron import checkpoint
 from megatron_stare.megatron.cpu_backend import device
 from megatron_stare.megatron.export import PolicyStream, export_hf
@@ -32,7 +33,7 @@ from megatron_stare.weights.stream_plan import BucketLayout
 
 
 class Trainer:
-    """A rank of the Megatron trainer."""
+    """A rank of the Megatron trainer. Raises UserError where this rank's device cannot do it, or the ranks not meet."""
 
     def __init__(self, config: Config, rank: int, init_method: str) -> None:
         if not torch.cuda.is_available():
@@ -40,6 +41,7 @@ class Trainer:
         self.config = config
         self.method = build_method(config.algorithm)
         shape = read_shape(config.model.path)
+        check_device(config, experts=shape.experts > 0)
         layout = join(config.parallel, rank, init_method, config.run.seed, config.runtime.timeout_s)
         model = build_policy(shape, config.model, config.parallel, layout, config.optimizer.distributed)
         load_start(model, config.model.path, shape, layout)

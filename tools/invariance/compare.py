@@ -40,8 +40,8 @@ def compare(whole: dict[str, Any], cut: dict[str, Any]) -> Difference:
 
 
 def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, float]:
-    """By tensor, what differences of the weights after a step of SGD are relative to: how far the step moved them, as it
-    is the gradient's rounding that moved with them; and so much that RELATIVE of it allows for rounding their sum."""
+    """By tensor, what differences of the weights after a step of SGD are relative to: how far the step moved them, and
+    with them the gradient's rounding; and so much that RELATIVE of it allows for the rounding of the sum."""
     steps = _largest({name: after[name] - before[name] for name in after})
     return {name: step + float(after[name].abs().max()) * ROUNDING / RELATIVE for name, step in steps.items()}
 
