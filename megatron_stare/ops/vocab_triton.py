@@ -3,7 +3,9 @@ and writes its gradient once, which may be to the same place. Everything between
 
 Forward keeps a running maximum m of a row and, when a block raises it, brings the sums to the new one:
 with h = (m_old - m_new) / temperature, s becomes exp(h) s and t becomes exp(h) (t + h s), and likewise q and u with
-exp(h)^2. Shape legend: N tokens, V vocabulary columns of this rank.
+exp(h)^2. The log-prob pass asks for q and u, the training pass does not, and both get the same kernel: compiled without
+them, the other sums could be rounded otherwise, and the first update's ratios would not be exactly 1. By counting, the
+kernel waits for memory either way. Shape legend: N tokens, V vocabulary columns of this rank.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def _exponents(z, m, inverse_temperature):
 
 
 @triton.jit
-def _sums(logits, row_stride, local, out, rows, real, inverse_temperature, SQUARES: tl.constexpr, BLOCK: tl.constexpr):
+def _sums(logits, row_stride, local, out, rows, real, inverse_temperature, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * row_stride
     m = -float("inf")
@@ -49,9 +51,8 @@ def _sums(logits, row_stride, local, out, rows, real, inverse_temperature, SQUAR
         e = tl.exp(d)
         t = scale * (t + h * s) + tl.sum(d * e, 0)
         s = scale * s + tl.sum(e, 0)
-        if SQUARES:
-            u = scale * scale * (u + h * q) + tl.sum(d * e * e, 0)
-            q = scale * scale * q + tl.sum(e * e, 0)
+        u = scale * scale * (u + h * q) + tl.sum(d * e * e, 0)
+        q = scale * scale * q + tl.sum(e * e, 0)
         m = new
     target = tl.load(local + row)
     z_target = tl.load(start + target, mask=target >= 0, other=0.0).to(tl.float32)
@@ -59,9 +60,8 @@ def _sums(logits, row_stride, local, out, rows, real, inverse_temperature, SQUAR
     tl.store(out + rows + row, s)
     tl.store(out + 2 * rows + row, t)
     tl.store(out + 3 * rows + row, z_target)
-    if SQUARES:
-        tl.store(out + 4 * rows + row, q)
-        tl.store(out + 5 * rows + row, u)
+    tl.store(out + 4 * rows + row, q)
+    tl.store(out + 5 * rows + row, u)
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def sums(logits: Tensor, local: Tensor, real: int, temperature: float, second_mo
     """
     logits = _rows_in_order(logits)
     rows = logits.shape[0]
-    out = torch.empty(6 if second_moment else 4, rows, dtype=torch.float32, device=logits.device)
+    out = torch.empty(6, rows, dtype=torch.float32, device=logits.device)
     if rows:
         _sums[(rows,)](
             logits,
@@ -113,10 +113,9 @@ def sums(logits: Tensor, local: Tensor, real: int, temperature: float, second_mo
             rows,
             real,
             1 / temperature,
-            SQUARES=second_moment,
             **FORWARD,
         )
-    return out
+    return out if second_moment else out[:4]
 
 
 def gradient(

@@ -75,6 +75,35 @@ def test_values_and_gradients(dtype: torch.dtype, entropy_gradient: bool, width:
     assert torch.equal(over, gradient)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_passes_launch_one_kernel(monkeypatch, dtype: torch.dtype) -> None:
+    """The log-prob pass asks for the squares and the training pass does not. What either launches is the same binary
+    with the same arguments, so the sums they share are equal bit for bit; those of two binaries need not be."""
+    logits, targets, real = case(14, n=5, v=61, real=50)
+    logits, targets = logits.to(DEVICE, dtype), targets.to(DEVICE)
+    launched, kernel = [], vocab_triton._sums
+
+    class Seen:
+        def __getitem__(self, grid):
+            def launch(*arguments, **constants):
+                launched.append((grid, arguments, constants))
+                kernel[grid](*arguments, **constants)
+
+            return launch
+
+    monkeypatch.setattr(vocab_triton, "_sums", Seen())
+    with_squares, without = (vocab_triton.sums(logits, targets, real, 0.7, asked) for asked in (True, False))
+    (grid, arguments, constants), (other_grid, others, other_constants) = launched
+    assert (grid, constants) == (other_grid, other_constants)
+    for mine, theirs in zip(arguments, others, strict=True):
+        if isinstance(mine, torch.Tensor):  # of the output, which is another, all that a compilation depends on
+            assert (mine.dtype, mine.shape, mine.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
+        else:
+            assert mine == theirs
+    assert with_squares.shape == (6, 5)
+    assert torch.equal(with_squares[:4], without)
+
+
 def test_overwritten_logits_are_not_used_again() -> None:
     logits, targets, real = case(10)
     mine = logits.to(DEVICE).requires_grad_() * 1

@@ -33,11 +33,11 @@ def types(kernel, logits, constants):
 found = []
 for sm in (80, 90):
     for logits in ("bf16", "fp32"):
-        for kernel, option, settings in (
-            (vocab_triton._sums, "SQUARES", vocab_triton.FORWARD),
-            (vocab_triton._gradient, "ENTROPY", vocab_triton.BACKWARD),
+        for kernel, options, settings in (
+            (vocab_triton._sums, {}, vocab_triton.FORWARD),
+            (vocab_triton._gradient, {"ENTROPY": True}, vocab_triton.BACKWARD),
         ):
-            constants = {option: True, "BLOCK": settings["BLOCK"]}
+            constants = {**options, "BLOCK": settings["BLOCK"]}
             signature = types(kernel, logits, constants)
             names = list(signature)
             aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] in "*i"}
