@@ -31,9 +31,11 @@ LEVELS = {
     "evaluate": 4,
     "layout_rules": 3,
     "preflight": 4,
-    "session": 5,
-    "train": 6,
-    "cli": 7,
+    "resuming": 5,
+    "opening": 6,
+    "session": 7,
+    "train": 8,
+    "cli": 9,
 }
 ONLY_IN = {
     "ray": {"orchestration/ray.py"},
