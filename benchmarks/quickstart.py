@@ -62,7 +62,7 @@ def figures(run_dir: Path) -> dict[str, Any]:
     before, after = run.before, run.after
     assert before is not None and after is not None
     s = summary(run.metrics)
-    difference, low, high = paired_interval(before["correct"], after["correct"])
+    difference, low, high = paired_interval(before["correct"], after["correct"], problems=after["problem"])
     rounded = {name: round(value, 4) for name, value in s.items() if value is not None}
     return {
         "pass1": [before["pass1"], after["pass1"]],

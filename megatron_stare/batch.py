@@ -21,7 +21,8 @@ FinishReason = Literal["stop", "length", "abort"]
 class Prompt:
     """One problem to be answered.
 
-    `cursor` counts the prompts drawn since the run began, so it is unique in a run and orders every batch.
+    `cursor` counts the prompts drawn since the run began, so it is unique in a run and orders every batch. Prompts
+    of one `problem` ask the same in other words; empty: only those of the same text and answer do.
     """
 
     cursor: int
@@ -29,6 +30,7 @@ class Prompt:
     text: str
     answer: str
     token_ids: tuple[int, ...] = ()
+    problem: str = ""
 
 
 @dataclass(frozen=True)

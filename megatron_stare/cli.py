@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_stare import __version__
 from megatron_stare.config.load import dump_yaml, load_config
+from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
 
 
@@ -19,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, rest = parser().parse_known_args(argv)
     # argparse takes positionals in one run only: overrides after an option come back as unknown
     if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
-        parser().error(f"unrecognized arguments: {' '.join(rest)}")
+        parser().error(f"unrecognized arguments: {' '.join(rest)}{_hint(rest)}")
     if rest:
         args.overrides += rest
     try:
@@ -31,6 +32,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted; the last checkpoint is intact, continue with --resume", file=sys.stderr)
         return 130
     return 0
+
+
+def _hint(unrecognized: Sequence[str]) -> str:
+    """What is meant, where a setting has dashes before it like an option."""
+    for word, following in zip(unrecognized, [*unrecognized[1:], "..."], strict=True):
+        key, eq, value = word.lstrip("-").partition("=")
+        if word.startswith("-") and key.partition(".")[0] in Config.model_fields:
+            return f"\n  fix: settings have no dashes: {key}={value if eq else following}"
+    return ""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,7 +57,11 @@ def parser() -> argparse.ArgumentParser:
     )
     train.add_argument("config", help="YAML file")
     train.add_argument("overrides", nargs="*", metavar="key=value", help="dotted settings that replace the file's")
-    train.add_argument("--dry-run", action="store_true", help="check everything, print the resolved config and stop")
+    train.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check everything that can be known without workers, print the resolved config and stop",
+    )
     train.add_argument("--resume", action="store_true", help="continue the newest checkpoint of the run")
     train.add_argument(
         "--dump-step",
@@ -69,7 +83,12 @@ def parser() -> argparse.ArgumentParser:
 
     report = commands.add_parser("report", help="write report.html of one or several runs")
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
-    report.add_argument("--out", type=Path, help="file to write; default report.html in the first run directory")
+    report.add_argument(
+        "--out",
+        type=Path,
+        help="file to write, or an existing folder for it; default: report.html in the run directory, or, of several "
+        "runs, comparison.html in the current one",
+    )
     report.set_defaults(run=_report)
     return top
 
@@ -81,11 +100,9 @@ def _train(args: argparse.Namespace) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers are forked and spawned around it
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models and tokenizers are local folders
     if args.dry_run:
-        from megatron_stare.preflight import check, check_checkpoints
+        from megatron_stare.opening import rehearse
 
-        resolved = check(config)
-        check_checkpoints(resolved)
-        print(dump_yaml(resolved), end="")
+        print(dump_yaml(rehearse(config, resume=args.resume, dump_step=args.dump_step)), end="")
         return
     from megatron_stare.observability.closing import closing
     from megatron_stare.train import train  # imports torch and transformers: seconds
@@ -137,7 +154,10 @@ def _report(args: argparse.Namespace) -> None:
     for run in args.runs:
         if not (run / "metrics.jsonl").exists():
             raise UserError("no metrics.jsonl: not a run directory", where=str(run))
-    print(write_report(args.runs, args.out or args.runs[0] / "report.html"))
+    # of several runs under another name: no folder's own report is written over, wherever it is put
+    several = len(args.runs) > 1
+    out = args.out or (Path() if several else args.runs[0])
+    print(write_report(args.runs, out / ("comparison.html" if several else "report.html") if out.is_dir() else out))
 
 
 if __name__ == "__main__":

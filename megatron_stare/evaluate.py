@@ -1,6 +1,7 @@
 """Pass@1 on held-out problems, from the engines that training samples from.
 
 Problems and sampling noise are the same at every evaluation and for every seed of the run, so results are paired.
+Prompts of the same problem are kept together by its number: their results are not independent.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def evaluate(
         "step": step,
         "weights": "base" if step == 0 else "trained",
         "problems": len(prompts),
+        "problem": _numbers(prompts),
         "correct": _correct(sampled),
         "failures": sum(s.reward_status != "ok" for s in sampled),
         "greedy": None,
@@ -50,6 +52,13 @@ def evaluate(
         record["greedy_correct"] = _correct(decoded)
         record["greedy"] = sum(record["greedy_correct"]) / max(len(prompts), 1)
     return record
+
+
+def _numbers(prompts: list[Prompt]) -> list[int]:
+    """Each prompt's problem, numbered from 0 as they come."""
+    names = [prompt.problem or (prompt.text, prompt.answer) for prompt in prompts]
+    number = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    return [number[name] for name in names]
 
 
 def _correct(samples: list[Sample]) -> list[int]:

@@ -8,12 +8,15 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_stare.algorithms.method import Method
+from megatron_stare.config.load import with_absolute_paths
 from megatron_stare.config.schema import Config, SGLangConfig
 from megatron_stare.device_rules import check_device
 from megatron_stare.errors import ConfigError, DataError
 from megatron_stare.layout_rules import check_layout
 from megatron_stare.methods import build_method
-from megatron_stare.rollout.build import SGLANG
+from megatron_stare.registry import resolve
+from megatron_stare.rollout.build import ENGINES, SGLANG
+from megatron_stare.rollout.engine import Engine
 from megatron_stare.weights.blocks import cut
 from megatron_stare.weights.check import check_folder
 from megatron_stare.weights.shape import ModelShape, read_shape
@@ -22,11 +25,12 @@ from megatron_stare.weights.torch_dist_check import check_checkpoint
 
 
 def check(config: Config) -> Config:
-    """The configuration with every setting of its method spelled out.
+    """The configuration with every setting of its method spelled out, and paths that hold in any folder.
 
     Raises:
-        UserError: the first thing that cannot work: method, model, layout or lengths.
+        UserError: the first thing that cannot work: method, model, layout, lengths or engine.
     """
+    config = with_absolute_paths(config)
     method = build_method(config.algorithm)
     shape = read_shape(config.model.path)
     check_weights(config.model.path, shape)
@@ -58,6 +62,16 @@ def check_checkpoints(config: Config) -> None:
             "megatron-core cannot save the state of SGD, and every run ends with a checkpoint",
             where="optimizer.name",
             fix="use adam; tools/check_invariance.py takes single steps of SGD",
+        )
+
+
+def check_runner(config: Config) -> None:
+    """Raises ConfigError where several ranks are to run in one process."""
+    if config.runtime.runner == "inline" and config.parallel.world_size != 1:
+        raise ConfigError(
+            f"the inline runner has one process, the layout has {config.parallel.world_size} ranks",
+            where="runtime.runner",
+            fix="use runner: ray, or a layout of one rank",
         )
 
 
@@ -152,13 +166,21 @@ def notices(config: Config) -> list[str]:
 
 
 def check_engine(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError where SGLang is to be started and is not installed, its settings do not go together, or it is
-    set up and not used."""
+    """Raises ConfigError where there is no such engine, or where SGLang is to be started and is not installed, its
+    settings do not go together, or it is set up and not used."""
     if config.rollout.engine == SGLANG:
         from megatron_stare.rollout.sglang.build import check_servers
 
         check_servers(config, shape)
         return
+    if config.rollout.engine not in ENGINES:  # ours are known to be engines, and take long to import
+        kind = resolve(config.rollout.engine, ENGINES, "rollout.engine")
+        if not (isinstance(kind, type) and issubclass(kind, Engine)):
+            raise ConfigError(
+                f"{config.rollout.engine!r} is not a subclass of Engine",
+                where="rollout.engine",
+                fix="derive it from megatron_stare.rollout.engine.Engine",
+            )
     for name, default in SGLangConfig():
         if getattr(config.sglang, name) != default:
             raise ConfigError(
@@ -171,6 +193,13 @@ def check_engine(config: Config, shape: ModelShape) -> None:
 def check_lengths(config: Config, shape: ModelShape) -> None:
     """Raises ConfigError where prompt and response do not fit the model or a micro-batch."""
     rollout = config.rollout
+    if rollout.max_prompt_tokens >= shape.max_positions:
+        raise ConfigError(
+            f"prompts of {rollout.max_prompt_tokens} tokens leave no room for a response in the model's "
+            f"{shape.max_positions} positions",
+            where="rollout.max_prompt_tokens",
+            fix=f"at most {shape.max_positions - 1}, less the tokens of a response",
+        )
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
     spelled = f"{rollout.max_prompt_tokens} prompt + {rollout.max_new_tokens} new tokens"
     if longest > shape.max_positions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ def resolve(name: str, known: Mapping[str, str], where: str) -> Any:
         where: the configuration key, for the error.
 
     Raises:
-        ConfigError: unknown short name (with a suggestion), or a path that does not import.
+        ConfigError: unknown short name (with a suggestion), or a path that does not import (with the line that fails).
     """
     if name not in known and "." not in name:
         raise unknown_name(name, known, where)
@@ -26,7 +27,26 @@ def resolve(name: str, known: Mapping[str, str], where: str) -> Any:
     try:
         imported = importlib.import_module(module)
     except Exception as error:  # whatever a user's module raises while it is imported
-        raise ConfigError(f"cannot import {module!r}: {type(error).__name__}: {error}", where=where) from error
+        raise _not_imported(module, error, where) from error
     if not hasattr(imported, attribute):
         raise unknown_name(attribute, (n for n in vars(imported) if not n.startswith("_")), where)
     return getattr(imported, attribute)
+
+
+def _not_imported(module: str, error: Exception, where: str) -> ConfigError:
+    """Says whether the module was not found, or was found and failed, and then at which line."""
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+        return ConfigError(
+            f"cannot import {module!r}: there is no module {error.name!r} on Python's path",
+            where=where,
+            fix=f"correct the dotted path, or name the folder that {error.name!r} lies in: PYTHONPATH=FOLDER",
+        )
+    if isinstance(error, SyntaxError) and error.filename:
+        line = f"{error.filename}:{error.lineno}"
+    else:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
+        line = f"{frames[-1].filename}:{frames[-1].lineno}" if frames[1:] else module  # the first frame is `resolve`
+    said = error.msg if isinstance(error, SyntaxError) else str(error)
+    return ConfigError(
+        f"cannot import {module!r}: {type(error).__name__}: {said} ({line})", where=where, fix=f"mend {line}"
+    )

@@ -6,38 +6,28 @@ is written under another name and renamed when everything in it is on disk, so o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import json
 import os
 import re
 import shutil
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from megatron_stare.config.load import dump_yaml, load_config
+from megatron_stare.config.load import dump_yaml
 from megatron_stare.config.schema import Config
-from megatron_stare.errors import ConfigError, DataError, UserError
+from megatron_stare.errors import UserError
 from megatron_stare.weights.staging import sync_entry
-from megatron_stare.weights.torch_dist import check_files
+
+CONFIG = "config.yaml"
 
 _NAME = re.compile(r"step_(\d+)$")
-
-# what may differ between a run and its continuation; everything else changes what is trained
-FREE_TO_CHANGE = (
-    "run.",
-    "parallel.",
-    "eval.",
-    "observability.",
-    "runtime.",
-    "reward.workers",
-    "reward.timeout_s",
-    "rollout.threads",
-)
-NOT_FREE = ("run.seed",)
 
 
 @dataclass
@@ -60,9 +50,11 @@ class RunState:
 class RunDir:
     """One run's directory, held by one process at a time."""
 
-    def __init__(self, path: Path, lock: IO[str]) -> None:
+    def __init__(self, path: Path, lock: IO[str], made: Sequence[Path], found: Sequence[str]) -> None:
+        """`made` are the folders that were not there before, innermost first; `found` is what was in `path`."""
         self.path = path
         self._lock = lock
+        self._made, self._found = made, frozenset(found)
 
     @classmethod
     def create(cls, config: Config) -> RunDir:
@@ -71,57 +63,57 @@ class RunDir:
         Raises:
             UserError: it cannot be written, or a run is in it.
         """
-        path = Path(config.run.dir or f"runs/{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}")
-        run = cls._hold(path)
-        if (path / "config.yaml").exists():
-            raise UserError(
-                "there is a run in this directory already",
-                where=str(path),
-                fix="continue it with --resume, or give another run.dir",
-            )
-        (path / "config.yaml").write_text(dump_yaml(config))
+        run = cls._hold(_place(config))
+        try:
+            refuse_taken(run.path)
+            run.record(config)
+        except BaseException:
+            run.discard()
+            run.close()
+            raise
         return run
 
     @classmethod
-    def reopen(cls, config: Config) -> RunDir:
-        """The directory of a run to be continued: run.dir, or the newest of this name under runs/.
-
-        Raises:
-            UserError: there is none, another process holds it, or its configuration does not fit.
-        """
-        if config.run.dir:
-            path = Path(config.run.dir)
-        else:
-            candidates = sorted(Path("runs").glob(f"{config.run.name}-*/config.yaml"))
-            path = candidates[-1].parent if candidates else Path("runs") / config.run.name
-        if not (path / "config.yaml").exists():
-            raise UserError("there is no run to resume", where=str(path), fix="give its directory as run.dir=...")
+    def reopen(cls, path: Path) -> RunDir:
+        """The directory of a run to be continued. Raises UserError where another process holds it."""
         run = cls._hold(path)
-        refuse_changes(load_config(path / "config.yaml"), config)
+        for leftover in (run.path / "checkpoints").glob("*.tmp"):
+            shutil.rmtree(leftover)  # of a save that was killed
         return run
 
     @classmethod
     def _hold(cls, path: Path) -> RunDir:
+        made = [folder for folder in (path, *path.parents) if not folder.exists()]
         try:
+            found = [entry.name for entry in path.iterdir()] if path.exists() else []
             path.mkdir(parents=True, exist_ok=True)
             lock = (path / ".lock").open("w")
         except OSError as error:
-            raise UserError(
-                f"the run directory cannot be written ({error.strerror})", where=str(path), fix="set run.dir"
-            ) from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by the kernel when the process ends, however
-        except OSError as error:
-            raise UserError("another process is running in this directory", where=str(path)) from error
-        return cls(path, lock)
+            _remove_empty(made)
+            raise _unwritable(path, error) from error
+        _lock(lock, path)
+        return cls(path, lock, made, found)
 
     def close(self) -> None:
         self._lock.close()
 
+    def discard(self) -> None:
+        """Removes all that was not there before. For a start that failed: what it left would be taken for a run."""
+        for entry in self.path.iterdir():
+            if entry.name not in self._found:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        _remove_empty(self._made)
+
+    def record(self, config: Config) -> None:
+        """Writes the resolved configuration; whoever reads it meanwhile, or after a crash, sees the old or the new."""
+        temporary = self.path / f".{CONFIG}.tmp"
+        temporary.write_text(dump_yaml(config))
+        sync_entry(temporary)
+        os.replace(temporary, self.path / CONFIG)
+
     def checkpoints(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
-        found = [p for p in (self.path / "checkpoints").glob("step_*") if _NAME.search(p.name)]
-        return sorted(found, key=lambda p: p.name)
+        return complete_checkpoints(self.path)
 
     def save(self, state: RunState, write_shards: Callable[[str], None], keep: int) -> Path:
         """Writes a checkpoint of everything and forgets all but the newest `keep`.
@@ -149,37 +141,61 @@ class RunDir:
             shutil.rmtree(old)
         return final
 
-    def newest(self) -> tuple[Path, RunState]:
-        """The newest complete checkpoint. Raises DataError where there is none, or where a file of it was cut since."""
-        for leftover in (self.path / "checkpoints").glob("*.tmp"):
-            shutil.rmtree(leftover)  # of a save that was killed
-        checkpoints = self.checkpoints()
-        if not checkpoints:
-            raise DataError(
-                "the run has no complete checkpoint", where=str(self.path), fix="start it anew in another run.dir"
-            )
-        check_files(checkpoints[-1])
-        return checkpoints[-1], RunState.from_json((checkpoints[-1] / "run_state.json").read_text())
+
+def check_place(config: Config) -> None:
+    """Raises UserError where a new run's directory could not be made, or is not free. Leaves nothing behind."""
+    path = _place(config)
+    refuse_taken(path)
+    refuse_busy(path)
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    try:
+        Path(tempfile.mkdtemp(prefix=".probe-", dir=existing)).rmdir()
+    except OSError as error:
+        raise _unwritable(path, error) from error
 
 
-def refuse_changes(old: Config, new: Config) -> None:
-    """Raises ConfigError naming the first setting that differs and must not."""
-    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
-    for key in sorted(before.keys() | after.keys()):
-        free = key.startswith(FREE_TO_CHANGE) and key not in NOT_FREE
-        if not free and before.get(key) != after.get(key):
-            raise ConfigError(
-                f"the run was started with {before.get(key)!r}, now it is {after.get(key)!r}",
-                where=key,
-                fix="resume with the same configuration, or start a new run from the exported policy",
-            )
+def refuse_taken(path: Path) -> None:
+    """Raises UserError where a run is in this directory."""
+    if (path / CONFIG).exists():
+        raise UserError(
+            "there is a run in this directory already",
+            where=str(path),
+            fix="continue it with --resume, or give another run.dir",
+        )
 
 
-def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
+def complete_checkpoints(path: Path) -> list[Path]:
+    """Those of a run directory, oldest first."""
+    found = [p for p in (path / "checkpoints").glob("step_*") if _NAME.search(p.name)]
+    return sorted(found, key=lambda p: p.name)
+
+
+def _place(config: Config) -> Path:
+    return Path(config.run.dir or f"runs/{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def _lock(lock: IO[str], path: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by the kernel when the process ends, however
+    except OSError as error:
+        lock.close()
+        raise UserError("another process is running in this directory", where=str(path)) from error
+
+
+def refuse_busy(path: Path) -> None:
+    """Raises UserError where another process is running in this directory. Changes nothing."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), (path / ".lock").open() as lock:
+        _lock(lock, path)
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # somebody else's files are in it by now
+            folder.rmdir()
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(f"the run directory cannot be written ({error.strerror})", where=str(path), fix="set run.dir")
 
 
 def _sync(folder: Path) -> None:

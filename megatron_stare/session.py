@@ -9,48 +9,54 @@ from types import TracebackType
 
 from megatron_stare.batch import Prompt, Sample, SamplingParams
 from megatron_stare.config.schema import Config
-from megatron_stare.data.source import make_source
 from megatron_stare.errors import RewardFailureError
-from megatron_stare.methods import build_method
 from megatron_stare.observability.live import make_display
 from megatron_stare.observability.metrics import METRICS_FILE, MetricsWriter, read_metrics
+from megatron_stare.opening import Inputs, check_dump_step
 from megatron_stare.orchestration.agreement import AgreementWatch
 from megatron_stare.orchestration.colocation import Colocation
 from megatron_stare.orchestration.groups import Runner
-from megatron_stare.preflight import check, check_checkpoints, load_tokenizer, notices
+from megatron_stare.preflight import notices
+from megatron_stare.resuming import find_run, resume_point
 from megatron_stare.rewards.pool import RewardPool
 from megatron_stare.rollout.collect import check_versions, requests_for, samples_from
-from megatron_stare.rollout.stop import stop_token_ids
 from megatron_stare.run_state import RunDir, RunState
 
 
 class Session:
     """A run in progress. A context manager; nothing it started outlives it.
 
+    Where it ends in an error before its first step, it leaves nothing behind.
+
     Args:
-        config: checked before anything is started.
+        inputs: read and checked before anything is started.
         resume: continue the newest checkpoint of the run instead of starting one.
+        dump_step: the step that will be written out, if any.
+
+    Raises:
+        UserError: the run directory, a worker or the verifier cannot be used.
     """
 
-    def __init__(self, config: Config, resume: bool) -> None:
-        config = check(config)
-        check_checkpoints(config)
-        self.config = config
-        self.method = build_method(config.algorithm)
-        self.tokenizer = load_tokenizer(config.model.path)
-        self.stop_ids = stop_token_ids(config.model.path, self.tokenizer)
-        self.source = make_source(config, self.tokenizer, "train")
-        self.eval_prompts = (
-            make_source(config, self.tokenizer, "eval").take(config.eval.prompts) if config.eval.prompts else []
-        )
+    def __init__(self, inputs: Inputs, *, resume: bool = False, dump_step: int | None = None) -> None:
+        self.config = config = inputs.config
+        self.method, self.source = inputs.method, inputs.source
+        self.tokenizer, self.stop_ids = inputs.tokenizer, inputs.stop_ids
+        self.eval_prompts = inputs.eval_prompts
         self.state = RunState(data=self.source.state(), method=self.method.initial_state())
         with contextlib.ExitStack() as stack:
-            self.dir = RunDir.reopen(config) if resume else RunDir.create(config)
-            stack.callback(self.dir.close)
             restored: Path | None = None
             if resume:
-                restored, self.state = self.dir.newest()
-                self.source.restore(self.state.data)
+                self.dir = RunDir.reopen(find_run(config))
+                stack.callback(self.dir.close)
+                restored, state = resume_point(self.dir.path, config)
+                if state:
+                    self.state = state
+                    self.source.restore(state.data)
+            check_dump_step(config, dump_step, self.state.step)
+            if not resume:
+                self.dir = RunDir.create(config)
+                stack.callback(self.dir.close)
+                stack.push(self._discard_if_nothing_was_made)
             self.display = make_display(config.run.steps, dtype=config.model.dtype)
             stack.callback(self.display.close)
             self.display.start(str(self.dir.path), config.algorithm["name"])
@@ -71,6 +77,10 @@ class Session:
             if restored:
                 self.trainers.load(str(restored.resolve()))
                 self.display.note(f"continuing after step {self.state.step}")
+            elif resume:
+                self.display.note("the run ended before its first checkpoint: beginning anew")
+            if resume:
+                self.dir.record(config)  # run.steps, the layout and more may be others from here on
             self._open = stack.pop_all()
 
     def __enter__(self) -> Session:
@@ -79,7 +89,13 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._open.close()
+        self._open.__exit__(kind, error, trace)
+
+    def _discard_if_nothing_was_made(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and self.state.step == 0:
+            self.dir.discard()
 
     def steps(self) -> Iterator[int]:
         """The steps still to do."""

@@ -14,8 +14,10 @@ from megatron_stare.batch import RolloutBatch
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import NonFiniteError
 from megatron_stare.evaluate import evaluate
+from megatron_stare.observability.metrics import evaluated_steps
 from megatron_stare.observability.report import write_report
 from megatron_stare.observability.step_metrics import Stopwatch, step_metrics
+from megatron_stare.opening import check_dump_step, finished_run, read_inputs
 from megatron_stare.orchestration.updates import UpdateResult, combined
 from megatron_stare.session import Session
 from megatron_stare.weights.hf_folder import write_folder
@@ -33,9 +35,16 @@ def train(config: Config, *, resume: bool = False, dump_step: int | None = None)
     Raises:
         UserError: something the user can mend; the last checkpoint is intact.
     """
-    with Session(config, resume) as run:
+    inputs = read_inputs(config)
+    config = inputs.config
+    if resume and (finished := finished_run(config)):
+        check_dump_step(config, dump_step, config.run.steps)
+        print(f"all {config.run.steps} steps of this run are made already; give run.steps=... to go on")
+        write_report([finished], finished / "report.html")
+        return finished
+    with Session(inputs, resume=resume, dump_step=dump_step) as run:
         run.sync(run.state.step)
-        if not resume:
+        if evaluation_is_due(run, run.state.step):  # of a resumed run, where it ended between a checkpoint and this
             measure_pass_rate(run)
 
         for step in run.steps():
@@ -71,10 +80,10 @@ def train(config: Config, *, resume: bool = False, dump_step: int | None = None)
             if last or (config.run.checkpoint_every and step % config.run.checkpoint_every == 0):
                 with run.display.phase("checkpoint"):
                     run.dir.save(run.state, run.trainers.save, config.run.keep_checkpoints)
-            if last or (config.eval.every and step % config.eval.every == 0):
+            if evaluation_is_due(run, step):
                 measure_pass_rate(run)
 
-        write_folder(run.dir.path / "hf", run.trainers.weights(), companions_from=config.model.path)
+        write_folder(run.dir.path / "hf", run.trainers.weights(), config.model.path, run.state.step)
         write_report([run.dir.path], run.dir.path / "report.html")
         return run.dir.path
 
@@ -93,6 +102,13 @@ def advance(run: Session, step: int, updates: Sequence[UpdateResult]) -> None:
                 where=f"step {step}",
                 fix="lower optimizer.lr, and look at the last steps' loss and log-probs; the weights are unharmed",
             )
+
+
+def evaluation_is_due(run: Session, step: int) -> bool:
+    """Whether the weights after `step` are to be evaluated and were not yet: before, after and in between."""
+    every = run.config.eval.every
+    wanted = step in (0, run.config.run.steps) or (every > 0 and step % every == 0)
+    return wanted and step not in evaluated_steps(run.dir.path)
 
 
 def measure_pass_rate(run: Session) -> None:

@@ -12,7 +12,8 @@ usage: bash scripts/quickstart.sh [--seed N] [--steps N] [--algorithm A | --comp
                   other method of docs/algorithms/README.md with its own defaults
   --compare A     train with STARE and then with A from the same start and seed; one report shows both
   --engine E      local (default): rollouts in process; sglang: from a real SGLang server, much slower at this size
-  --resume        continue the newest quickstart that was interrupted (give the same options again)
+  --resume        continue the newest quickstart, or the newest comparison, that was interrupted (give the same
+                  options again)
   --dry-run       check everything, print the resolved configuration and stop
   key=value       any setting of configs/quickstart.yaml, such as optimizer.lr=1e-4
 TEXT
@@ -31,6 +32,8 @@ method() {
 }
 
 arguments=()
+resume=
+dry_run=
 algorithm=stare
 compare=
 engine=local
@@ -48,12 +51,14 @@ while [ $# -gt 0 ]; do
         esac
         shift 2
         ;;
-    --resume | --dry-run) arguments+=("$1"); shift ;;
+    --resume) resume=--resume; shift ;;
+    --dry-run) dry_run=--dry-run; shift ;;
     -*) usage_error "unknown option $1" ;;
     *) arguments+=("$1"); shift ;;
     esac
 done
 
+[ "$compare" != stare ] || usage_error "--compare needs another method than stare"
 case "$engine" in
 local | sglang) ;;
 *) usage_error "unknown engine $engine: local or sglang" ;;
@@ -70,14 +75,41 @@ train() { # method, then what comes before the user's own arguments
     local name="$1"
     shift
     # shellcheck disable=SC2046  # the method's overrides are words
-    "$PYTHON" -m megatron_stare.cli train configs/quickstart.yaml $(method "$name") "$@" ${arguments[@]+"${arguments[@]}"}
+    "$PYTHON" -m megatron_stare.cli train configs/quickstart.yaml $(method "$name") "$@" ${arguments[@]+"${arguments[@]}"} $dry_run
+}
+
+# The newest comparison of stare with the same method, or nothing. Its runs lie in folders named by their methods.
+newest_comparison() {
+    local folder run newest=
+    for folder in runs/compare-*/; do
+        for run in "$folder"*/config.yaml; do
+            case "$(basename "$(dirname "$run")")" in
+            stare | "$compare") ;;
+            *) continue 2 ;; # with another method, or empty
+            esac
+        done
+        newest="${folder%/}"
+    done
+    echo "$newest"
+}
+
+# One run of a comparison: begun, or, where that is asked for and it has begun already, continued.
+half() {
+    local name="$1" continued=
+    [ -z "$resume" ] || [ ! -e "$both/$name/config.yaml" ] || continued=--resume
+    train "$name" "run.name=$name" "run.dir=$both/$name" $continued
 }
 
 if [ -z "$compare" ]; then
-    train "$algorithm"
+    train "$algorithm" $resume
 else
     both="runs/compare-$(date +%Y%m%d-%H%M%S)"
-    train stare run.name=stare "run.dir=$both/stare"
-    train "$compare" "run.name=$compare" "run.dir=$both/$compare"
-    "$PYTHON" -m megatron_stare.cli report "$both/stare" "$both/$compare" --out "$both/report.html"
+    if [ -n "$resume" ]; then
+        both="$(newest_comparison)"
+        [ -n "$both" ] || fail "there is no comparison with $compare to resume under runs/" "leave --resume out to begin one"
+    fi
+    half stare
+    half "$compare"
+    [ -n "$dry_run" ] ||
+        "$PYTHON" -m megatron_stare.cli report "$both/stare" "$both/$compare" --out "$both/report.html"
 fi

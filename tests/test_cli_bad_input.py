@@ -54,6 +54,8 @@ def dry(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
         ("batch.samples_per_prompt=1", "use at least 2"),
         ("batch.micro_batch_tokens=20", "at least 48"),
         ("rollout.max_new_tokens=1000", "exceed the model's 128 positions"),
+        ("rollout.max_prompt_tokens=1024", "rollout.max_prompt_tokens: prompts of 1024 tokens leave no room"),
+        ("rollout.max_prompt_tokens=128", "fix: at most 127, less the tokens of a response"),
         ("sglang.colocated=true", "set rollout.engine=sglang"),
         ("optimizer.lr=fast", "optimizer.lr"),
         ("optimizer.name=sgd", "cannot save the state of SGD"),
@@ -76,6 +78,7 @@ def test_refused_before_anything_starts(capsys: pytest.CaptureFixture[str], over
         (("sglang.python=/nowhere/python",), "there is no Python at /nowhere/python"),
         (("rollout.max_new_tokens=112",), "exceed the 126 that a server fills of its context of 128"),
         (("sglang.cache_tokens=40",), "rollout.max_new_tokens"),
+        (("sglang.cache_tokens=18",), "fix: at most 15, less the tokens of a response"),
         (("sglang.urls=[http://127.0.0.1:1]", "rollout.max_new_tokens=112"), "at most 110"),
         (
             ("sglang.urls=[http://far:1]", "sglang.sync=distributed"),
@@ -183,3 +186,145 @@ def test_dry_run_prints_what_it_would_do_and_does_nothing(
     (tmp_path / "resolved.yaml").write_text(printed)
     assert main(["train", str(tmp_path / "resolved.yaml"), "--dry-run"]) == 0
     assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize(
+    ("overrides", "blamed"),
+    [
+        (["optimizer.lrr=1"], "optimizer.lrr=1: optimizer.lrr: unknown name"),
+        (["optimizer.lr=1", "optimizer.lr=-1", "run.steps=3"], "optimizer.lr=-1: optimizer.lr: "),
+        (["optimizer={lr: -1}"], "optimizer={lr: -1}: optimizer.lr: "),
+        (["model={dtype: float32}"], "model={dtype: float32}: model.path: this key is required"),
+        (["run.seed.x=1"], "run.seed.x=1: run.seed: "),
+        (["optimizer.lr=1"], "broken.yaml: optimizer.eps: "),  # the file's own fault stays the file's
+        (["optimizer.ep=1"], "optimizer.ep=1: optimizer.ep: unknown name"),  # eps begins alike
+    ],
+)
+def test_the_override_that_is_wrong_is_blamed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, overrides: list[str], blamed: str
+) -> None:
+    file = tmp_path / "broken.yaml"
+    wrong = "optimizer: {eps: -1}\n" if "broken" in blamed else ""
+    file.write_text(f"model: {{path: here}}\n{wrong}")
+    error = run(capsys, str(file), *overrides)
+    assert blamed in error
+    assert ("broken.yaml" in error) == ("broken" in blamed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["--run.steps=3"], "run.steps=3"),
+        (["--run.steps", "3"], "run.steps=3"),
+        (["-optimizer.lr=1"], "optimizer.lr=1"),
+        (["--algorithm=grpo"], "algorithm=grpo"),
+        (["--steps=3"], None),
+    ],
+)
+def test_settings_with_dashes(capsys: pytest.CaptureFixture[str], arguments: list[str], hint: str | None) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["train", QUICKSTART, *arguments])
+    assert left.value.code == 2
+    error = capsys.readouterr().err
+    assert "unrecognized arguments" in error
+    assert error.rstrip().endswith(f"fix: settings have no dashes: {hint}") == (hint is not None)
+
+
+def test_a_method_that_does_not_import(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    package = tmp_path / "her_methods"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "helper.py").write_text("one = 1\ntwo = three\n")
+    (package / "calls.py").write_text("import her_methods.helper\n")
+    (package / "typo.py").write_text("one = 1\ntwo = (\n")
+    (package / "lacks.py").write_text('"""Says."""\nimport no_such_library\n')
+
+    def refused(name: str) -> str:
+        return dry(capsys, f"algorithm={name}")
+
+    error = refused("his_methods.mine.Method")
+    assert (
+        "algorithm.name: cannot import 'his_methods.mine': there is no module 'his_methods' on Python's path" in error
+    )
+    assert "PYTHONPATH=FOLDER" in error
+    error = refused("her_methods.mine.Method")
+    assert "there is no module 'her_methods.mine'" in error and "fix: correct the dotted path" in error
+    error = refused("her_methods.calls.Method")
+    line = f"{package / 'helper.py'}:2"
+    assert f"NameError: name 'three' is not defined ({line})" in error and f"fix: mend {line}" in error
+    assert f"fix: mend {package / 'typo.py'}:2" in refused("her_methods.typo.Method")
+    line = f"{package / 'lacks.py'}:2"
+    error = refused("her_methods.lacks.Method")
+    assert f"No module named 'no_such_library' ({line})" in error and f"fix: mend {line}" in error
+
+
+def test_a_failed_start_leaves_what_it_found(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The verifier is the first thing of a run to start, when the run directory has been made and written to."""
+    model = f"model.path={ROOT / 'assets/tiny-adder'}"
+
+    def start(place: Path) -> None:
+        assert "cannot import" in run(capsys, QUICKSTART, model, f"run.dir={place}", "reward.verifier=nowhere.verify")
+
+    start(tmp_path / "of/no/one")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    start(tmp_path / "mine")
+    assert [p.name for p in tmp_path.rglob("*")] == ["mine"]
+    (tmp_path / "mine/notes").mkdir()
+    (tmp_path / "mine/notes/today").write_text("lr too high\n")
+    start(tmp_path / "mine/runs")
+    start(tmp_path / "mine")
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["mine", "notes", "today"]
+
+
+def test_a_run_that_is_there_is_not_touched(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: {path: here}\n")
+    message = run(capsys, QUICKSTART, f"model.path={ROOT / 'assets/tiny-adder'}", f"run.dir={tmp_path}")
+    assert "there is a run in this directory already" in message
+    assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_a_step_to_write_out_must_be_made(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = [QUICKSTART, f"model.path={ROOT / 'assets/tiny-adder'}", f"run.dir={tmp_path / 'run'}"]
+    assert "these are left: 1 to 300" in run(capsys, *arguments, "--dump-step=301")
+    assert not (tmp_path / "run").exists()
+
+
+def test_reports_go_where_nothing_is_lost(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        Path(name).mkdir()
+        Path(name, "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+        Path(name, "report.html").write_text(f"the report of {name}")
+
+    def written(*arguments: str) -> str:
+        assert main(["report", *arguments]) == 0
+        return capsys.readouterr().out.strip()
+
+    assert written("a", "b") == "comparison.html"
+    monkeypatch.chdir("a")
+    assert written(".", "../b") == "comparison.html"  # also from within a run
+    monkeypatch.chdir("..")
+    for name in ("a", "b"):
+        assert Path(name, "report.html").read_text() == f"the report of {name}"
+    Path("there").mkdir()
+    assert written("a", "--out", "there") == "there/report.html"
+    assert written("a", "b", "--out", "there") == "there/comparison.html"
+    assert written("a", "b", "--out", "new/one.html") == "new/one.html"
+    assert written("a") == "a/report.html"
+    assert "</html>" in Path("a/report.html").read_text()
+
+    assert main(["report", "a", "--out", "a/metrics.jsonl/report.html"]) == 2
+    error = capsys.readouterr().err
+    assert "the report cannot be written" in error and "fix: " in error
+    assert sorted(p.name for p in Path("a").iterdir()) == ["comparison.html", "metrics.jsonl", "report.html"]
+
+
+def test_the_page_of_settings_says_what_a_run_refuses() -> None:
+    (row,) = [line for line in (ROOT / "docs/configuration.md").read_text().splitlines() if "`sgd`" in line]
+    assert "refused in a run" in row

@@ -32,9 +32,11 @@ LEVELS = {
     "layout_rules": 3,
     "device_rules": 2,
     "preflight": 4,
-    "session": 5,
-    "train": 6,
-    "cli": 7,
+    "resuming": 5,
+    "opening": 6,
+    "session": 7,
+    "train": 8,
+    "cli": 9,
 }
 ONLY_IN = {
     "ray": {"orchestration/ray.py"},

@@ -60,6 +60,7 @@ def test_a_frozen_weight_sync_stops_the_run(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "the trainer holds version 1, but the rollout was sampled by version 0" in done.stderr
     assert "Traceback" not in done.stderr
+    assert len(metrics(tmp_path / "run")) == 1  # a step was made, and what is known of it stays
 
 
 def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     Raises:
         ConfigError: missing file, bad YAML, unknown key (with a suggestion), value out of range.
     """
-    tree = read_yaml(path)
+    tree, overrides = read_yaml(path), list(overrides)
     for override in overrides:
         apply_override(tree, override)
-    return validate(tree, str(path))
+    return validate(tree, str(path), overrides)
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -68,19 +69,29 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     node[leaf] = value
 
 
-def validate(tree: Mapping[str, Any], source: str) -> Config:
-    """Raises ConfigError naming the first thing that is wrong."""
+def validate(tree: Mapping[str, Any], source: str, overrides: Sequence[str] = ()) -> Config:
+    """Raises ConfigError naming the first thing that is wrong, and where it was set: `source` or an override."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise config_error(error, Config, source) from error
+        raise config_error(error, Config, source, overrides) from error
 
 
-def config_error(error: ValidationError, model: type[BaseModel] | Iterable[str], source: str) -> ConfigError:
-    """Turns pydantic's report into one ConfigError. `model` says which keys exist, for suggestions."""
+def config_error(
+    error: ValidationError, model: type[BaseModel] | Iterable[str], source: str, overrides: Sequence[str] = ()
+) -> ConfigError:
+    """Turns pydantic's report into one ConfigError.
+
+    Args:
+        model: says which keys exist, for suggestions.
+        source: the file that was read.
+        overrides: what replaced settings of it; the last one that set what is wrong is blamed in its place.
+    """
     first = min(error.errors(), key=lambda e: e["type"] not in ("extra_forbidden", "unexpected_keyword_argument"))
     loc = [str(part) for part in first["loc"]]
-    where = f"{source}: {'.'.join(loc)}" if loc else source
+    setting = ".".join(loc)
+    source = next((override for override in reversed(overrides) if loc and _touches(override, setting)), source)
+    where = f"{source}: {setting}" if loc else source
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         known = _keys_at(model, loc[:-1]) if isinstance(model, type) else list(model)
         return unknown_name(loc[-1], known, where)
@@ -90,12 +101,37 @@ def config_error(error: ValidationError, model: type[BaseModel] | Iterable[str],
     return ConfigError(f"{message} (got {first['input']!r})", where=where)
 
 
+def _touches(override: str, setting: str) -> bool:
+    """Whether an override sets this, what it is in, or something in it."""
+    key = override.partition("=")[0] + "."
+    return key.startswith(f"{setting}.") or f"{setting}.".startswith(key)
+
+
 def _keys_at(model: type[BaseModel], loc: list[str]) -> list[str]:
     for part in loc:
         annotation = model.model_fields[part].annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             model = annotation
     return list(model.model_fields)
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The same configuration, with the files and folders it reads named from the root, so that it means the same
+    wherever it is read. Symbolic links stay: the Python of an environment is one."""
+    data = {"path": config.data.path, "eval_path": config.data.eval_path} if config.data.source == "jsonl" else {}
+    python = config.sglang.python
+    found: dict[str, dict[str, str | None]] = {
+        "model": {"path": config.model.path, "reference_path": config.model.reference_path},
+        "data": data,  # to a source of the user's own they are what it makes of them
+        "sglang": {"python": python} if python and os.sep in python else {},
+    }
+    sections = {
+        section: getattr(config, section).model_copy(
+            update={key: path and os.path.abspath(path) for key, path in paths.items()}
+        )
+        for section, paths in found.items()
+    }
+    return config.model_copy(update=sections)
 
 
 def dump_yaml(config: Config) -> str:

@@ -185,7 +185,11 @@ class RewardConfig(Section):
 class OptimizerConfig(Section):
     """AdamW and its schedule."""
 
-    name: Literal["adam", "sgd"] = Field("adam", description="adam is AdamW")
+    name: Literal["adam", "sgd"] = Field(
+        "adam",
+        description="adam is AdamW; sgd is for the single steps of tools/check_invariance.py and refused in a run, "
+        "whose checkpoints could not hold it",
+    )
     lr: float = Field(1e-6, gt=0, description="peak learning rate")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
     warmup_steps: int = Field(

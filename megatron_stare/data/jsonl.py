@@ -1,7 +1,8 @@
 """Prompts from a JSON Lines file: one {"prompt": str, "answer": str or number, "id": str or integer, optional} a line.
 
 The whole file is read and checked once, when the source is built; `data.path` feeds training, `data.eval_path`
-evaluation. Every epoch has its own order, a function of seed and epoch alone, so the cursor is all the state there is.
+evaluation, which passes over lines that repeat an earlier one's prompt and answer. Every epoch has its own order, a
+function of seed and epoch alone, so the cursor is all the state there is.
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ class JsonlPrompts:
         self._records = [record for record in self._records if self._fits(record, drop)]
         if not self._records:
             raise DataError("every prompt is longer than rollout.max_prompt_tokens", where=path)
+        if split == "eval":  # asked twice, a problem would count as two; in training that may be what is wanted
+            self._records = self._without_repeats()
+        self.problems = len(self._records)
         self._seed = stream_seed(config.run.seed, split)
         self._cursor = 0
         self._epoch = 0
@@ -68,6 +72,13 @@ class JsonlPrompts:
                 raise
             return False
         return True
+
+    def _without_repeats(self) -> list[Record]:
+        """The first of all records that are the same prompt, as the policy sees it, with the same answer."""
+        first: dict[tuple[tuple[int, ...], str], Record] = {}
+        for record in self._records:
+            first.setdefault((self._encode(record.prompt, record.where), record.answer), record)
+        return list(first.values())
 
     def take(self, n: int) -> list[Prompt]:
         """The next `n` prompts, across as many epochs as that takes."""

@@ -25,6 +25,9 @@ class PromptSource(Protocol):
     A class of the user's own is built as `cls(config, tokenizer, split)`, like ours.
     """
 
+    problems: int | None
+    """How many different problems the split has, so that an evaluation asks for no more; None: no end of them."""
+
     def take(self, n: int) -> list[Prompt]:
         """The next `n` prompts, tokenized. `Prompt.cursor` goes up by one a prompt, from 0, and never repeats."""
         ...
@@ -54,3 +57,29 @@ def make_source(config: Config, tokenizer: Any, split: Split) -> PromptSource:
     if not callable(factory):
         raise ConfigError(f"{config.data.source!r} is not a class", where="data.source")
     return factory(config, tokenizer, split)
+
+
+def held_out(config: Config, tokenizer: Any) -> list[Prompt]:
+    """The `eval.prompts` problems of every evaluation of a run.
+
+    Raises:
+        ConfigError: the source does not have, or does not say whether it has, as many different ones.
+        DataError: as in `make_source`.
+    """
+    wanted = config.eval.prompts
+    if not wanted:
+        return []
+    source = make_source(config, tokenizer, "eval")
+    if not hasattr(source, "problems"):
+        raise ConfigError(
+            f"{config.data.source!r} does not say how many different problems it has",
+            where="data.source",
+            fix="give its objects an attribute `problems`: a number, or None where there is no end of them",
+        )
+    if source.problems is not None and wanted > source.problems:
+        raise ConfigError(
+            f"an evaluation of {wanted} problems would ask some twice: the source has {source.problems} different ones",
+            where="eval.prompts",
+            fix=f"at most {source.problems}",
+        )
+    return source.take(wanted)

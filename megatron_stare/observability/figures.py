@@ -125,13 +125,17 @@ def _pass_at_1(run: RunRecord, label: str, score: str, results: str) -> Figure:
         return Figure(label, short(after[score]), "after training")
     value = f"{before[score]:.3f} → {after[score]:.3f}"
     pair = _as_pairs(before.get(results), after.get(results))
-    if pair is None:
+    problems = after.get("problem")  # evaluations of earlier releases do not say
+    if pair is None or before.get("problem") != problems:
         return Figure(label, value, "different problems before and after, so no interval")
-    mean, low, high = paired_interval(*pair)
+    mean, low, high = paired_interval(*pair, problems=problems)
     if math.isnan(low):
         return Figure(label, value, f"{mean:+.3f}, one problem")
     tone: Tone = "good" if low > 0 else "warn" if high < 0 else ""
-    return Figure(label, value, f"{mean:+.3f} [{low:+.3f}, {high:+.3f}], 95 %, paired, {len(pair[0])} problems", tone)
+    count = f"{len(pair[0])} problems"
+    if problems and (different := len(set(problems))) < len(problems):
+        count += f", {different} of them different"
+    return Figure(label, value, f"{mean:+.3f} [{low:+.3f}, {high:+.3f}], 95 %, paired, {count}", tone)
 
 
 def _as_pairs(before: Any, after: Any) -> tuple[Sequence[float], Sequence[float]] | None:

@@ -120,6 +120,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     ]
 
 
+def evaluated_steps(run_dir: Path) -> set[int]:
+    """The steps whose weights were evaluated; empty where there is no eval.jsonl."""
+    return {int(record["step"]) for record in read_jsonl(run_dir / EVAL_FILE)}
+
+
 def _summary_writer(directory: Path, resume_step: int | None) -> SummaryWriter:
     from torch.utils.tensorboard import SummaryWriter  # seconds to import, and readers of metrics do not need it
 

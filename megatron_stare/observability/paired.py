@@ -9,23 +9,32 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, StatisticsError, correlation, fmean, stdev
+from statistics import NormalDist, StatisticsError, correlation, fmean
 from typing import Any
 
 BAND = 0.25  # entropy within this share of its target counts as on target
 RECENT = 20  # steps that "at the end" means
 
 
-def paired_interval(before: Sequence[float], after: Sequence[float], level: float = 0.95) -> tuple[float, float, float]:
-    """Mean of after - before over the same problems, with a normal-approximation confidence interval.
+def paired_interval(
+    before: Sequence[float], after: Sequence[float], level: float = 0.95, *, problems: Sequence[int] | None = None
+) -> tuple[float, float, float]:
+    """Mean of after - before over the same prompts, with a normal-approximation confidence interval.
 
     With d_i = after_i - before_i, mean d, sample standard deviation s (n - 1) and z the (1 + level)/2 quantile of the
     standard normal (1.96 for 95 %): d ± z s / √n. Pairing removes the spread between easy and hard problems, which is
     most of it. The approximation wants some 30 problems or more that are not all alike; where every d_i is equal the
     interval has no width, which says nothing about unseen problems.
 
+    Several prompts of one problem are not independent. With e_g the sum of d_i - d over the prompts of problem g, of G
+    problems, the half width is then z √(G/(G - 1) Σ_g e_g²) / n (Liang and Zeger, Biometrika 73, 1986), which is the
+    above where each problem has one prompt.
+
+    Args:
+        problems: the problem of each prompt; None: all are different.
+
     Returns:
-        mean difference, low, high; the last two NaN for a single pair.
+        mean difference, low, high; the last two NaN for a single problem.
 
     Raises:
         ValueError: no pairs, or lists of different lengths.
@@ -38,9 +47,13 @@ def paired_interval(before: Sequence[float], after: Sequence[float], level: floa
         raise ValueError(f"level must lie between 0 and 1, not {level}")
     differences = [b - a for a, b in zip(before, after, strict=True)]
     mean = fmean(differences)
-    if len(differences) == 1:
+    sums: dict[int, float] = {}
+    for problem, difference in zip(problems or range(len(differences)), differences, strict=True):
+        sums[problem] = sums.get(problem, 0.0) + difference - mean
+    if len(sums) == 1:
         return mean, math.nan, math.nan
-    half = NormalDist().inv_cdf((1 + level) / 2) * stdev(differences) / math.sqrt(len(differences))
+    variance = len(sums) / (len(sums) - 1) * math.fsum(e * e for e in sums.values())
+    half = NormalDist().inv_cdf((1 + level) / 2) * math.sqrt(variance) / len(differences)
     return mean, mean - half, mean + half
 
 

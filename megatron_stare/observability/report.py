@@ -6,6 +6,7 @@ loads nothing from anywhere, so it can be mailed, archived and opened without a 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Sequence
@@ -41,16 +42,23 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
         `out`.
 
     Raises:
-        DataError: no run directory given, or one of them holds nothing a run writes.
+        DataError: no run directory given, one of them holds nothing a run writes, or `out` cannot be written.
     """
     if not run_dirs:
         raise DataError("no run directory given")
     page = _page(read_runs(run_dirs))
     out = Path(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(page, encoding="utf-8")
+        os.replace(temporary, out)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise DataError(
+            f"the report cannot be written ({error.strerror})", where=str(out), fix="name another file: --out FILE"
+        ) from error
     return out
 
 

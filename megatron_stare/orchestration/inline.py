@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stare.config.schema import Config
-from megatron_stare.errors import ConfigError
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.orchestration.engine_worker import EngineWorker
 from megatron_stare.orchestration.groups import EngineGroup, TrainerGroup, plan_rules
@@ -40,16 +39,9 @@ class InlineWorkers(Workers):
 
 
 class InlineRunner:
-    """One rank, all engines, no other process."""
+    """One rank, all engines, no other process. Preflight has refused a layout of more ranks."""
 
     def __init__(self, config: Config) -> None:
-        """Raises ConfigError for a layout of more than one rank."""
-        if config.parallel.world_size != 1:
-            raise ConfigError(
-                f"the inline runner has one process, the layout has {config.parallel.world_size} ranks",
-                where="runtime.runner",
-                fix="use runner: ray, or a layout of one rank",
-            )
         self._rendezvous = tempfile.TemporaryDirectory()
         trainer = Trainer(config, 0, f"file://{Path(self._rendezvous.name) / 'ranks'}")
         self.trainers = TrainerGroup(InlineWorkers([trainer]), plan_rules(config))

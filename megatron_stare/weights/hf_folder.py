@@ -88,19 +88,35 @@ class HfFolder:
             raise DataError(f"{self._where[name].name} does not hold {name!r}", where=str(self.path)) from error
 
 
-def write_folder(path: str | Path, tensors: Mapping[str, Tensor], companions_from: str | Path) -> None:
+def write_folder(
+    path: str | Path, tensors: Mapping[str, Tensor], companions_from: str | Path, step: int | None = None
+) -> None:
     """Writes a folder that `transformers` loads: weights, and config and tokenizer of `companions_from`.
 
     It is written beside its place and moved there whole, so a killed write leaves nothing that looks complete.
+
+    Args:
+        step: of the run whose policy it is, for `exported_step`.
     """
     path, source = Path(path), Path(companions_from)
     staging = path.with_name(path.name + ".tmp")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     copy_companions(source, staging)
-    save_file({name: t.contiguous() for name, t in tensors.items()}, staging / "model.safetensors", {"format": "pt"})
+    metadata = {"format": "pt"} | ({} if step is None else {"step": str(step)})
+    save_file({name: t.contiguous() for name, t in tensors.items()}, staging / "model.safetensors", metadata)
     shutil.rmtree(path, ignore_errors=True)
     staging.rename(path)
+
+
+def exported_step(path: Path) -> int | None:
+    """The step that `write_folder` was told; None where it was not, or where there is no such folder."""
+    try:
+        with safe_open(path / "model.safetensors", framework="pt") as file:
+            step = (file.metadata() or {}).get("step")
+    except (OSError, SafetensorError):
+        return None
+    return None if step is None else int(step)
 
 
 def copy_companions(source: Path, target: Path, dtype: str | None = None) -> None:

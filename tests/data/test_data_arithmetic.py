@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
-from itertools import permutations
+from itertools import combinations_with_replacement, permutations
 
 import pytest
 from char_tokenizer import CHAT_TEMPLATE, char_tokenizer, ids
@@ -13,6 +13,7 @@ from char_tokenizer import CHAT_TEMPLATE, char_tokenizer, ids
 from megatron_stare.config.load import validate
 from megatron_stare.data.arithmetic import (
     ALPHABET,
+    PROBLEMS,
     ArithmeticPrompts,
     Problem,
     demonstration,
@@ -151,3 +152,21 @@ def test_unknown_source_is_refused_with_a_suggestion():
 def test_the_task_needs_no_torch():
     script = "import sys, megatron_stare.data.arithmetic; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_how_many_problems_there_are():
+    splits = Counter(split_of(Problem(sums)) for sums in combinations_with_replacement(range(10, 100), 3))
+    assert splits == PROBLEMS
+    for split in ("train", "eval"):
+        assert ArithmeticPrompts(config(), char_tokenizer(), split).problems == PROBLEMS[split]
+
+
+def test_reorderings_are_one_problem():
+    """Of the thousand problems of the quickstart's evaluation, 4 come twice and 32 in another order."""
+    prompts = make_source(config(), char_tokenizer(), "eval").take(1000)
+    assert len({p.text for p in prompts}) == 996
+    assert len({p.problem for p in prompts}) == 964
+    assert Problem((27, 58, 14)).name == Problem((58, 14, 27)).name == "14+27+58"
+    for prompt in prompts:
+        operands = prompt.text.removesuffix("=").split("+")
+        assert prompt.problem == "+".join(sorted(operands))

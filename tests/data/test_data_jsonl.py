@@ -8,7 +8,7 @@ import pytest
 from char_tokenizer import CHAT_TEMPLATE, char_tokenizer, ids
 
 from megatron_stare.config.load import validate
-from megatron_stare.data.source import make_source
+from megatron_stare.data.source import held_out, make_source
 from megatron_stare.errors import ConfigError, DataError
 
 TOKENIZER = char_tokenizer()
@@ -141,3 +141,56 @@ def test_chat_template_wraps_the_prompt_and_counts_against_the_limit(seven):
     assert prompt.token_ids == ids(f"u {prompt.text};a ")
     with pytest.raises(DataError, match="has 9 tokens"):
         source(seven, tokenizer=chat, chat_template=True, limit=8)
+
+
+def test_evaluation_asks_nothing_twice(tmp_path):
+    path = tmp_path / "p.jsonl"
+    lines = [("1+1=", 2), ("2+2=", 4), ("1+1=", "2"), ("1+1=", 3), ("2+2=", 4)]
+    path.write_text("".join(json.dumps({"prompt": p, "answer": a}) + "\n" for p, a in lines))
+    held_out, train = source(path, split="eval"), source(path)
+    assert (held_out.problems, train.problems) == (3, 5)
+    asked = {(p.id, p.text, p.answer) for p in held_out.take(3)}
+    assert asked == {("1", "1+1=", "2"), ("2", "2+2=", "4"), ("4", "1+1=", "3")}
+    assert sorted(p.id for p in train.take(5)) == list("12345")  # what trains twice is the user's to say
+    # cut to their ends, the prompts are the same to the policy
+    assert source(path, split="eval", limit=3, truncate="left").problems == 3
+    assert source(path, split="eval", limit=1, truncate="left").problems == 3
+    path.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": 2}) + "\n" for i in range(5)))
+    assert source(path, split="eval", limit=3, truncate="left").problems == 1
+
+
+def test_no_more_problems_than_there_are(seven):
+    def asked(prompts):
+        data = {"source": "jsonl", "path": str(seven), "eval_path": str(seven)}
+        tree = {"model": {"path": "."}, "data": data, "eval": {"prompts": prompts}}
+        return held_out(validate(tree, "test"), TOKENIZER)
+
+    assert asked(0) == []
+    assert len({p.text for p in asked(7)}) == 7
+    with pytest.raises(ConfigError, match="8 problems would ask some twice: the source has 7 different ones") as error:
+        asked(8)
+    assert (error.value.where, error.value.fix) == ("eval.prompts", "at most 7")
+
+
+class Silent:
+    """A source of the user's own that does not say how many problems it has."""
+
+    def __init__(self, config, tokenizer, split):
+        pass
+
+
+class Endless(Silent):
+    problems = None
+
+    def take(self, n):
+        return list(range(n))
+
+
+def test_a_source_of_the_users_own_says_how_many_problems_it_has():
+    def asked(name):
+        data = {"source": f"{__name__}.{name}"}
+        return held_out(validate({"model": {"path": "."}, "data": data, "eval": {"prompts": 9}}, "test"), TOKENIZER)
+
+    with pytest.raises(ConfigError, match="does not say how many different problems it has"):
+        asked("Silent")
+    assert asked("Endless") == list(range(9))

@@ -84,3 +84,16 @@ def test_summary_of_little_or_nothing():
 def test_summary_skips_gaps():
     s = summary([{"step": 1, "entropy/mean": 0.1}, {"step": 2, "entropy/mean": math.nan}, {"step": 3}], last_share=1)
     assert s["entropy_last_share"] == 0.1
+
+
+def test_prompts_of_one_problem_are_not_independent():
+    before, after = [0, 1, 0, 0, 1, 0, 1, 0], [1, 1, 1, 1, 0, 0, 1, 1]
+    once = paired_interval(before, after)
+    twice = paired_interval(before * 2, after * 2, problems=[*range(8)] * 2)
+    assert twice == pytest.approx(once, rel=1e-12)  # asked twice with the same results, nothing more is known
+    assert paired_interval(before, after, problems=range(8)) == once
+    # d = 1, 0, 1, 1, mean 3/4; problems {0, 2}, {1}, {3}: e = 2/4, -3/4, 1/4, sum of squares 7/8
+    half = 1.959963984540054 * math.sqrt(3 / 2 * 7 / 8) / 4
+    got = paired_interval([0, 0, 0, 0], [1, 0, 1, 1], problems=[7, 5, 7, 3])
+    assert got == pytest.approx((0.75, 0.75 - half, 0.75 + half), rel=1e-12)
+    assert all(math.isnan(x) for x in paired_interval([0, 1], [1, 1], problems=[4, 4])[1:])

@@ -10,8 +10,10 @@ from html.parser import HTMLParser
 import pytest
 
 from megatron_stare.errors import DataError
+from megatron_stare.observability.figures import verdict
 from megatron_stare.observability.jsonl import to_line
 from megatron_stare.observability.report import write_report
+from megatron_stare.observability.run_files import read_run
 from megatron_stare.observability.scales import intervals_on, nice_ticks, short, smooth, thin, tick_label
 
 ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
@@ -262,3 +264,26 @@ def test_thinning_keeps_spikes_and_gaps():
 
 def test_gate_intervals():
     assert intervals_on([1, 2, 3, 4, 5], [1, 1, 0, math.nan, 1]) == [(0.5, 2.5), (4.5, 5.5)]
+
+
+def test_the_interval_minds_prompts_of_the_same_problem(tmp_path):
+    """Four prompts, two of them one problem: d = 1, 0, 1, 1 as in the worked interval of test_observability_paired."""
+    run = make_run(tmp_path / "run", evals=False)
+
+    def note(*problems):
+        records = [
+            {"step": step, "weights": weights, "pass1": p, "problems": 4, "correct": right} | problem
+            for (step, weights, p, right), problem in zip(
+                ((0, "base", 0.0, [0, 0, 0, 0]), (40, "trained", 0.75, [1, 0, 1, 1])), problems, strict=True
+            )
+        ]
+        (run / "eval.jsonl").write_text("".join(map(to_line, records)))
+        return verdict(read_run(run))[0].note
+
+    shared, alone = {"problem": [0, 1, 0, 2]}, {"problem": [0, 1, 2, 3]}
+    half = 1.959963984540054 * math.sqrt(3 / 2 * 7 / 8) / 4
+    counted = f"{0.75 - half:+.3f}, {0.75 + half:+.3f}], 95 %, paired, 4 problems, 3 of them different"
+    assert note(shared, shared).endswith(counted)
+    assert note(alone, alone).endswith("[+0.260, +1.240], 95 %, paired, 4 problems")
+    assert note({}, {}) == note(alone, alone)  # of a run before the numbers were kept
+    assert note(shared, alone) == "different problems before and after, so no interval"

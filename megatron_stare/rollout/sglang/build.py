@@ -84,12 +84,20 @@ def check_servers(config: Config, shape: ModelShape) -> None:
     """Raises ConfigError for what can be known to be wrong before a server is started."""
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     held = min([shape.max_positions] if config.sglang.urls else [shape.max_positions, config.sglang.cache_tokens])
-    if longest > held - NEVER_FILLED:
+    filled = held - NEVER_FILLED
+    if config.rollout.max_prompt_tokens >= filled:
         raise ConfigError(
-            f"prompt and response of up to {longest} tokens exceed the {held - NEVER_FILLED} that a server fills of "
+            f"prompts of {config.rollout.max_prompt_tokens} tokens leave no room for a response in the {filled} that a "
+            f"server fills of its context of {held}",
+            where="rollout.max_prompt_tokens",
+            fix=f"at most {max(1, filled - 1)}, less the tokens of a response, or raise sglang.cache_tokens",
+        )
+    if longest > filled:
+        raise ConfigError(
+            f"prompt and response of up to {longest} tokens exceed the {filled} that a server fills of "
             f"its context of {held}",
             where="rollout.max_new_tokens",
-            fix=f"at most {held - NEVER_FILLED - config.rollout.max_prompt_tokens}, or raise sglang.cache_tokens",
+            fix=f"at most {filled - config.rollout.max_prompt_tokens}, or raise sglang.cache_tokens",
         )
     elsewhere = [url for url in config.sglang.urls if urlsplit(url).hostname not in LOOPBACK_NAMES]
     if elsewhere and config.sglang.sync == "distributed":

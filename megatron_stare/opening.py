@@ -1,0 +1,96 @@
+"""What a run is opened with, made and checked before anything is started; and the rehearsal of it, `--dry-run`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_stare.algorithms.method import Method
+from megatron_stare.batch import Prompt
+from megatron_stare.config.load import load_config
+from megatron_stare.config.schema import Config
+from megatron_stare.data.source import PromptSource, held_out, make_source
+from megatron_stare.errors import ConfigError
+from megatron_stare.methods import build_method
+from megatron_stare.observability.metrics import evaluated_steps
+from megatron_stare.preflight import check, check_checkpoints, check_runner, load_tokenizer
+from megatron_stare.resuming import check_resume, find_run, resume_point
+from megatron_stare.rewards.pool import RewardPool
+from megatron_stare.rollout.stop import stop_token_ids
+from megatron_stare.run_state import CONFIG, check_place
+from megatron_stare.weights.hf_folder import exported_step
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads. `config` is checked, with every setting of its method spelled out."""
+
+    config: Config
+    method: Method
+    tokenizer: Any  # of transformers
+    stop_ids: tuple[int, ...]
+    source: PromptSource
+    eval_prompts: list[Prompt]
+
+
+def read_inputs(config: Config) -> Inputs:
+    """Raises UserError: the first thing of configuration, model or prompts that cannot work."""
+    config = check(config)
+    check_checkpoints(config)
+    check_runner(config)
+    tokenizer = load_tokenizer(config.model.path)
+    return Inputs(
+        config,
+        build_method(config.algorithm),
+        tokenizer,
+        stop_token_ids(config.model.path, tokenizer),
+        make_source(config, tokenizer, "train"),
+        held_out(config, tokenizer),
+    )
+
+
+def rehearse(config: Config, *, resume: bool, dump_step: int | None) -> Config:
+    """All that a run checks before its workers start, leaving nothing behind. Returns the resolved configuration.
+
+    The verifier is tried in a process of its own, as in a run. What only starting can show is left: whether servers
+    and clusters that are to be joined answer, and whether memory suffices.
+
+    Raises:
+        UserError: the first thing that cannot work.
+    """
+    inputs = read_inputs(config)
+    done = 0
+    if resume:
+        _, state = check_resume(inputs.config)
+        if state:
+            inputs.source.restore(state.data)
+            done = state.step
+    else:
+        check_place(inputs.config)
+    check_dump_step(inputs.config, dump_step, done)
+    RewardPool(config.reward.verifier, 1, config.reward.timeout_s).close()
+    return inputs.config
+
+
+def check_dump_step(config: Config, dump_step: int | None, done: int) -> None:
+    """Raises ConfigError where the step to be written out is not one of those that a run has still to do."""
+    if dump_step is None or done < dump_step <= config.run.steps:
+        return
+    left = f"{done + 1} to {config.run.steps}" if done < config.run.steps else "none"
+    raise ConfigError(f"step {dump_step} is not made; of this run these are left: {left}", where="--dump-step")
+
+
+def finished_run(config: Config) -> Path | None:
+    """The directory of the run to be resumed, if nothing of it is left to do: steps, evaluation and exported policy.
+
+    Raises:
+        UserError: there is no such run, or it cannot be resumed.
+    """
+    path = find_run(config)
+    _, state = resume_point(path, config)
+    if state is None:
+        return None
+    planned = load_config(path / CONFIG).run.steps
+    whole = state.step == config.run.steps == planned and exported_step(path / "hf") == state.step
+    return path if whole and (not config.eval.prompts or state.step in evaluated_steps(path)) else None

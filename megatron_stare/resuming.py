@@ -1,0 +1,113 @@
+"""Which run is continued, from where, and what may have changed since: decided before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_stare.config.load import load_config, with_absolute_paths
+from megatron_stare.config.schema import Config
+from megatron_stare.errors import ConfigError, DataError, UserError
+from megatron_stare.observability.metrics import METRICS_FILE, read_metrics
+from megatron_stare.run_state import CONFIG, RunState, complete_checkpoints, refuse_busy
+from megatron_stare.weights.torch_dist import check_files
+
+# what may differ between a run and its continuation; everything else changes what is trained
+FREE_TO_CHANGE = (
+    "run.",
+    "parallel.",
+    "eval.",
+    "observability.",
+    "runtime.",
+    "reward.workers",
+    "reward.timeout_s",
+    "rollout.threads",
+)
+NOT_FREE = ("run.seed",)
+
+
+def find_run(config: Config) -> Path:
+    """The directory of a run to be continued: run.dir, or the newest of this name under runs/ that has made a step.
+
+    Raises:
+        UserError: there is none.
+    """
+    if config.run.dir:
+        path = Path(config.run.dir)
+    else:
+        runs = sorted(file.parent for file in Path("runs").glob(f"{config.run.name}-*/{CONFIG}"))
+        begun = [run for run in runs if _has_begun(run)]  # a start that was killed is no run
+        path = (begun or runs or [Path("runs") / config.run.name])[-1]
+    if not (path / CONFIG).exists():
+        raise UserError("there is no run to resume", where=str(path), fix="give its directory as run.dir=...")
+    return path
+
+
+def resume_point(path: Path, config: Config) -> tuple[Path | None, RunState | None]:
+    """The newest complete checkpoint of a run, which this configuration may continue, and the state in it.
+
+    Returns:
+        (None, None) for a run that ended before its first checkpoint was due: it begins anew.
+
+    Raises:
+        UserError: a setting that must not differ does, checkpoints are gone, a file of the newest was cut since, or it
+            is past run.steps.
+    """
+    old = load_config(path / CONFIG)
+    refuse_changes(old, config)
+    checkpoints = complete_checkpoints(path)
+    if not checkpoints:
+        made = max((row["step"] for row in read_metrics(path / METRICS_FILE)), default=0)
+        first = min(old.run.checkpoint_every or old.run.steps, old.run.steps)
+        if made > first:  # its metrics would be cut back to nothing
+            raise DataError(
+                f"the run has no complete checkpoint, though it made {made} steps",
+                where=str(path),
+                fix="put its checkpoints back, or start it anew in another run.dir",
+            )
+        return None, None
+    check_files(checkpoints[-1])
+    state = RunState.from_json((checkpoints[-1] / "run_state.json").read_text())
+    if state.step > config.run.steps:
+        raise ConfigError(
+            f"the run in {path} has {state.step} steps already, and {config.run.steps} are asked for",
+            where="run.steps",
+            fix=f"at least {state.step}, or a new run",
+        )
+    return checkpoints[-1], state
+
+
+def check_resume(config: Config) -> tuple[Path | None, RunState | None]:
+    """Where a run would be continued; see resume_point. Changes nothing.
+
+    Raises:
+        UserError: it could not be.
+    """
+    path = find_run(config)
+    refuse_busy(path)
+    return resume_point(path, config)
+
+
+def refuse_changes(old: Config, new: Config) -> None:
+    """Raises ConfigError naming the first setting that differs and must not."""
+    # runs of earlier releases hold paths as they were given
+    before, after = (_flat(with_absolute_paths(config).model_dump(mode="json")) for config in (old, new))
+    for key in sorted(before.keys() | after.keys()):
+        free = key.startswith(FREE_TO_CHANGE) and key not in NOT_FREE
+        if not free and before.get(key) != after.get(key):
+            raise ConfigError(
+                f"the run was started with {before.get(key)!r}, now it is {after.get(key)!r}",
+                where=key,
+                fix="resume with the same configuration, or start a new run from the exported policy",
+            )
+
+
+def _has_begun(path: Path) -> bool:
+    metrics = path / METRICS_FILE
+    return bool(complete_checkpoints(path)) or (metrics.exists() and metrics.stat().st_size > 0)
+
+
+def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

@@ -1,0 +1,134 @@
+"""A dry run refuses all that a run would before its workers start, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from runs import ROOT
+
+from megatron_stare.cli import main
+from megatron_stare.config.load import dump_yaml, load_config
+from megatron_stare.opening import rehearse
+from megatron_stare.run_state import RunState
+
+QUICKSTART = str(ROOT / "configs/quickstart.yaml")
+MODEL = f"model.path={ROOT / 'assets/tiny-adder'}"
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def dry(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The error of a dry run, which must change nothing below the current folder."""
+    before = sorted(Path().rglob("*"))
+    assert main(["train", QUICKSTART, MODEL, *arguments, "--dry-run"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert captured.out == ""
+    assert sorted(Path().rglob("*")) == before
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("reward.verifier=my_verifiers.verify", "reward.verifier: cannot import 'my_verifiers'"),
+        ("reward.verifier=maths", "did you mean 'math'"),
+        ("rollout.engine=my_engines.Engine", "rollout.engine: cannot import 'my_engines'"),
+        ("rollout.engine=locl", "did you mean 'local'"),
+        ("rollout.engine=collections.OrderedDict", "'collections.OrderedDict' is not a subclass of Engine"),
+        ("rollout.engine=collections.namedtuple", "is not a subclass of Engine"),
+        ("data={source: jsonl}", "data.path: the source 'jsonl' needs a file"),
+        ("data={source: jsonl, path: none.jsonl}", "No such file"),
+        ("data.source=my_data.Prompts", "data.source: cannot import 'my_data'"),
+        ("rollout.max_prompt_tokens=4", "has 9 tokens"),
+        ("runtime.runner=inline", "the inline runner has one process, the layout has 2 ranks"),
+        ("run.dir=/proc/run", "the run directory cannot be written"),
+        ("eval.prompts=12666", "12665 different ones"),
+    ],
+)
+def test_what_does_not_exist(capsys: pytest.CaptureFixture[str], override: str, message: str) -> None:
+    assert message in dry(capsys, override)
+
+
+def test_a_verifier_is_tried_and_not_in_this_process(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "code").mkdir()
+    monkeypatch.syspath_prepend(tmp_path / "code")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    (tmp_path / "code/sums_verifier.py").write_text(
+        "def verify(response, answer):\n    return 1.0\n\n\ndef self_test():\n    return ['1+1 is 3']\n"
+    )
+    assert "gets known answers wrong: 1+1 is 3" in dry(capsys, "reward.verifier=sums_verifier.verify")
+    assert "sums_verifier" not in sys.modules
+
+
+def test_both_files_of_prompts_are_read(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = "".join(json.dumps({"prompt": f"{i}+1=", "answer": i + 1}) + "\n" for i in range(10, 60))
+    Path("good.jsonl").write_text(lines + lines)
+    Path("bad.jsonl").write_text('{"prompt": \n')
+    data = "data={source: jsonl, path: good.jsonl, eval_path: %s}"
+    assert "data.eval_path" in dry(capsys, "data={source: jsonl, path: good.jsonl}")
+    assert "bad.jsonl:1" in dry(capsys, data % "bad.jsonl")
+    error = dry(capsys, data % "good.jsonl", "eval.prompts=500")
+    assert "has 50 different ones" in error and "fix: at most 50" in error
+    assert main(["train", QUICKSTART, MODEL, data % "good.jsonl", "eval.prompts=50", "--dry-run"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["data"]["path"] == str(Path("good.jsonl").absolute())
+
+
+@pytest.mark.parametrize("step", ["0", "-1", "301"])
+def test_a_step_to_write_out_that_is_not_made(capsys: pytest.CaptureFixture[str], step: str) -> None:
+    assert "--dump-step: step" in dry(capsys, f"--dump-step={step}")
+
+
+def test_the_last_step_can_be_written_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", QUICKSTART, MODEL, "--dump-step=300", "--dry-run"]) == 0
+    assert not Path("runs").exists()
+
+
+def test_a_directory_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("file").touch()
+    assert "cannot be written (Not a directory)" in dry(capsys, "run.dir=file/run")
+    Path("run").mkdir()
+    with Path("run/.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "another process is running in this directory" in dry(capsys, "run.dir=run")
+    Path("run/config.yaml").touch()
+    assert "there is a run in this directory already" in dry(capsys, "run.dir=run")
+
+
+def test_a_run_to_resume(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "there is no run to resume" in dry(capsys, "--resume")
+    assert "there is no run to resume" in dry(capsys, "--resume", "run.dir=nowhere")
+
+    run = Path("runs/quickstart-20260101-000000")
+    step = run / "checkpoints/step_000100"
+    assert main(["convert", str(ROOT / "assets/tiny-adder"), str(step)]) == 0
+    resolved = rehearse(load_config(QUICKSTART, [MODEL]), resume=False, dump_step=None)
+    (run / "config.yaml").write_text(dump_yaml(resolved))
+    (step / "run_state.json").write_text(RunState(step=100, data={"cursor": 3200}).to_json())
+    (run / "checkpoints/step_000200.tmp").mkdir()
+    capsys.readouterr()
+    assert main(["train", QUICKSTART, MODEL, "--resume", "--dry-run"]) == 0
+    assert (run / "checkpoints/step_000200.tmp").exists()  # what a killed save left is not a rehearsal's to remove
+    capsys.readouterr()
+    assert "optimizer.lr: the run was started with 0.00045" in dry(capsys, "--resume", "optimizer.lr=1")
+    error = dry(capsys, "--resume", "run.steps=99")
+    assert "run.steps: " in error and "has 100 steps already, and 99 are asked for" in error
+    assert "these are left: 101 to 300" in dry(capsys, "--resume", "--dump-step=100")
+    assert "these are left: none" in dry(capsys, "--resume", "run.steps=100", "--dump-step=100")
+    with (run / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "another process is running" in dry(capsys, "--resume")
+    (shard,) = step.glob("*.distcp")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert str(shard.name) in dry(capsys, "--resume")

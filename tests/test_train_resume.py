@@ -1,0 +1,178 @@
+"""What a resume makes of runs that were finished, cut short, moved or begun by an earlier release."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from runs import ROOT, command, metrics, train
+
+from megatron_stare.cli import main
+from megatron_stare.config.load import dump_yaml, load_config
+from megatron_stare.errors import DataError
+from megatron_stare.opening import finished_run
+from megatron_stare.preflight import check
+from megatron_stare.resuming import find_run, refuse_changes, resume_point
+from megatron_stare.weights.hf_folder import exported_step, write_folder
+
+QUICKSTART = ROOT / "configs/quickstart.yaml"
+ALONE = {"runtime.runner": "inline", "parallel.tensor": 1, "run.steps": 2}  # one process: seconds a run
+
+
+def evaluations(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "eval.jsonl").read_text().splitlines()]
+
+
+def recorded(run_dir: Path) -> dict:
+    return yaml.safe_load((run_dir / "config.yaml").read_text())
+
+
+@pytest.mark.distributed
+def test_a_run_is_continued_to_its_end_and_no_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model").symlink_to(ROOT / "assets/tiny-adder")
+    begun = ["model.path=model", "run.dir=run"]
+    done = train(*begun, cwd=tmp_path, **ALONE)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "run"
+    assert recorded(run)["model"]["path"] == str(tmp_path / "model")
+    whole, evaluated = metrics(run), evaluations(run)
+    assert exported_step(run / "hf") == 2
+    monkeypatch.chdir(tmp_path / "model")
+    assert main(["convert", str(run), str(tmp_path / "converted")]) == 0  # anywhere, without --model
+    monkeypatch.chdir(tmp_path)
+
+    def resume(*overrides: str) -> int:
+        """In this process, in which nothing may be started."""
+        capsys.readouterr()
+        return main([*command(*begun, *overrides, "--resume", **ALONE)[3:]])
+
+    exported = (run / "hf/model.safetensors").stat().st_ino
+    (run / "report.html").unlink()
+    assert resume() == 0
+    assert "all 2 steps of this run are made already" in capsys.readouterr().out
+    assert (run / "hf/model.safetensors").stat().st_ino == exported
+    assert (run / "report.html").exists()
+    assert resume("--dump-step=2") == 2
+    assert "these are left: none" in capsys.readouterr().err
+    assert resume("run.steps=1") == 2
+    assert "run.steps: the run in run has 2 steps already, and 1 are asked for" in capsys.readouterr().err
+    assert recorded(run)["run"]["steps"] == 2
+
+    # finished is what is finished as it is asked for, in every part
+    asked = check(load_config(QUICKSTART, [*command(*begun, **ALONE)[5:]]))
+    assert finished_run(asked) == Path("run")
+    assert finished_run(asked.model_copy(update={"run": asked.run.model_copy(update={"steps": 3})})) is None
+    settings = recorded(run)
+    settings["run"]["steps"] = 3  # it was to go on, and may have written more metrics
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    assert finished_run(asked) is None
+    settings["run"]["steps"] = 2
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    (run / "hf").rename(tmp_path / "hf")
+    assert finished_run(asked) is None
+    write_folder(run / "hf", {"w": torch.ones(1)}, tmp_path / "model", step=1)  # of a step it went on from
+    assert finished_run(asked) is None
+
+    # killed between the last checkpoint and what follows it
+    (run / "eval.jsonl").write_text(json.dumps(evaluated[0]) + "\n")
+    shutil.rmtree(run / "hf")
+    done = train(*begun, "--resume", cwd=tmp_path, **ALONE)
+    assert done.returncode == 0, done.stderr
+    assert evaluations(run) == evaluated
+    assert exported_step(run / "hf") == 2
+    assert metrics(run) == whole
+
+    # begun by a release that recorded paths as they were given, and continued to a third step
+    tree = recorded(run)
+    tree["model"]["path"] = "model"
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    done = train(*begun, "--resume", cwd=tmp_path, **{**ALONE, "run.steps": 3})
+    assert done.returncode == 0, done.stderr
+    assert (recorded(run)["run"]["steps"], recorded(run)["model"]["path"]) == (3, str(tmp_path / "model"))
+    assert [row["step"] for row in metrics(run)] == [1, 2, 3]
+    assert [record["step"] for record in evaluations(run)] == [0, 2, 3]
+    assert exported_step(run / "hf") == 3
+
+    # ended before its first checkpoint: all that a kill in step 2 leaves
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    (cut / "config.yaml").write_text(yaml.safe_dump(tree))
+    (cut / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().splitlines()[0] + "\n")
+    (cut / "eval.jsonl").write_text(json.dumps(evaluated[0]) + "\n")
+    done = train("model.path=model", "run.dir=cut", "--resume", cwd=tmp_path, **ALONE)
+    assert done.returncode == 0, done.stderr
+    assert "the run ended before its first checkpoint: beginning anew" in done.stdout
+    assert metrics(cut) == whole
+    assert evaluations(cut) == evaluated
+
+
+@pytest.mark.distributed
+def test_a_run_without_a_step_is_not_left(tmp_path: Path) -> None:
+    """All is running, and the base is evaluated, when the first batch cannot be scored."""
+    (tmp_path / "no_verifier.py").write_text("def verify(response, answer):\n    raise OSError('no such server')\n")
+    done = train(
+        f"model.path={ROOT / 'assets/tiny-adder'}",
+        "run.dir=of/run",
+        "reward.verifier=no_verifier.verify",
+        cwd=tmp_path,
+        **ALONE,
+        **{"eval.prompts": 0},
+    )
+    assert done.returncode == 2
+    assert "could not be verified" in done.stderr
+    assert not (tmp_path / "of").exists()
+
+
+def make_run(folder: Path, *, steps: int = 0, checkpoint: bool = False) -> Path:
+    """What a run of the quickstart leaves that was killed after so many steps."""
+    folder.mkdir(parents=True)
+    config = load_config(QUICKSTART, [f"model.path={ROOT / 'assets/tiny-adder'}"])
+    (folder / "config.yaml").write_text(dump_yaml(check(config)))
+    rows = [json.dumps({"step": step}) + "\n" for step in range(1, steps + 1)]
+    (folder / "metrics.jsonl").write_text("".join(rows))
+    if checkpoint:
+        (folder / "checkpoints/step_000100").mkdir(parents=True)
+    return folder
+
+
+def test_starts_that_were_killed_are_no_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(QUICKSTART)
+    only = make_run(Path("runs/quickstart-1"))
+    assert find_run(config) == only
+    stepped = make_run(Path("runs/quickstart-2"), steps=1)
+    make_run(Path("runs/quickstart-3"))
+    assert find_run(config) == stepped
+    saved = make_run(Path("runs/quickstart-4"), checkpoint=True)
+    make_run(Path("runs/quickstart-5"))
+    make_run(Path("runs/other-6"), steps=1)
+    assert find_run(config) == saved
+
+
+def test_checkpoints_that_are_gone(tmp_path: Path) -> None:
+    """The quickstart saves every 100 steps: of a run of 100 the save may have been killed, one of 101 had it."""
+    config = check(load_config(QUICKSTART, [f"model.path={ROOT / 'assets/tiny-adder'}"]))
+    assert resume_point(make_run(tmp_path / "killed", steps=100), config) == (None, None)
+    with pytest.raises(DataError, match="no complete checkpoint, though it made 101 steps"):
+        resume_point(make_run(tmp_path / "cleared", steps=101), config)
+
+
+def test_paths_are_compared_by_what_they_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def config(base: str, **data: str):
+        overrides = [f"model={{path: {base}model, reference_path: {base}reference}}", f"sglang.python={base}bin/python"]
+        overrides.append(f"data={{source: jsonl, path: {base}train.jsonl, eval_path: {base}eval.jsonl}}")
+        return load_config(QUICKSTART, overrides + [f"data.{key}={value}" for key, value in data.items()])
+
+    refuse_changes(config(""), config(f"{tmp_path}/"))
+    refuse_changes(config("./"), config(""))
+    for key in ("path", "eval_path"):
+        with pytest.raises(Exception, match=f"data.{key}: the run was started with '{tmp_path}"):
+            refuse_changes(config(""), config("", **{key: "other.jsonl"}))
