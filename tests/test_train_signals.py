@@ -64,8 +64,9 @@ class Run:
     def end(self, code: int) -> str:
         """What it still says on stderr; it must end with the code, and nothing of it may stay."""
         self.traces.look()
-        said = self.process.communicate()[1]
-        assert self.process.returncode == code, said
+        self.process.stdout.read()
+        said = self.process.stderr.read()  # not communicate(), which knows nothing of what `until` has read ahead
+        assert self.process.wait() == code, said
         assert "Traceback" not in said
         # other programs of this machine may have taken its ports since; of an ended process none is left
         assert [line for line in self.traces.left() if not line.startswith("port ")] == []
