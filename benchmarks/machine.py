@@ -10,6 +10,10 @@ from typing import Any
 import psutil
 import torch
 
+from megatron_stare.vector_maths import settle
+
+settle()  # every benchmark imports this file
+
 
 def machine() -> dict[str, Any]:
     """Processor, cores, memory, accelerator and versions; no host name and no path."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -13,10 +15,13 @@ from megatron_stare import __version__
 from megatron_stare.config.load import dump_yaml, load_config
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
+from megatron_stare.interruption import Interruption, interruptible, what_now
+
+PROGRAM = "megatron-stare"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns the exit code: 0 done, 2 a user error, 130 interrupted."""
+    """Runs one command. Returns the exit code: 0 done, 2 a user error, 130 interrupted, 143 a run told to end."""
     args, rest = parser().parse_known_args(argv)
     # argparse takes positionals in one run only: overrides after an option come back as unknown
     if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
@@ -24,14 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest:
         args.overrides += rest
     try:
-        args.run(args)
+        return args.run(args) or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; the last checkpoint is intact, continue with --resume", file=sys.stderr)
-        return 130
-    return 0
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _hint(unrecognized: Sequence[str]) -> str:
@@ -45,7 +49,7 @@ def _hint(unrecognized: Sequence[str]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    top = argparse.ArgumentParser(prog="megatron-stare", description="Stable RL of reasoning models on Megatron.")
+    top = argparse.ArgumentParser(prog=PROGRAM, description="Stable RL of reasoning models on Megatron.")
     top.add_argument("--version", action="version", version=__version__)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
@@ -93,7 +97,30 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _train(args: argparse.Namespace) -> None:
+def _train(args: argparse.Namespace) -> int:
+    with interruptible() as interruption:
+        try:
+            _train_or_check(args)
+        except KeyboardInterrupt:
+            print(what_now(interruption, *_typed(args, interruption)), file=sys.stderr)
+            return 128 + (interruption.number or signal.SIGINT)
+    return 0
+
+
+def _typed(args: argparse.Namespace, interruption: Interruption) -> tuple[list[str], list[str]]:
+    """The command line of a run, up to its overrides and from there, for `what_now`."""
+    program = PROGRAM
+    if Path(sys.argv[0]).name == program and shutil.which(program) is None:
+        program = sys.argv[0]  # .venv/bin/megatron-stare
+    overrides, options = args.overrides, [] if args.dump_step is None else ["--dump-step", str(args.dump_step)]
+    if interruption.standing is None:
+        options += [flag for flag, given in (("--resume", args.resume), ("--dry-run", args.dry_run)) if given]
+    else:
+        overrides = [each for each in overrides if not each.startswith("run.dir=")]  # another is given
+    return [program, "train", args.config, *overrides], options
+
+
+def _train_or_check(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.overrides)
     # megatron-core says at import what it does without CUDA libraries; the README says it once
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")

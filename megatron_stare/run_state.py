@@ -115,6 +115,11 @@ class RunDir:
         """Complete checkpoints, oldest first."""
         return complete_checkpoints(self.path)
 
+    def newest_step(self) -> int | None:
+        """The step of the newest complete checkpoint; None where there is none."""
+        found = self.checkpoints()
+        return int(found[-1].name.removeprefix("step_")) if found else None
+
     def save(self, state: RunState, write_shards: Callable[[str], None], keep: int) -> Path:
         """Writes a checkpoint of everything and forgets all but the newest `keep`.
 

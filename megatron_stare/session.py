@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -10,6 +10,7 @@ from types import TracebackType
 from megatron_stare.batch import Prompt, Sample, SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import RewardFailureError
+from megatron_stare.interruption import ClosingStack, Standing, raise_if_received, stopped_at
 from megatron_stare.observability.live import make_display
 from megatron_stare.observability.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from megatron_stare.opening import Inputs, check_dump_step
@@ -18,7 +19,7 @@ from megatron_stare.orchestration.colocation import Colocation
 from megatron_stare.orchestration.groups import Runner
 from megatron_stare.preflight import notices
 from megatron_stare.resuming import find_run, resume_point
-from megatron_stare.rewards.pool import RewardPool
+from megatron_stare.rewards.pool import RewardPool, TooManyFailuresError
 from megatron_stare.rollout.collect import check_versions, requests_for, samples_from
 from megatron_stare.run_state import RunDir, RunState
 
@@ -43,11 +44,12 @@ class Session:
         self.tokenizer, self.stop_ids = inputs.tokenizer, inputs.stop_ids
         self.eval_prompts = inputs.eval_prompts
         self.state = RunState(data=self.source.state(), method=self.method.initial_state())
-        with contextlib.ExitStack() as stack:
+        with ClosingStack() as stack:
             restored: Path | None = None
             if resume:
                 self.dir = RunDir.reopen(find_run(config))
                 stack.callback(self.dir.close)
+                stack.push(self._note_standing)
                 restored, state = resume_point(self.dir.path, config)
                 if state:
                     self.state = state
@@ -57,6 +59,7 @@ class Session:
                 self.dir = RunDir.create(config)
                 stack.callback(self.dir.close)
                 stack.push(self._discard_if_nothing_was_made)
+                stack.push(self._note_standing)
             self.display = make_display(config.run.steps, dtype=config.model.dtype)
             stack.callback(self.display.close)
             self.display.start(str(self.dir.path), config.algorithm["name"])
@@ -97,9 +100,18 @@ class Session:
         if kind is not None and self.state.step == 0:
             self.dir.discard()
 
+    def _note_standing(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Leaves a note of how far the run got, where it is interrupted and leaves something behind."""
+        newest = self.dir.newest_step()
+        if isinstance(error, KeyboardInterrupt) and (self.state.step or newest is not None):
+            run = self.config.run
+            stopped_at(Standing(self.dir.path, self.state.step, run.steps, newest, chosen=run.dir is not None))
+
     def steps(self) -> Iterator[int]:
         """The steps still to do."""
-        yield from range(self.state.step + 1, self.config.run.steps + 1)
+        for step in range(self.state.step + 1, self.config.run.steps + 1):
+            raise_if_received()
+            yield step
 
     def rollout(
         self, prompts: list[Prompt], count: int, *, step: int, seed: int | None = None, greedy: bool = False
@@ -133,20 +145,23 @@ class Session:
         """Fills in rewards.
 
         Raises:
-            RewardFailureError: more verifiers timed out or crashed than the configuration allows.
+            RewardFailureError: more verifiers timed out or crashed than the configuration allows; as soon as it is
+                certain, for a verifier that hangs would keep a step waiting for every answer in turn.
         """
-        scores = self.verifiers.score([(s.text, s.prompt.answer) for s in samples])
-        for sample, score in zip(samples, scores, strict=True):
-            sample.reward, sample.reward_status, sample.answer_at = score.reward, score.status, score.answer_at
-        failed = [score for score in scores if score.status != "ok"]
-        limit = self.config.reward.max_failure_rate
-        if len(failed) > limit * len(samples):
+        limit, total = self.config.reward.max_failure_rate, len(samples)
+        try:
+            scores = self.verifiers.score([(s.text, s.prompt.answer) for s in samples], math.floor(limit * total))
+        except TooManyFailuresError as error:
+            first, waiting = error.failed[0], total - error.known
             raise RewardFailureError(
-                f"{len(failed)} of {len(samples)} answers could not be verified, the limit is {limit:.0%}; "
-                f"the first: {failed[0].status} {failed[0].detail}".rstrip(),
+                f"{len(error.failed)} of {total} answers could not be verified, the limit is {limit:.0%}"
+                + (f" and {waiting} more were not waited for" if waiting else "")
+                + f"; the first: {first.status} {first.detail}".rstrip(),
                 where="reward.verifier",
                 fix="mend the verifier, or raise reward.timeout_s or reward.max_failure_rate",
-            )
+            ) from None
+        for sample, score in zip(samples, scores, strict=True):
+            sample.reward, sample.reward_status, sample.answer_at = score.reward, score.status, score.answer_at
 
 
 def make_runner(config: Config) -> Runner:

@@ -4,6 +4,10 @@ A method names the whole-batch statistics it needs and, given their values, comp
 (`method.py` is the contract). A user's own is named in YAML by its dotted path.
 """
 
+from megatron_stare.vector_maths import settle
+
+settle()  # before anything in here runs
+
 METHODS = {
     "clip_cov": "megatron_stare.algorithms.clip_cov.ClipCov",
     "cispo": "megatron_stare.algorithms.cispo.Cispo",

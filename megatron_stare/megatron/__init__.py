@@ -1,1 +1,5 @@
 """The only package that imports megatron.core: layout, model, optimizer, passes over a batch, checkpoints."""
+
+from megatron_stare.vector_maths import settle
+
+settle()  # before anything in here runs

@@ -5,15 +5,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+# read as Ray is imported: its own SIGTERM handler, in force while it starts, would wait 30 s for work that there is not
+os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, UserError
+from megatron_stare.interruption import raise_if_received, uninterrupted
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.orchestration.engine_worker import EngineWorker
 from megatron_stare.orchestration.groups import EngineGroup, TrainerGroup, plan_rules
@@ -125,9 +131,26 @@ def start_ray(config: Config) -> None:
     _init("Ray does not start", "runtime", object_store_memory=store, _node_ip_address=LOOPBACK, **common)
 
 
+@contextlib.contextmanager
+def own_sigterm() -> Iterator[None]:
+    """Gives SIGTERM back to the handler of before: Ray puts its own in its place while it starts. A signal that came
+    meanwhile, for which Ray ends what it has started and exits, is handed on."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit:
+        if not callable(before):
+            raise
+        before(signal.SIGTERM, None)
+    finally:
+        if threading.current_thread() is threading.main_thread() and before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
 def _init(what: str, where: str, **settings: Any) -> None:
     try:
-        ray.init(**settings)
+        with uninterrupted(), own_sigterm():  # half a start is more than Ray can shut down
+            ray.init(**settings)
     except Exception as error:  # Ray raises bare Exceptions where a node does not come up in time
         ray.shutdown()
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -136,6 +159,7 @@ def _init(what: str, where: str, **settings: Any) -> None:
             where=where,
             fix="is the machine very busy or out of memory? Its logs are in /tmp/ray/session_latest/logs",
         ) from error
+    raise_if_received()
 
 
 def check_gpus(config: Config) -> None:
@@ -155,9 +179,9 @@ class RayRunner:
     """Starts or joins Ray, then places ranks and engines."""
 
     def __init__(self, config: Config) -> None:
-        start_ray(config)
         self._started: list[Workers] = []
         try:
+            start_ray(config)
             check_gpus(config)
             self.trainers = TrainerGroup(self._trainers(config), plan_rules(config))
             self.engines = EngineGroup(self._engines(config), requests_per_call(config))
@@ -193,7 +217,8 @@ class RayRunner:
 
     def close(self) -> None:
         """Ends the actors, and Ray where it was started here."""
-        for workers in self._started:
-            workers.close()
-        self._started = []
-        ray.shutdown()
+        with uninterrupted():
+            for workers in self._started:
+                workers.close()
+            self._started = []
+            ray.shutdown()

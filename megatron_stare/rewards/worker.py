@@ -17,8 +17,10 @@ import os
 import signal
 import socket
 import sys
+import sysconfig
 import threading
 import traceback
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, SupportsFloat
 
@@ -27,6 +29,8 @@ from megatron_stare.rewards.verifier import AnswerStart, Verifier, answer_start_
 from megatron_stare.rewards.wire import Unpacker, pack
 
 _RECEIVE_BYTES = 1 << 16
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _DETAIL_CHARACTERS = 500  # of an exception's text; a sympy error can print a whole expression tree
 
 
@@ -58,10 +62,25 @@ def judge(verify: Verifier, answer_start: AnswerStart | None, response: str, ans
             return {"error": f"the verifier returned {type(reward).__name__}, not a number"}
         value = float(reward)
     except BaseException as error:  # SystemExit too: one answer must not take the process with it
-        return {"error": "".join(traceback.format_exception_only(error)).strip()[:_DETAIL_CHARACTERS]}
+        text = "".join(traceback.format_exception_only(error)).strip()[:_DETAIL_CHARACTERS]
+        return {"error": f"{text} {users_line(error)}".rstrip()}
     if not math.isfinite(value):
         return {"error": f"the verifier returned {value}"}
     return {"reward": value, "answer_at": answer_at}
+
+
+def users_line(error: BaseException) -> str:
+    """'(file:line, in function)' where the user's code raised; '' where none of it ran.
+
+    That is the innermost frame that is neither ours nor an installed library's: a user looks for the line that handed
+    json nonsense, not for the one in json. Of a verifier that is itself installed it is the outermost that is not ours.
+    """
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OURS)]
+    if not frames:
+        return ""
+    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<frozen"))]
+    frame = own[-1] if own else frames[0]
+    return f"({frame.filename}:{frame.lineno}, in {frame.name})"
 
 
 def _read(channel: socket.socket, inbox: SimpleQueue[tuple[str, str]]) -> None:

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from megatron_stare.errors import ConfigError
-from megatron_stare.rewards.pool import RewardPool, Score
+from megatron_stare.rewards.pool import RewardPool, Score, TooManyFailuresError
 
 OBEY = "verifiers_for_tests.obey"
+LINES = Path(__file__).with_name("verifiers_for_tests.py")
 RIGHT, WRONG = ("yes", "yes"), ("no", "yes")
 OK, ZERO = Score(1.0, "ok"), Score(0.0, "ok")
 
@@ -26,6 +27,11 @@ def pool():
     """A pool that tests may hurt; it has to recover for the next one."""
     with RewardPool(OBEY, workers=2, timeout_s=1) as pool:
         yield pool
+
+
+def line_of(text: str) -> int:
+    """Where it first stands among the verifiers."""
+    return next(n for n, line in enumerate(LINES.read_text().splitlines(), 1) if text in line)
 
 
 def gone(pid: int, within_s: float) -> bool:
@@ -68,8 +74,8 @@ def test_several_hangs_in_one_share(pool):
     [
         ("exit", "the worker exited with code 3"),
         ("kill", "the worker was killed by SIGKILL"),
-        ("sys.exit", "SystemExit: leaving"),
-        ("raise", "ValueError: no such unit: furlong"),
+        ("sys.exit", f"SystemExit: leaving ({LINES}:{line_of('sys.exit(')}, in obey)"),
+        ("raise", f"ValueError: no such unit: furlong ({LINES}:{line_of('raise ValueError')}, in obey)"),
         ("nan", "the verifier returned nan"),
         ("inf", "the verifier returned inf"),
         ("text", "the verifier returned str, not a number"),
@@ -79,6 +85,31 @@ def test_several_hangs_in_one_share(pool):
 def test_a_crash_costs_itself_alone(pool, how, detail):
     scores = pool.score([RIGHT] * 40 + [(how, "")] + [WRONG] * 40)
     assert scores == [OK] * 40 + [Score(None, "crash", detail)] + [ZERO] * 40
+
+
+def test_a_crash_inside_a_library_shows_the_users_line(pool):
+    (score,) = pool.score([("parse", "")])
+    assert score.status == "crash"
+    assert score.detail.startswith("json.decoder.JSONDecodeError: ")
+    assert score.detail.endswith(f"({LINES}:{line_of('json.loads(')}, in obey)")
+
+
+@pytest.mark.parametrize(("borne", "tried"), [(0, 1), (2, 3)])
+def test_answers_are_not_waited_for_once_too_many_have_failed(tmp_path, borne, tried):
+    """One worker, which tries an answer at a time: each that hangs is one try."""
+    asked = tmp_path / "asked"
+    with RewardPool(OBEY, workers=1, timeout_s=1) as pool:
+        with pytest.raises(TooManyFailuresError) as stopped:
+            pool.score([(f"tried {asked}", "")] * 64, most_failures=borne)
+        assert asked.read_text() == "x" * tried
+        assert stopped.value.failed == [Score(None, "timeout", "no verdict within 1 s")] * tried
+        assert stopped.value.known == tried
+        assert pool.pids == []  # nobody waits for what is under way
+
+
+def test_failures_up_to_the_limit_are_borne(pool):
+    texts = [RIGHT, ("raise", ""), RIGHT, ("hang", ""), WRONG]
+    assert [s.status for s in pool.score(texts, most_failures=2)] == ["ok", "crash", "ok", "timeout", "ok"]
 
 
 def test_every_answer_crashing_is_still_an_answer_each(pool):

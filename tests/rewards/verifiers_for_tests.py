@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -29,6 +30,12 @@ def obey(response: str, answer: str):
         os.kill(os.getpid(), signal.SIGKILL)
     if response == "raise":
         raise ValueError("no such unit: furlong")
+    if response == "parse":
+        json.loads("{]")
+    if response.startswith("tried "):  # notes that it was asked, then hangs
+        with open(response.removeprefix("tried "), "a") as file:
+            file.write("x")
+        threading.Event().wait()
     if response == "print":
         print("noise", flush=True)
     if response == "interrupt":

@@ -1,0 +1,175 @@
+"""Signals to real runs: what they say they leave, what they leave, and that what they say to type next works."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from leftovers import Traces
+from runs import command, environment, metrics, model
+
+pytestmark = pytest.mark.distributed
+INLINE = {"runtime.runner": "inline", "parallel.tensor": 1, "eval.prompts": 0}
+
+
+class Run:
+    """A run in a process of its own, which takes signals as one started in a terminal does."""
+
+    def __init__(self, arguments: list[str], folder: Path, ignored: tuple[int, ...] = ()) -> None:
+        def dispositions() -> None:  # those of pytest would be inherited
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+
+        self.traces = Traces()
+        self.process = subprocess.Popen(
+            arguments,
+            cwd=folder,
+            env=self.traces.environment(environment()),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=dispositions,
+        )
+
+    def step(self, number: int) -> None:
+        """Waits for the line of the step."""
+        assert any(re.match(rf"\s*step\s+{number}/", line) for line in self.process.stdout), self.process.stderr.read()
+
+    def until(self, text: str) -> list[str]:
+        """Waits for a line of errors with the text; the lines up to it."""
+        seen = []
+        for line in self.process.stderr:
+            seen.append(line)
+            if text in line:
+                return seen
+        raise AssertionError(f"{text!r} not among {seen}")
+
+    def child(self, name: str) -> None:
+        """Waits until the run has started a process of this name."""
+        driver = psutil.Process(self.process.pid)
+        while not any(name in child.name() for child in alive(driver)):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(0.02)
+                raise AssertionError(self.process.stderr.read())
+
+    def end(self, code: int) -> str:
+        """What it still says on stderr; it must end with the code, and nothing of it may stay."""
+        self.traces.look()
+        self.process.stdout.read()
+        said = self.process.stderr.read()  # not communicate(), which knows nothing of what `until` has read ahead
+        assert self.process.wait() == code, said
+        assert "Traceback" not in said
+        # other programs of this machine may have taken its ports since; of an ended process none is left
+        assert [line for line in self.traces.left() if not line.startswith("port ")] == []
+        return said
+
+
+def alive(process: psutil.Process) -> Iterator[psutil.Process]:
+    for child in process.children(recursive=True):
+        try:
+            child.name()
+        except psutil.Error:
+            continue
+        yield child
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def begin(arguments: list[str], ignored: tuple[int, ...] = ()) -> Run:
+        runs.append(Run(arguments, tmp_path, ignored))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.process.kill()
+        run.process.communicate()
+
+
+def to_type(said: str) -> list[str]:
+    """The command of the last line, as a shell would split it, for this Python."""
+    words = shlex.split(said.splitlines()[-1])
+    assert words[:2] == ["megatron-stare", "train"]
+    return [sys.executable, "-m", "megatron_stare.cli", *words[1:]]
+
+
+def test_sigterm_after_a_checkpoint_says_how_to_continue_and_that_continues(start, tmp_path: Path) -> None:
+    settings = INLINE | {"run.steps": 6, "run.checkpoint_every": 2}
+    quoted = "run.dir=a run's dir"
+    run = start(command(model(), quoted, **settings))
+    run.step(3)  # the checkpoint of step 2 is complete
+    run.process.send_signal(signal.SIGTERM)
+    said = run.end(128 + signal.SIGTERM)
+    found = re.search(r"interrupted \(SIGTERM\) after step (\d) of 6; the last checkpoint is of step (\d)", said)
+    assert found, said
+    step, checkpoint = map(int, found.groups())
+    assert step == len(metrics(tmp_path / "a run's dir"))
+    assert 3 <= step <= 5 and checkpoint == step - step % 2
+    again = to_type(said)
+    assert again[-1] == "--resume" and again.count(quoted) == 1
+    done = subprocess.run(again, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"continuing after step {checkpoint}" in done.stdout
+    assert [row["step"] for row in metrics(tmp_path / "a run's dir")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_without_a_checkpoint_none_is_promised_and_an_ignored_signal_stays_ignored(start, tmp_path: Path) -> None:
+    arguments = command(model(), "run.dir=run", **INLINE | {"run.steps": 50, "run.checkpoint_every": 0})
+    run = start(arguments, ignored=(signal.SIGINT,))
+    run.step(1)
+    run.process.send_signal(signal.SIGINT)  # as of a terminal that a program under nohup has outlived
+    run.step(3)
+    run.process.send_signal(signal.SIGTERM)
+    said = run.end(128 + signal.SIGTERM)
+    assert re.search(r"interrupted \(SIGTERM\) after step \d+ of 50; there is no checkpoint yet", said), said
+    assert "SIGINT" not in said
+    again = to_type(said)
+    assert "--resume" not in again and "run.dir=run-2" in again  # run holds the metrics of this one
+    dry = subprocess.run([*again, "--dry-run"], cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert dry.returncode == 0, dry.stderr
+
+
+def test_more_signals_while_ray_is_closed_leave_nothing(start) -> None:
+    run = start(command(model(), "run.dir=run", **{"run.steps": 50, "eval.prompts": 0}))
+    run.step(1)
+    run.traces.look()
+    run.process.send_signal(signal.SIGINT)
+    run.until("SIGINT: closing the run")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        run.process.send_signal(number)
+        run.until(f"{signal.Signals(number).name}: already closing")
+    said = run.end(128 + signal.SIGINT)
+    assert re.search(r"interrupted \(SIGINT\) after step \d+ of 50; there is no checkpoint yet", said), said
+
+
+@pytest.mark.parametrize("point", ["gcs_server", "ray::Actor"])
+def test_a_signal_while_ray_starts_leaves_nothing(start, point: str) -> None:
+    run = start(command(model(), "run.dir=run", **{"eval.prompts": 0}))
+    run.child(point)
+    run.traces.look()
+    run.process.send_signal(signal.SIGTERM)
+    said = run.end(128 + signal.SIGTERM)
+    assert "interrupted (SIGTERM) after step 0 of 2; there is no checkpoint yet" in said
+
+
+def test_a_signal_before_the_run_has_a_directory(start, tmp_path: Path) -> None:
+    """The configuration is a pipe that nobody writes to, so the run stands at its very first line."""
+    os.mkfifo(tmp_path / "config.yaml")
+    run = start(command("algorithm=grpo", config="config.yaml"))
+    with (tmp_path / "config.yaml").open("w"):  # returns when the run has opened the other end
+        run.process.send_signal(signal.SIGINT)
+        run.until("SIGINT: closing")
+    said = run.end(128 + signal.SIGINT)
+    assert "interrupted (SIGINT) before the run began" in said
+    assert to_type(said)[3:] == command("algorithm=grpo", config="config.yaml")[3:]
+    assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
