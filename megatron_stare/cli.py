@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_stare import __version__
 from megatron_stare.config.load import dump_yaml, load_config
 from megatron_stare.errors import UserError
+from megatron_stare.shipped import TOOLS, tool
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,13 +71,16 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     report.add_argument("--out", type=Path, help="file to write; default report.html in the first run directory")
     report.set_defaults(run=_report)
+
+    run_tool = commands.add_parser("tool", help="run one of the checks that come along")
+    run_tool.add_argument("tool", choices=TOOLS, metavar="TOOL", help=", ".join(TOOLS))
+    run_tool.add_argument("arguments", nargs=argparse.REMAINDER, help="the tool's own; --help lists them")
+    run_tool.set_defaults(run=_tool)
     return top
 
 
 def _train(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.overrides)
-    # megatron-core says at import what it does without CUDA libraries; the README says it once
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers are forked and spawned around it
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models and tokenizers are local folders
     if args.dry_run:
@@ -138,6 +141,10 @@ def _report(args: argparse.Namespace) -> None:
         if not (run / "metrics.jsonl").exists():
             raise UserError("no metrics.jsonl: not a run directory", where=str(run))
     print(write_report(args.runs, args.out or args.runs[0] / "report.html"))
+
+
+def _tool(args: argparse.Namespace) -> None:
+    os.execv(sys.executable, [sys.executable, str(tool(args.tool)), *args.arguments])
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # a package may import those of lower levels, and itself
 LEVELS = {
     "errors": 0,
+    "quiet": 0,
+    "shipped": 0,
     "batch": 0,
     "statistics": 0,
     "config": 1,
