@@ -1,1 +1,5 @@
 """The only package that imports megatron.core: layout, model, optimizer, passes over a batch, checkpoints."""
+
+from megatron_stare.quiet import quiet_upstreams
+
+quiet_upstreams()  # here, because every process that imports megatron.core comes by
