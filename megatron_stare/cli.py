@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from megatron_stare.config.load import dump_yaml, load_config
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
 from megatron_stare.interruption import Interruption, interruptible, what_now
+from megatron_stare.shipped import TOOLS, tool
 
 PROGRAM = "megatron-stare"
 
@@ -94,6 +94,11 @@ def parser() -> argparse.ArgumentParser:
         "runs, comparison.html in the current one",
     )
     report.set_defaults(run=_report)
+
+    run_tool = commands.add_parser("tool", help="run one of the checks that come along")
+    run_tool.add_argument("tool", choices=TOOLS, metavar="TOOL", help=", ".join(TOOLS))
+    run_tool.add_argument("arguments", nargs=argparse.REMAINDER, help="the tool's own; --help lists them")
+    run_tool.set_defaults(run=_tool)
     return top
 
 
@@ -122,8 +127,6 @@ def _typed(args: argparse.Namespace, interruption: Interruption) -> tuple[list[s
 
 def _train_or_check(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.overrides)
-    # megatron-core says at import what it does without CUDA libraries; the README says it once
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers are forked and spawned around it
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models and tokenizers are local folders
     if args.dry_run:
@@ -185,6 +188,10 @@ def _report(args: argparse.Namespace) -> None:
     several = len(args.runs) > 1
     out = args.out or (Path() if several else args.runs[0])
     print(write_report(args.runs, out / ("comparison.html" if several else "report.html") if out.is_dir() else out))
+
+
+def _tool(args: argparse.Namespace) -> None:
+    os.execv(sys.executable, [sys.executable, str(tool(args.tool)), *args.arguments])
 
 
 if __name__ == "__main__":

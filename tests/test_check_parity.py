@@ -12,19 +12,23 @@ import pytest
 from models import save_model
 from runs import ROOT
 
+from megatron_stare.weights.convert import Options, convert
+
 pytestmark = pytest.mark.distributed
 
 
 def check_parity(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tools/check_parity.py"), *arguments]
+    command = [sys.executable, str(ROOT / "tools/check_parity.py"), *arguments]
     return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
 
 
 def test_a_checkpoint_is_held_against_transformers(tmp_path: Path) -> None:
     save_model(tmp_path, "llama_tied_llama3")  # one key-value head, shared by two ranks; 37 words; scaled RoPE
     done = check_parity(str(tmp_path), "--tp", "2", "--pp", "2")
-    assert done.returncode == 0, done.stderr
-    assert "weights: come back bit for bit" in done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
+    logits, weights = done.stdout.splitlines()  # and no word of an upstream's
+    assert logits.startswith("logits: largest difference ")
+    assert weights == "weights: come back bit for bit"
 
 
 def test_a_difference_is_found(tmp_path: Path) -> None:
@@ -44,3 +48,30 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     done = check_parity(str(tmp_path))
     assert done.returncode == 2
     assert "known: llama, qwen2, qwen3, qwen3_moe" in done.stderr
+
+
+def test_a_checkpoint_of_megatron_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
+    converted = tmp_path / "converted"
+    convert(ROOT / "assets/tiny-adder", converted, None, Options())
+    done = check_parity(str(converted))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines() == [
+        f"error: {converted}: this is a distributed checkpoint, which transformers cannot read",
+        f"  fix: make a Hugging Face folder of it first: megatron-stare convert {converted} HF_DIR",
+    ]
+
+
+def test_a_folder_without_its_weights_is_refused(tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen2")
+    (tmp_path / "model.safetensors").unlink()
+    done = check_parity(str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {tmp_path}: no model.safetensors")
+
+
+def test_help_says_nothing_else() -> None:
+    for tool in ("check_parity", "check_invariance", "check_vectors", "make_tiny_model"):
+        command = [sys.executable, str(ROOT / f"tools/{tool}.py"), "--help"]
+        done = subprocess.run(command, env=os.environ, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, ""), tool
+        assert done.stdout.startswith(f"usage: {tool}.py ")

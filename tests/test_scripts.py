@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -72,3 +73,48 @@ def test_on_a_full_disk_the_old_environment_stays(project: Path, script: str) ->
     assert code == 2
     assert f"error: only 100 MB free on the disk of {project}" in said and "fix: free some space" in said
     assert (project / venv / "kept").exists()
+
+
+def commands(text: str) -> list[str]:
+    """The scripts that a text has run, in order, without their arguments."""
+    return re.findall(r"^(?: {4}|exec )?bash (scripts/\w+\.sh)", text, re.MULTILINE)
+
+
+@pytest.fixture
+def ci(tmp_path: Path) -> Path:
+    """CI's script, beside commands of README that say how they were called."""
+    for folder in (".ci", "scripts"):
+        (tmp_path / folder).mkdir()
+    shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
+    for script in commands((ROOT / "README.md").read_text()):
+        (tmp_path / script).write_text(f'echo {script} "$@"\n')
+    return tmp_path
+
+
+def test_ci_runs_the_commands_of_readme_in_their_order(ci: Path) -> None:
+    done = subprocess.run(["bash", ci / ".ci/run"], cwd="/", capture_output=True, text=True, check=True)
+    in_readme = commands((ROOT / "README.md").read_text())
+    assert in_readme == ["scripts/quickstart.sh", "scripts/test.sh"]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == in_readme  # the suite's last line comes last
+
+
+@pytest.mark.parametrize("script", ["quickstart.sh", "test.sh"])
+def test_ci_fails_where_a_command_does(ci: Path, script: str) -> None:
+    (ci / "scripts" / script).write_text("exit 3\n")
+    done = subprocess.run(["bash", ci / ".ci/run"], capture_output=True, text=True)
+    assert done.returncode == 3
+    assert "scripts/test.sh" not in done.stdout
+
+
+def test_no_folder_changes_what_ruff_takes_for_the_project_s_own(tmp_path: Path) -> None:
+    """`runs/` of the quickstart is the one every user has; `models/`, say, is as likely."""
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for folder in ("tests", "tools", "benchmarks"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("results", "__pycache__"))
+        for module in (tmp_path / folder).glob("*.py"):
+            (tmp_path / module.stem).mkdir(exist_ok=True)
+    assert (tmp_path / "runs").is_dir()
+    (tmp_path / "megatron_stare").mkdir()
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select", "I", "tests", "tools", "benchmarks"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

@@ -15,6 +15,8 @@ LEVELS = {
     "errors": 0,
     "vector_maths": 0,
     "interruption": 0,
+    "quiet": 0,
+    "shipped": 0,
     "batch": 0,
     "statistics": 0,
     "config": 1,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
 import psutil
 import pytest
+from interrupts import uninterruptible
 from runs import command, environment, metrics, model, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -63,6 +65,18 @@ def test_a_frozen_weight_sync_stops_the_run(tmp_path: Path) -> None:
     assert len(metrics(tmp_path / "run")) == 1  # a step was made, and what is known of it stays
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "nowhere.invalid"])
+def test_a_cluster_that_is_not_there_is_said_to_be_that(tmp_path: Path, host: str) -> None:
+    with socket.socket() as probe:  # bound and not listening: refused for as long as it lives
+        probe.bind(("", 0))
+        address = f"{host}:{probe.getsockname()[1]}"
+        done = train(model(), f"run.dir={tmp_path / 'run'}", f"runtime.ray_address={address}", cwd=tmp_path)
+    assert done.returncode == 2
+    error, fix = done.stderr.splitlines()  # and none of gRPC's
+    assert error.startswith(f"error: runtime.ray_address: no Ray cluster can be reached at {address}: ")
+    assert fix.startswith(f"  fix: is a cluster running there? `ray status --address {address}` asks it; ")
+
+
 def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     settings = {"run.steps": 5, "run.checkpoint_every": 2, "eval.prompts": 0}
     whole = train(model(), f"run.dir={tmp_path / 'whole'}", cwd=tmp_path, **settings)
@@ -70,12 +84,21 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     cut = tmp_path / "cut"
     arguments = [model(), f"run.dir={cut}"]
     process = subprocess.Popen(
-        command(*arguments, **settings), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
+        command(*arguments, **settings),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=uninterruptible,
     )
     assert process.stdout is not None
-    for line in process.stdout:  # after step 3: one step past the checkpoint of step 2
-        if line.lstrip().startswith("step 3/5"):
+    for line in process.stdout:
+        if line.lstrip().startswith("step 1/5"):
+            process.send_signal(signal.SIGINT)  # a run in the background goes on
+        if line.lstrip().startswith("step 3/5"):  # one step past the checkpoint of step 2
             break
+    else:
+        pytest.fail("it ended before step 3")
     # Ray's two agents notice last, within two minutes; they hold nothing that a resumed run needs
     children = [p for p in psutil.Process(process.pid).children(recursive=True) if not p.name().endswith("Agent")]
     os.kill(process.pid, signal.SIGKILL)

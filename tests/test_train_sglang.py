@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import sglang_servers as servers
+from interrupts import interruptible
 from leftovers import Traces
 from runs import command, environment, metrics, model
 
@@ -26,11 +27,6 @@ SGLANG = (
     "eval.prompts=0",
 )
 LIMIT = 1e-4  # nats, float32
-
-
-def interruptible() -> None:
-    """Programs that were started in the background ignore Ctrl-C, and what they start inherits that."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Run:

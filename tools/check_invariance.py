@@ -17,21 +17,27 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
-
-import torch
-import yaml
-from invariance.case import TRAINER, Case, write_model
-from invariance.compare import Difference, compare
-from invariance.step import take
-from invariance.table import table, write
-from rank_processes import rank_processes
+from typing import TYPE_CHECKING
 
 from megatron_stare.errors import UserError
+from megatron_stare.quiet import quiet_upstreams
+
+if TYPE_CHECKING:
+    from invariance.case import Case
+    from invariance.compare import Difference
 
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = parse(argv)
+    quiet_upstreams()
+    import torch  # transformers and Megatron come with what follows: seconds
+    from invariance.case import write_model
+    from invariance.compare import compare
+    from invariance.step import take
+    from invariance.table import table, write
+    from rank_processes import rank_processes
+
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
@@ -71,8 +77,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the method")
     parser.add_argument("--seed", type=int, default=1, help="of the batch")
     parser.add_argument("--off-policy", type=float, default=0.0, help="spread of ln(p / p_old); 0: on-policy")
-    parser.add_argument("--lr", type=float, default=Case.lr, help="of the step of SGD")
-    parser.add_argument("--trainer", default=TRAINER, help="class that is checked")
+    parser.add_argument("--lr", type=float, help="of the step of SGD; default 1")
+    parser.add_argument("--trainer", metavar="CLASS", help="class that is checked; default: the project's own")
     parser.add_argument(
         "--all", action="store_true", help="every method in every layout; the other options have no say"
     )
@@ -82,6 +88,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def case_of(args: argparse.Namespace) -> Case:
     """The case that the command line describes. Raises UserError where the ranks do not fit the layout."""
+    import yaml
+    from invariance.case import TRAINER, Case
+
     fixed = args.tp * args.pp * args.cp
     world = args.world or fixed
     if world % fixed:
@@ -101,8 +110,8 @@ def case_of(args: argparse.Namespace) -> Case:
         packed=not args.padded,
         seed=args.seed,
         off_policy=args.off_policy,
-        lr=args.lr,
-        trainer=args.trainer,
+        lr=Case.lr if args.lr is None else args.lr,
+        trainer=args.trainer or TRAINER,
     )
 
 

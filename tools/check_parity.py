@@ -10,79 +10,24 @@ logits differ by more than the threshold or a weight came back changed, 2 where 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
-import torch
-import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
-from pydantic import ValidationError
-from rank_processes import rank_processes
-from torch import Tensor
-from transformers import AutoModelForCausalLM
-
-from megatron_stare.batch import Prompt, RolloutBatch, Sample
-from megatron_stare.config.schema import ModelConfig, ParallelConfig
-from megatron_stare.errors import UserError
-from megatron_stare.layout_rules import check_layout
-from megatron_stare.megatron import layout as parallel_layout
-from megatron_stare.megatron.cpu_backend import device
-from megatron_stare.megatron.export import export_hf
-from megatron_stare.megatron.head import output_weight, rows_of
-from megatron_stare.megatron.layout import Layout
-from megatron_stare.megatron.microbatch import MicroBatch, RankBatch
-from megatron_stare.megatron.model import build_model, load_hf
-from megatron_stare.megatron.passes import score
-from megatron_stare.ops.plan import PlanRules, plan_micro_batches
-from megatron_stare.weights.hf_folder import HfFolder
-from megatron_stare.weights.shape import ModelShape, read_shape
-
-TIMEOUT_S = 1800.0
-
-
-@dataclass(frozen=True)
-class Task:
-    """What every rank is told."""
-
-    path: str
-    parallel: ParallelConfig
-    sequences: int
-    longest: int
-    packed: bool
-    seed: int
+from megatron_stare.errors import DataError, UserError
+from megatron_stare.quiet import quiet_upstreams
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    quiet_upstreams()
+    from pydantic import ValidationError  # transformers and Megatron come with what follows: seconds
+
     try:
-        parallel = ParallelConfig(
-            tensor=args.tp,
-            pipeline=args.pp,
-            virtual_pipeline=args.vpp,
-            expert=args.ep,
-            data=max(args.ep // args.tp, 1),
-            sequence=args.sp or (args.ep > 1 and args.tp > 1),
-        )
-        shape = read_shape(args.hf_dir)
-        check_layout(parallel, shape)
+        return check(args)
     except (UserError, ValidationError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    longest = min(args.longest, shape.max_positions)
-    task = Task(args.hf_dir, parallel, args.sequences, longest, not args.padded, args.seed)
-    with tempfile.TemporaryDirectory() as meeting, rank_processes(parallel.world_size) as pool:
-        jobs = [(rank, f"file://{meeting}/ranks", task) for rank in range(parallel.world_size)]
-        ranks = pool.starmap_async(one_rank, jobs, chunksize=1).get(timeout=TIMEOUT_S)
-    difference, changed = compare(task, shape, ranks)
-    print(f"logits: largest difference {difference:.2e} (threshold {args.threshold:.0e})")
-    print("weights: " + (f"{len(changed)} changed: {', '.join(changed[:5])}" if changed else "come back bit for bit"))
-    return int(not difference <= args.threshold or bool(changed))
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -101,91 +46,43 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def sequences(task: Task, vocab_size: int) -> RolloutBatch:
-    """Random sequences of random lengths: one token of prompt, the rest response."""
-    generator = torch.Generator().manual_seed(task.seed)
-    samples = []
-    for i in range(task.sequences):
-        length = int(torch.randint(2, task.longest + 1, (1,), generator=generator))
-        first, *rest = torch.randint(0, vocab_size, (length,), generator=generator).tolist()
-        prompt = Prompt(i, str(i), "", "", (first,))
-        samples.append(Sample(prompt, 0, rest, [0.0] * len(rest), [0] * len(rest), "stop"))
-    return RolloutBatch.from_samples(samples)
+def check(args: argparse.Namespace) -> int:
+    """Compares and prints. Returns the exit code; raises UserError or ValidationError for what cannot be compared."""
+    from parity import TIMEOUT_S, Task, compare, one_rank
+    from rank_processes import rank_processes
 
+    from megatron_stare.config.schema import ParallelConfig
+    from megatron_stare.layout_rules import check_layout
+    from megatron_stare.weights.check import check_folder
+    from megatron_stare.weights.shape import read_shape
+    from megatron_stare.weights.torch_dist import is_checkpoint
 
-class Logits:
-    """Stands where the log-prob head stands: gives the logits themselves, [n, vocabulary], and their row numbers."""
-
-    def __init__(self, shape: ModelShape, layout: Layout) -> None:
-        self.shape, self.layout = shape, layout
-
-    def score(self, model: GPTModel, hidden: Tensor, micro: MicroBatch, **_: object) -> tuple[Tensor, ...]:
-        mine = torch.nn.functional.linear(rows_of(model, hidden, micro), output_weight(model))
-        parts = [torch.empty_like(mine) for _ in range(self.layout.tp)]
-        dist.all_gather(parts, mine, group=self.layout.tp_group)
-        return torch.cat(parts, dim=1)[:, : self.shape.vocab_size], micro.targets
-
-
-def one_rank(rank: int, init: str, task: Task) -> dict[str, Any]:
-    """This rank's logits of the sequences it was given, and its part of the exported weights."""
-    shape = read_shape(task.path)
-    layout = parallel_layout.join(task.parallel, rank, init, seed=1, timeout_s=TIMEOUT_S)
-    try:
-        model = build_model(shape, ModelConfig(path=task.path), task.parallel, layout)
-        load_hf(model, HfFolder(task.path), shape, layout)
-        batch = sequences(task, shape.vocab_size)
-        chunks = task.parallel.virtual_pipeline
-        rules = PlanRules(
-            data_parallel=layout.dp,
-            budget=2 * task.longest,
-            packed=task.packed,
-            multiple=task.parallel.pipeline if chunks > 1 else 1,
-            hidden=shape.hidden,
-        )
-        rank_batch = RankBatch(
-            batch,
-            plan_micro_batches(batch.lengths.tolist(), rules),
-            layout.dp_rank,
-            device(),
-            packed=task.packed,
-            multiple=layout.tp if task.parallel.sequence else 1,
-            uniform=chunks > 1,
-        )
-        logits, _ = score(model, rank_batch, Logits(shape, layout))
-        speaks = layout.last_stage and layout.tp_rank == 0
-        return {
-            "index": rank_batch.index if speaks else None,
-            "logits": logits if speaks else None,
-            "weights": export_hf(model, shape, layout),
-        }
-    finally:
-        parallel_layout.leave()
-
-
-@torch.no_grad()
-def compare(task: Task, shape: ModelShape, ranks: list[dict[str, Any]]) -> tuple[float, list[str]]:
-    """The largest difference of two logits, and the weights that came back changed, more than once or not at all."""
-    model = AutoModelForCausalLM.from_pretrained(task.path, dtype=torch.float32, local_files_only=True)
-    batch = sequences(task, shape.vocab_size)
-    want = torch.cat([model(tokens[None]).logits[0, :-1] for tokens in batch.tokens.split(batch.lengths.tolist())])
-    got = torch.full_like(want, float("nan"))
-    for rank in ranks:
-        if rank["index"] is not None:
-            got[rank["index"]] = rank["logits"].to(got)
-    folder = HfFolder(task.path)
-    held: dict[str, list[Tensor]] = {}
-    for rank in ranks:
-        for name, weight in rank["weights"].items():
-            held.setdefault(name, []).append(weight)
-    names = folder.names() - ({"lm_head.weight"} if shape.tied else set())  # some write a tied head as well
-    changed = sorted(
-        name
-        for name in names | held.keys()
-        if len(held.get(name, [])) != 1
-        or name not in names
-        or not torch.equal(held[name][0], folder.slice(name)[:].to(held[name][0].dtype))
+    parallel = ParallelConfig(
+        tensor=args.tp,
+        pipeline=args.pp,
+        virtual_pipeline=args.vpp,
+        expert=args.ep,
+        data=max(args.ep // args.tp, 1),
+        sequence=args.sp or (args.ep > 1 and args.tp > 1),
     )
-    return float((got - want).abs().max()), changed
+    if is_checkpoint(Path(args.hf_dir)):
+        raise DataError(
+            "this is a distributed checkpoint, which transformers cannot read",
+            where=args.hf_dir,
+            fix=f"make a Hugging Face folder of it first: megatron-stare convert {args.hf_dir} HF_DIR",
+        )
+    shape = read_shape(args.hf_dir)
+    check_layout(parallel, shape)
+    check_folder(args.hf_dir, shape)
+    longest = min(args.longest, shape.max_positions)
+    task = Task(args.hf_dir, parallel, args.sequences, longest, not args.padded, args.seed)
+    with tempfile.TemporaryDirectory() as meeting, rank_processes(parallel.world_size) as pool:
+        jobs = [(rank, f"file://{meeting}/ranks", task) for rank in range(parallel.world_size)]
+        ranks = pool.starmap_async(one_rank, jobs, chunksize=1).get(timeout=TIMEOUT_S)
+    difference, changed = compare(task, shape, ranks)
+    print(f"logits: largest difference {difference:.2e} (threshold {args.threshold:.0e})")
+    print("weights: " + (f"{len(changed)} changed: {', '.join(changed[:5])}" if changed else "come back bit for bit"))
+    return int(not difference <= args.threshold or bool(changed))
 
 
 if __name__ == "__main__":

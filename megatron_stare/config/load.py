@@ -13,15 +13,22 @@ from pydantic import BaseModel, ValidationError
 
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, unknown_name
+from megatron_stare.shipped import find_config, resolve_paths
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     """Reads `path`, applies `key.sub=value` overrides and validates.
 
+    Args:
+        path: a file, or the name of a config that ships, whose files are then found wherever it is used.
+        overrides: their paths are relative to the current folder.
+
     Raises:
         ConfigError: missing file, bad YAML, unknown key (with a suggestion), value out of range.
     """
-    tree, overrides = read_yaml(path), list(overrides)
+    path, overrides = find_config(path), list(overrides)
+    tree = read_yaml(path)
+    resolve_paths(path, tree)
     for override in overrides:
         apply_override(tree, override)
     return validate(tree, str(path), overrides)

@@ -27,6 +27,7 @@ from megatron_stare.orchestration.workers import Handle, Workers
 from megatron_stare.rollout.build import engine_workers, requests_per_call
 
 LOOPBACK = "127.0.0.1"
+CONNECT_S = 10.0
 
 
 class WorkerLostError(UserError):
@@ -120,7 +121,13 @@ def start_ray(config: Config) -> None:
     common = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
     if config.runtime.ray_address:
         address = config.runtime.ray_address
-        _init(f"the Ray cluster at {address} cannot be joined", "runtime.ray_address", address=address, **common)
+        fix = (
+            f"is a cluster running there? `ray status --address {address}` asks it; "
+            "leave the setting out to start Ray on this machine"
+        )
+        require_listener(address, fix)
+        what = f"the Ray cluster at {address} cannot be joined"
+        _init(what, "runtime.ray_address", fix, address=address, **common)
         return
     # Ray announces at every start that its cluster wants a token, which is as it should be
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
@@ -128,7 +135,8 @@ def start_ray(config: Config) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the coming default, whose notice Ray prints
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # idle workers would take memory from ours
     store = config.runtime.object_store_mb * 2**20
-    _init("Ray does not start", "runtime", object_store_memory=store, _node_ip_address=LOOPBACK, **common)
+    fix = "is the machine very busy or out of memory? Its logs are in /tmp/ray/session_latest/logs"
+    _init("Ray does not start", "runtime", fix, object_store_memory=store, _node_ip_address=LOOPBACK, **common)
 
 
 @contextlib.contextmanager
@@ -147,7 +155,27 @@ def own_sigterm() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def _init(what: str, where: str, **settings: Any) -> None:
+def require_listener(address: str, fix: str) -> None:
+    """Raises ConfigError where nothing listens at a host:port; Ray itself would try for ten minutes, and say so."""
+    host, _, port = address.removeprefix("ray://").replace("[", "").replace("]", "").rpartition(":")
+    if not host or not port.isdigit():
+        return  # `auto`, or something that Ray refuses at once
+    # Ray takes this machine's own name for its address on the network
+    hosts = [host, ray.util.get_node_ip_address()] if host in ("localhost", LOOPBACK) else [host]
+    for each in hosts:
+        try:
+            socket.create_connection((each, int(port)), CONNECT_S).close()
+            return
+        except (OSError, OverflowError) as error:
+            reason = error
+    raise ConfigError(
+        f"no Ray cluster can be reached at {address}: {getattr(reason, 'strerror', None) or reason}",
+        where="runtime.ray_address",
+        fix=fix,
+    )
+
+
+def _init(what: str, where: str, fix: str, **settings: Any) -> None:
     try:
         with uninterrupted(), own_sigterm():  # half a start is more than Ray can shut down
             ray.init(**settings)
@@ -157,7 +185,7 @@ def _init(what: str, where: str, **settings: Any) -> None:
         raise UserError(
             f"{what}: {first_line}",
             where=where,
-            fix="is the machine very busy or out of memory? Its logs are in /tmp/ray/session_latest/logs",
+            fix=fix,
         ) from error
     raise_if_received()
 

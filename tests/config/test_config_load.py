@@ -19,6 +19,21 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
+def test_a_config_that_ships_works_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config("configs/quickstart.yaml").model.path == str(ROOT / "assets/tiny-adder")
+    assert load_config(ROOT / "configs/quickstart.yaml").model.path == str(ROOT / "assets/tiny-adder")
+    # of the user: a path given beside it, and a file that only looks as if it shipped
+    assert load_config("configs/quickstart.yaml", ["model.path=assets/tiny-adder"]).model.path == "assets/tiny-adder"
+    assert load_config(write(tmp_path, "model: {path: assets/tiny-adder}\n")).model.path == "assets/tiny-adder"
+    with pytest.raises(ConfigError, match="cannot read the configuration"):
+        load_config("pyproject.toml")  # lies beside configs/, and is none
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/quickstart.yaml").write_text("model: {path: assets/tiny-adder}\nrun: {name: mine}\n")
+    mine = load_config("configs/quickstart.yaml")
+    assert (mine.run.name, mine.model.path) == ("mine", "assets/tiny-adder")
+
+
 def test_overrides_win_and_keep_their_types(tmp_path: Path) -> None:
     path = write(tmp_path, "model: {path: here}\noptimizer: {lr: 1.0e-3}\n")
     config = load_config(path, ["optimizer.lr=1e-6", "run.seed=3", "optimizer.distributed=true", "run.dir=a=b"])

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from interrupts import interruptible
 from rich.console import Console
 
 from megatron_stare.observability.live import LiveDisplay, make_display
@@ -284,7 +285,9 @@ with make_display(5) as display:
 def test_the_terminal_is_given_back(how):
     master, slave = pty.openpty()
     env = os.environ | {"TERM": "xterm", "PYTHONUTF8": "1", "COLUMNS": "80", "LINES": "24"}
-    child = subprocess.Popen([sys.executable, "-c", SCRIPT, how], stdout=slave, stderr=subprocess.PIPE, env=env)
+    child = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, how], stdout=slave, stderr=subprocess.PIPE, env=env, preexec_fn=interruptible
+    )
     os.close(slave)
     assert child.stderr.readline() == b"ready\n"
     if how == "interrupt":

@@ -188,6 +188,15 @@ def test_close_leaves_no_process():
         pool.score([RIGHT])
 
 
+@pytest.fixture
+def interruptible():
+    """Whatever this process inherited: SIGINT raises KeyboardInterrupt, until the test has ended."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_closes_the_pool():
     pool = RewardPool(OBEY, workers=2, timeout_s=60)
     pids = pool.pids

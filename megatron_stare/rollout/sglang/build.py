@@ -18,10 +18,11 @@ from megatron_stare.rollout.sglang.engine import NEVER_FILLED, SGLangEngine
 from megatron_stare.rollout.sglang.server import ServerOptions, ServerProcess
 from megatron_stare.rollout.sglang.sync import WeightSync
 from megatron_stare.rollout.sglang.tensor_sync import TensorSync
+from megatron_stare.shipped import CHECKOUT
 from megatron_stare.weights.shape import ModelShape
 
-ROOT = Path(__file__).parents[3]
-ENVIRONMENT = ROOT / ".venv-sglang"  # of scripts/setup_sglang.sh
+ENVIRONMENT = CHECKOUT / ".venv-sglang" if CHECKOUT else None  # of scripts/setup_sglang.sh
+PYTHON_VARIABLE = "MEGATRON_STARE_SGLANG_PYTHON"
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 CPU_WIDTHS = 32  # what SGLang pads a feed-forward layer to a multiple of, on CPUs
 API_KEY_VARIABLE = "SGLANG_API_KEY"  # of servers that are attached to
@@ -119,7 +120,7 @@ def check_servers(config: Config, shape: ModelShape) -> None:
         raise ConfigError(
             "servers started here run on the CPU, in float32", where="sglang.urls", fix="name running servers instead"
         )
-    python = server_options(config).python
+    python = sglang_python(config)
     if not Path(python).exists():
         raise ConfigError(
             f"there is no Python at {python}",
@@ -137,11 +138,28 @@ def server_flags(config: Config) -> dict[str, str]:
     return {flag: setting for flag, (setting, asked) in wanted.items() if asked}
 
 
+def sglang_python(config: Config) -> str:
+    """The Python of SGLang's environment: as set, of the environment variable, or of the checkout.
+
+    Raises:
+        ConfigError: none of them says it; a wheel knows of no checkout.
+    """
+    if python := config.sglang.python or os.environ.get(PYTHON_VARIABLE):
+        return python
+    if ENVIRONMENT is None:
+        raise ConfigError(
+            "where SGLang is installed is not known to a project that was installed from a wheel",
+            where="sglang.python",
+            fix=f"name the Python of SGLang's environment here or in {PYTHON_VARIABLE}; in a checkout, "
+            "bash scripts/setup_sglang.sh builds one in .venv-sglang",
+        )
+    return str(ENVIRONMENT / "bin" / "python")
+
+
 def server_options(config: Config) -> ServerOptions:
     """How the servers of this run are started."""
-    python = config.sglang.python or os.environ.get("MEGATRON_STARE_SGLANG_PYTHON")
     return ServerOptions(
-        python=python or str(ENVIRONMENT / "bin" / "python"),
+        python=sglang_python(config),
         model_path=config.model.path,
         dtype=config.model.dtype,
         threads=config.rollout.threads,
