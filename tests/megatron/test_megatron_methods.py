@@ -231,20 +231,20 @@ def test_updates_equal_those_by_hand(ranks: RankPool, tmp_path: Path, case: str)
 
 
 @pytest.mark.parametrize(
-    ("family", "layout", "distributed"),
+    ("family", "layout", "distributed", "case"),
     [
-        ("qwen2_tied", {"tensor": 2}, False),
-        ("qwen2_tied", {"pipeline": 2}, False),
-        ("qwen2", {"data": 2}, True),
-        ("qwen3_moe", {"data": 2, "expert": 2}, False),
+        ("qwen2_tied", {"tensor": 2}, False, "gspo"),
+        ("qwen2_tied", {"pipeline": 2}, False, "grpo"),
+        ("qwen2", {"data": 2}, True, "stapo"),  # whose tokens that count are told by statistics of each mini-batch
+        ("qwen3_moe", {"data": 2, "expert": 2}, False, "grpo"),
     ],
     ids=["tp2", "pp2", "dp2-distributed", "ep2"],
 )
 def test_a_layout_clips_by_the_norm_of_the_whole_policy(
-    ranks: RankPool, tmp_path: Path, family: str, layout: dict[str, int], distributed: bool
+    ranks: RankPool, tmp_path: Path, family: str, layout: dict[str, int], distributed: bool, case: str
 ) -> None:
     save_model(tmp_path, family)
-    config = config_of(tmp_path, {"name": "grpo"}, 0.3, parallel=layout, optimizer={"distributed": distributed})
+    config = config_of(tmp_path, CASES[case][0], 0.3, parallel=layout, optimizer={"distributed": distributed})
     rows = check(ranks, config)
     assert min(row["optimizer/grad_norm"] for row in rows) > 0.3
 
