@@ -1,9 +1,61 @@
-"""What an evaluation records."""
+"""Pass@1 and its record, where verifiers fail."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from megatron_stare.batch import Prompt, Sample
 from megatron_stare.evaluate import evaluate
+
+PROBLEMS = [Prompt(i, str(i), f"{i}+{i}=", str(2 * i)) for i in range(10)]
+# by problem: what the verifier says of the sampled answer and of the greedy one; None: it failed, in either way
+SAMPLED: list[float | None] = [1.0, 0.0, None, 1.0, None, 0.0, 0.4, 1.0, None, 0.0]
+GREEDY: list[float | None] = [1.0, None, 1.0, 1.0, None, 0.0, 1.0, 1.0, 0.0, 0.0]
+
+
+def run(greedy: bool, step: int = 3) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The record, and how each rollout was asked for."""
+    asked: list[dict[str, Any]] = []
+
+    def rollout(prompts: list[Prompt], count: int, **how: Any) -> list[Sample]:
+        asked.append({"count": count, **how})
+        return [Sample(p, 0, [2], [-1.0], [0], "stop", text=f"{p.text}{how['greedy']}") for p in prompts]
+
+    def score(samples: list[Sample]) -> None:
+        for sample in samples:
+            of = GREEDY if sample.text.endswith("True") else SAMPLED
+            reward = of[sample.prompt.cursor]
+            failure = "timeout" if sample.prompt.cursor % 4 == 0 else "crash"
+            sample.reward, sample.reward_status = reward, "ok" if reward is not None else failure  # type: ignore[assignment]
+
+    return evaluate(PROBLEMS, rollout, score, step=step, greedy=greedy), asked
+
+
+def test_a_problem_whose_verifier_failed_counts_as_wrong() -> None:
+    record, _ = run(greedy=True)
+    assert record["problems"] == len(record["correct"]) == 10
+    assert record["correct"] == [1, 0, 0, 1, 0, 0, 0, 1, 0, 0]
+    assert record["pass1"] == pytest.approx(0.3)  # of all problems, not of the seven that were verified
+    assert record["failures"] == 3
+    assert record["greedy_correct"] == [1, 0, 1, 1, 0, 0, 1, 1, 0, 0]
+    assert record["greedy"] == pytest.approx(0.5)
+
+
+def test_every_evaluation_samples_alike() -> None:
+    (_, first), (_, later) = run(greedy=True, step=0), run(greedy=True, step=40)
+    assert first == later
+    assert [how["greedy"] for how in first] == [False, True]
+    assert len({(how["seed"], how["step"], how["count"]) for how in first}) == 1
+
+
+def test_the_record_without_greedy_decoding() -> None:
+    record, asked = run(greedy=False, step=0)
+    assert (record["weights"], record["greedy"], len(asked)) == ("base", None, 1)
+    assert "greedy_correct" not in record
+    assert run(greedy=False)[0]["weights"] == "trained"
+    assert [s["reward"] for s in record["samples"]] == SAMPLED[:8]
 
 
 def test_prompts_of_the_same_problem_share_its_number() -> None:

@@ -75,8 +75,8 @@ def test_three_updates_in_a_row_that_were_not_taken_stop_the_run() -> None:
     yes, no = update(), update(False)
     advance(run, 1, [no, no, yes, no])  # never three in a row
     assert (run.state.step, run.state.skipped, run.state.method) == (1, 1, {"gate": 1.0})
-    advance(run, 2, [yes, no, no])
-    assert run.state.skipped == 2
+    advance(run, 2, [yes, no, UpdateResult(no.metrics, {"gate": 0.0})])
+    assert (run.state.skipped, run.state.method) == (2, {"gate": 0.0})  # as the last update left it
     with pytest.raises(NonFiniteError, match="3 optimizer steps in a row"):
         advance(run, 3, [no, yes])
 
@@ -134,3 +134,13 @@ def test_resumed_equals_uninterrupted(tmp_path: Path, settings: tuple[str, ...])
         assert rows[0]["stare/amplify"] == 1.1
         moved = 0.01 if rows[0]["entropy/mean"] < 0.3 else -0.01
         assert rows[1]["stare/amplify"] == pytest.approx(1.1 + moved)
+
+
+@pytest.mark.distributed
+def test_the_reference_is_refreshed_after_the_updates_of_every_second_step(tmp_path: Path) -> None:
+    refresh = ("model.reference_refresh_every=2", "algorithm={name: grpo, reference_kl: {coef: 0.1}}")
+    shorter = {**INLINE, "run.steps": 3, "run.checkpoint_every": 0}
+    done = train(model(), f"run.dir={tmp_path / 'run'}", *refresh, cwd=tmp_path, **shorter)
+    assert done.returncode == 0, done.stderr
+    # a step reads the reference before its one update: 0 where it is the policy that the step starts from
+    assert [row["reference/kl"] > 0 for row in metrics(tmp_path / "run")] == [False, True, False]
