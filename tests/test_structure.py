@@ -17,6 +17,7 @@ LEVELS = {
     "statistics": 0,
     "config": 1,
     "algorithms": 1,
+    "models": 1,
     "registry": 1,
     "methods": 2,
     "weights": 2,
@@ -40,7 +41,7 @@ ONLY_IN = {
     "megatron.core": {"megatron/"},
     # the server's environment has them, the trainer's has not
     "sglang": {f"rollout/sglang/{name}.py" for name in ("cpu_platform", "cpu_platform_class", "serve")},
-    "transformers": {"rollout/", "preflight.py", "weights/rope.py"},
+    "transformers": {"rollout/", "preflight.py", "models/rope.py"},
 }
 
 

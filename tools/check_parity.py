@@ -39,9 +39,9 @@ from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.model import build_model, load_hf
 from megatron_stare.megatron.passes import score
+from megatron_stare.models.shape import ModelShape, read_shape
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 from megatron_stare.weights.hf_folder import HfFolder
-from megatron_stare.weights.shape import ModelShape, read_shape
 
 TIMEOUT_S = 1800.0
 

@@ -32,10 +32,10 @@ from megatron_stare.megatron.cpu_backend import backend, device
 from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.norm import RMSNorm
 from megatron_stare.megatron.packing import PackedSequences
+from megatron_stare.models.rope import scaled_frequencies
+from megatron_stare.models.rules import rule_for, shard
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.hf_folder import HfFolder
-from megatron_stare.weights.mapping import rule_for, shard
-from megatron_stare.weights.rope import scaled_frequencies
-from megatron_stare.weights.shape import ModelShape
 
 
 class PolicyModel(GPTModel):

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from megatron_stare.weights import mapping
+from megatron_stare.models import rules as layouts
+from megatron_stare.models.rules import Rule
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.check import expected, rules
-from megatron_stare.weights.mapping import Rule
-from megatron_stare.weights.shape import ModelShape
 
 BLOCK_BYTES = 16 << 20
 _WIDEST = 4  # bytes an element
@@ -78,14 +78,14 @@ def _spans(n: int, step: int) -> Iterator[tuple[int, int]]:
 
 def to_megatron(block: Block, parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
     """The block's Megatron rows from its Hugging Face rows, in order."""
-    return mapping.shard(block.rule, parts, _of(block, shape), 0, 1) if block.rule.layout == "qkv" else parts[0]
+    return layouts.shard(block.rule, parts, _of(block, shape), 0, 1) if block.rule.layout == "qkv" else parts[0]
 
 
 def to_hf(block: Block, rows: Tensor, shape: ModelShape) -> list[Tensor]:
     """The block's Hugging Face rows, in order, from its Megatron rows."""
     if block.rule.layout != "qkv":
         return [rows]
-    return [p.reshape(-1, *rows.shape[1:]) for p in mapping.blocks(block.rule, rows, _of(block, shape), 0, 1)]
+    return [p.reshape(-1, *rows.shape[1:]) for p in layouts.blocks(block.rule, rows, _of(block, shape), 0, 1)]
 
 
 def _of(block: Block, shape: ModelShape) -> ModelShape:

@@ -8,10 +8,10 @@ import re
 from pathlib import Path
 
 from megatron_stare.errors import DataError
+from megatron_stare.models.rules import TABLES, Rule
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.hf_folder import locate
-from megatron_stare.weights.mapping import TABLES, Rule
 from megatron_stare.weights.safetensors_file import DTYPES, Entry, read_header
-from megatron_stare.weights.shape import ModelShape
 
 # tensors that old checkpoints hold although they follow from config.json
 _DERIVED = (".rotary_emb.inv_freq",)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_stare.weights.mapping import blocks, rule_for
-from megatron_stare.weights.shape import ModelShape
+from megatron_stare.models.rules import blocks, rule_for
+from megatron_stare.models.shape import ModelShape
 
 SENDER = 0  # the rank of the group on which every bucket ends
 
@@ -66,7 +66,7 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of one Hugging Face tensor: the `number`-th block (mapping.blocks) of a Megatron tensor of `rank`."""
+    """A part of one Hugging Face tensor: the `number`-th block (models/rules.py) of a Megatron tensor of `rank`."""
 
     rank: int
     parameter: str

@@ -19,9 +19,9 @@ from megatron_stare.megatron.export import export_hf
 from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.model import build_model, load_hf, unwrap
 from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.models.shape import ModelShape, read_shape
 from megatron_stare.weights.convert import Options, convert
 from megatron_stare.weights.hf_folder import HfFolder
-from megatron_stare.weights.shape import ModelShape, read_shape
 
 
 def empty_model(

@@ -24,11 +24,11 @@ from megatron_stare.megatron.microbatch import RankBatch
 from megatron_stare.megatron.model import build_policy, load_hf
 from megatron_stare.megatron.passes import accumulate_gradients, score
 from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.models.shape import read_shape
 from megatron_stare.ops import linear_head, vocab_parallel
 from megatron_stare.ops.linear_head import Mode
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 from megatron_stare.weights.hf_folder import HfFolder
-from megatron_stare.weights.shape import read_shape
 
 MODES = ["materialised", "gradient_in_forward", "recompute"]
 

@@ -25,10 +25,10 @@ from megatron_stare.megatron.microbatch import RankBatch
 from megatron_stare.megatron.model import build_policy, load_hf
 from megatron_stare.megatron.optimizer import build_optimizer
 from megatron_stare.megatron.passes import accumulate_gradients, score
+from megatron_stare.models.shape import read_shape
 from megatron_stare.ops.linear_head import Mode
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 from megatron_stare.weights.hf_folder import HfFolder
-from megatron_stare.weights.shape import read_shape
 
 TEMPERATURE = 0.8
 SEED, SIZE = 3, 10

@@ -13,9 +13,9 @@ from megatron_stare.config.schema import ModelConfig, ParallelConfig
 from megatron_stare.megatron import layout as parallel_layout
 from megatron_stare.megatron.export import PolicyStream, export_hf
 from megatron_stare.megatron.model import build_policy, load_hf, named_parameters
+from megatron_stare.models.shape import read_shape
 from megatron_stare.weights.checksum import tensor_checksum
 from megatron_stare.weights.hf_folder import HfFolder
-from megatron_stare.weights.shape import read_shape
 
 BOUND = 8 * 2**10  # bytes a bucket
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from models import FAMILIES, save_model
 
+from megatron_stare.models.rules import blocks, rule_for, shard
+from megatron_stare.models.shape import read_shape
 from megatron_stare.weights.check import rules
 from megatron_stare.weights.hf_folder import HfFolder
-from megatron_stare.weights.mapping import blocks, rule_for, shard
-from megatron_stare.weights.shape import read_shape
 from megatron_stare.weights.stream import Bucket, stream
 from megatron_stare.weights.stream_plan import Shard, plan_stream
 

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, unknown_name
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.rollout.sglang.broadcast import BroadcastSync
 from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
 from megatron_stare.rollout.sglang.disk_sync import DiskSync
@@ -18,7 +19,6 @@ from megatron_stare.rollout.sglang.engine import NEVER_FILLED, SGLangEngine
 from megatron_stare.rollout.sglang.server import ServerOptions, ServerProcess
 from megatron_stare.rollout.sglang.sync import WeightSync
 from megatron_stare.rollout.sglang.tensor_sync import TensorSync
-from megatron_stare.weights.shape import ModelShape
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = ROOT / ".venv-sglang"  # of scripts/setup_sglang.sh

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_stare.weights.shape import ModelShape
+from megatron_stare.models.shape import ModelShape
 
 
 def scaled_frequencies(shape: ModelShape) -> tuple[Tensor, float]:

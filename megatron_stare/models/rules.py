@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_stare.weights.shape import ModelShape
+from megatron_stare.models.shape import ModelShape
 
 # replicated: equal on every rank      vocab: rows cut, padded      column: rows cut      row: columns cut
 # qkv: q, k, v interleaved by query group, groups cut               gated: gate and up rows each cut, then stacked
