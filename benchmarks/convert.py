@@ -30,7 +30,7 @@ import torch
 from machine import machine
 from transformers import Qwen2Config
 
-from megatron_stare.models.shape import read_shape
+from megatron_stare.models import read_shape
 from megatron_stare.weights.check import expected
 from megatron_stare.weights.hf_writer import create_shards
 from megatron_stare.weights.open_files import OpenFiles

@@ -13,7 +13,8 @@ from megatron_stare.config.schema import Config, SGLangConfig
 from megatron_stare.errors import ConfigError, DataError
 from megatron_stare.layout_rules import check_layout
 from megatron_stare.methods import build_method
-from megatron_stare.models.shape import ModelShape, read_shape
+from megatron_stare.models import read_shape
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.rollout.build import SGLANG
 from megatron_stare.weights.blocks import cut
 from megatron_stare.weights.check import check_folder

@@ -52,6 +52,18 @@ FAMILIES: dict[str, Any] = {
     ),
 }
 
+# layouts of tests/megatron/test_megatron_parity.py in which a family is held against transformers in every run of the
+# tests; the slow ones hold every family in more of them
+PARITY = [
+    ("qwen2", "tp2-pp2"),
+    ("qwen2_yarn", "tp2"),
+    ("qwen3_tied", "pp2-vpp2"),
+    ("qwen3", "tp4-shared-kv"),
+    ("qwen3", "tp2-sp-pp2"),
+    ("llama", "tp2-pp2"),
+    ("llama_tied_llama3", "tp4-shared-kv"),
+]
+
 
 def save_model(path: Path, family: str, seed: int = 0, **changed: int) -> Any:
     """Writes a random model of the family and returns it. Biases and norms are random too, so that errors show.

@@ -1,7 +1,8 @@
 """Which Hugging Face tensors a Megatron parameter is made of, and how it is cut over tensor-parallel ranks.
 
-One table a family serves loading, export and gradients. Names are those of one pipeline stage with layer numbers made
-global; both layer specs are known (local: norms of their own; Transformer Engine: norms fused into the next linear).
+A family's rules serve loading, export, gradients, the stream and conversion alike. Names are those of one pipeline
+stage with layer numbers made global; both layer specs are known (local: norms of their own; Transformer Engine: norms
+fused into the next linear).
 """
 
 from __future__ import annotations
@@ -35,70 +36,48 @@ class Rule:
         return 1 if self.layout == "row" else 0
 
 
-_ATTENTION, _MLP = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
-_LAYER = "decoder.layers.{}."
+ATTENTION, MLP = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
+LAYER = "decoder.layers.{}."
 
-_DENSE = (
+DENSE = (
     Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab"),
     Rule("output_layer.weight", ("lm_head.weight",), "vocab"),
     Rule("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated"),
-    Rule(_LAYER + "input_layernorm.weight", ("model.layers.{}.input_layernorm.weight",), "replicated"),
+    Rule(LAYER + "input_layernorm.weight", ("model.layers.{}.input_layernorm.weight",), "replicated"),
     Rule(
-        _LAYER + "self_attention.linear_qkv.layer_norm_weight",
+        LAYER + "self_attention.linear_qkv.layer_norm_weight",
         ("model.layers.{}.input_layernorm.weight",),
         "replicated",
     ),
     Rule(
-        _LAYER + "self_attention.linear_qkv.weight",
-        (_ATTENTION + "q_proj.weight", _ATTENTION + "k_proj.weight", _ATTENTION + "v_proj.weight"),
+        LAYER + "self_attention.linear_qkv.weight",
+        (ATTENTION + "q_proj.weight", ATTENTION + "k_proj.weight", ATTENTION + "v_proj.weight"),
         "qkv",
     ),
     Rule(
-        _LAYER + "self_attention.linear_qkv.bias",
-        (_ATTENTION + "q_proj.bias", _ATTENTION + "k_proj.bias", _ATTENTION + "v_proj.bias"),
+        LAYER + "self_attention.linear_qkv.bias",
+        (ATTENTION + "q_proj.bias", ATTENTION + "k_proj.bias", ATTENTION + "v_proj.bias"),
         "qkv",
     ),
-    Rule(_LAYER + "self_attention.linear_proj.weight", (_ATTENTION + "o_proj.weight",), "row"),
-    Rule(_LAYER + "self_attention.q_layernorm.weight", (_ATTENTION + "q_norm.weight",), "replicated"),
-    Rule(_LAYER + "self_attention.k_layernorm.weight", (_ATTENTION + "k_norm.weight",), "replicated"),
-    Rule(_LAYER + "pre_mlp_layernorm.weight", ("model.layers.{}.post_attention_layernorm.weight",), "replicated"),
+    Rule(LAYER + "self_attention.linear_proj.weight", (ATTENTION + "o_proj.weight",), "row"),
+    Rule(LAYER + "self_attention.q_layernorm.weight", (ATTENTION + "q_norm.weight",), "replicated"),
+    Rule(LAYER + "self_attention.k_layernorm.weight", (ATTENTION + "k_norm.weight",), "replicated"),
+    Rule(LAYER + "pre_mlp_layernorm.weight", ("model.layers.{}.post_attention_layernorm.weight",), "replicated"),
     Rule(
-        _LAYER + "mlp.linear_fc1.layer_norm_weight",
+        LAYER + "mlp.linear_fc1.layer_norm_weight",
         ("model.layers.{}.post_attention_layernorm.weight",),
         "replicated",
     ),
-    Rule(_LAYER + "mlp.linear_fc1.weight", (_MLP + "gate_proj.weight", _MLP + "up_proj.weight"), "gated"),
-    Rule(_LAYER + "mlp.linear_fc2.weight", (_MLP + "down_proj.weight",), "row"),
+    Rule(LAYER + "mlp.linear_fc1.weight", (MLP + "gate_proj.weight", MLP + "up_proj.weight"), "gated"),
+    Rule(LAYER + "mlp.linear_fc2.weight", (MLP + "down_proj.weight",), "row"),
 )
-
-_EXPERT, _HF_EXPERT = _LAYER + "mlp.experts.local_experts.{}.", _MLP + "experts.{}."
-
-_MOE = (
-    *(rule for rule in _DENSE if ".mlp." not in rule.megatron),
-    Rule(_LAYER + "mlp.router.weight", (_MLP + "gate.weight",), "replicated"),
-    Rule(_EXPERT + "linear_fc1.weight", (_HF_EXPERT + "gate_proj.weight", _HF_EXPERT + "up_proj.weight"), "gated"),
-    Rule(_EXPERT + "linear_fc2.weight", (_HF_EXPERT + "down_proj.weight",), "row"),
-)
-
-TABLES: dict[str, tuple[Rule, ...]] = {"llama": _DENSE, "qwen2": _DENSE, "qwen3": _DENSE, "qwen3_moe": _MOE}
 
 _NUMBER = re.compile(r"(?<=layers\.|xperts\.)\d+")
 
 
-def rule_for(name: str, shape: ModelShape) -> Rule:
-    """The rule of a Megatron parameter (global layer and expert numbers), with the numbers filled in.
-
-    Raises:
-        KeyError: the family's table does not hold it.
-    """
-    if shape.tied and name == "output_layer.weight":  # the last pipeline stage's copy of the embedding
-        return Rule(name, ("model.embed_tokens.weight",), "vocab")
-    numbers = _NUMBER.findall(name)
-    pattern = _NUMBER.sub("{}", name)
-    for rule in TABLES[shape.family]:
-        if rule.megatron == pattern:
-            return Rule(name, tuple(hf.format(*numbers) for hf in rule.hf), rule.layout)
-    raise KeyError(f"{name} is not in the {shape.family} table")
+def numbered(name: str) -> tuple[list[str], str]:
+    """The layer and expert numbers in a Megatron name, and the name with {} in their places."""
+    return _NUMBER.findall(name), _NUMBER.sub("{}", name)
 
 
 def shard(rule: Rule, parts: Sequence[Tensor], shape: ModelShape, tp_rank: int, tp: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_stare.batch import RolloutBatch
 from megatron_stare.config.schema import Config
-from megatron_stare.models.shape import read_shape
+from megatron_stare.models import read_shape
 from megatron_stare.orchestration.groups import EngineGroup, TrainerGroup
 from megatron_stare.rollout.agreement import (
     CANARY_TOKENS,

@@ -14,7 +14,7 @@ import torch
 
 from megatron_stare.config.load import read_yaml
 from megatron_stare.errors import ConfigError
-from megatron_stare.models.shape import read_shape
+from megatron_stare.models import read_shape
 from megatron_stare.weights import torch_dist
 from megatron_stare.weights.blocks import Block, cut
 from megatron_stare.weights.check import check_folder

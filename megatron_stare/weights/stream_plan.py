@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_stare.models.rules import blocks, rule_for
+from megatron_stare.models import rule_for
+from megatron_stare.models.rules import blocks
 from megatron_stare.models.shape import ModelShape
 
 SENDER = 0  # the rank of the group on which every bucket ends

@@ -13,7 +13,7 @@ from megatron_stare.megatron import layout as parallel_layout
 from megatron_stare.megatron.cpu_backend import backend
 from megatron_stare.megatron.model import build_policy, load_hf, named_parameters
 from megatron_stare.megatron.optimizer import build_optimizer
-from megatron_stare.models.shape import read_shape
+from megatron_stare.models import read_shape
 from megatron_stare.weights.hf_folder import HfFolder
 
 

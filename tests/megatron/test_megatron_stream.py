@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import save_model
+from models import FAMILIES, save_model
 from torch import Tensor
 
 from megatron_stare.config.schema import ModelConfig, ParallelConfig
 from megatron_stare.megatron import layout as parallel_layout
 from megatron_stare.megatron.export import PolicyStream, export_hf
 from megatron_stare.megatron.model import build_policy, load_hf, named_parameters
-from megatron_stare.models.shape import read_shape
+from megatron_stare.models import read_shape
 from megatron_stare.weights.checksum import tensor_checksum
 from megatron_stare.weights.hf_folder import HfFolder
 
@@ -70,6 +70,10 @@ def stream_of(rank: int, init: str, path: str, parallel: ParallelConfig, dtype: 
         ("qwen3_moe", {"data": 2, "expert": 2}, "float32"),
         ("qwen3_moe", {"tensor": 2, "sequence": True, "data": 2, "expert": 2}, "bfloat16"),
         ("qwen3_moe", {"pipeline": 2, "data": 2, "expert": 2}, "float32"),
+        *(
+            pytest.param(family, {"tensor": 2, "sequence": True, "pipeline": 2}, "float32", marks=pytest.mark.slow)
+            for family in FAMILIES
+        ),
     ],
     ids=lambda x: "-".join(f"{k[:2]}{int(v)}" for k, v in x.items()) or "one" if isinstance(x, dict) else x,
 )

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_stare.cli import main
 from megatron_stare.errors import DataError, UserError
-from megatron_stare.models.shape import read_shape
+from megatron_stare.models import read_shape
 from megatron_stare.weights import convert as conversion
 from megatron_stare.weights import torch_dist_writer
 from megatron_stare.weights.blocks import cut

@@ -100,10 +100,10 @@ def check_servers(config: Config, shape: ModelShape) -> None:
         )
     if config.sglang.urls:
         return
-    width = shape.expert_ffn if shape.experts else shape.ffn
-    if width % CPU_WIDTHS:
+    if shape.feed_forward % CPU_WIDTHS:
         raise ConfigError(
-            f"SGLang pads feed-forward layers {width} wide on a CPU, so their weights could not be compared",
+            f"SGLang pads feed-forward layers {shape.feed_forward} wide on a CPU, so their weights could not be "
+            "compared",
             where="model.path",
             fix=f"a model whose feed-forward layers are a multiple of {CPU_WIDTHS} wide, or rollout.engine=local",
         )

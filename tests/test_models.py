@@ -1,0 +1,127 @@
+"""Model families: found by their files, read from config.json, and refused by name for what they do not do here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import FAMILIES as TINY
+from models import save_model
+
+from megatron_stare import models
+from megatron_stare.errors import DataError
+from megatron_stare.models import FAMILIES, cost_of, family_of, read_shape, rule_for
+from megatron_stare.models.rules import numbered
+from megatron_stare.weights.check import rules
+
+GONE: Any = object()  # for a field that config.json does not have
+A_FILE = """
+from megatron_stare.models.family import ModelFamily
+
+class Mine(ModelFamily):
+    model_type = "mine"
+    qkv_bias = True
+    rope_scalings = ()
+
+FAMILY = Mine()
+"""
+
+
+def folder(path: Path, family: str, **changed: Any) -> Path:
+    """A folder with the config.json of a tiny model, with other fields."""
+    path.mkdir(exist_ok=True)
+    fields = json.loads(TINY[family]().to_json_string()) | changed
+    (path / "config.json").write_text(json.dumps({k: v for k, v in fields.items() if v is not GONE}))
+    return path
+
+
+def test_every_family_is_tried_on_a_tiny_model() -> None:
+    assert {TINY[name]().model_type for name in TINY} == set(FAMILIES)
+
+
+def test_a_file_is_all_that_a_family_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(A_FILE)
+    monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path)])
+    found = models._found()
+    assert set(found) == {*FAMILIES, "mine"}
+    monkeypatch.setattr(models, "FAMILIES", found)
+    shape = read_shape(folder(tmp_path / "model", "llama", model_type="mine"))
+    assert (shape.family, shape.layers, shape.qkv_bias) == ("mine", 4, True)
+    assert rule_for("decoder.layers.3.self_attention.linear_qkv.bias", shape).layout == "qkv"
+    with pytest.raises(DataError, match="RoPE scaling 'yarn' is not supported\n  fix: known: none"):
+        read_shape(folder(tmp_path / "model", "qwen2_yarn", model_type="mine"))
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "message"),
+    [
+        ("llama", {"model_type": "mamba"}, "model family 'mamba' is unknown"),
+        ("llama", {"model_type": GONE}, "model family None is unknown"),
+        ("llama", {"attention_bias": True}, "output projection (attention_bias) is not supported"),
+        ("llama", {"mlp_bias": True}, "feed-forward layers (mlp_bias) is not supported"),
+        ("qwen2", {"use_sliding_window": True}, "sliding-window attention (use_sliding_window) is not supported"),
+        ("qwen3", {"attention_bias": True}, "output projection (attention_bias) is not supported"),
+        ("qwen3", {"rope_parameters": {"rope_type": "longrope"}}, "RoPE scaling 'longrope' is not supported"),
+        ("llama", {"rope_parameters": GONE, "rope_scaling": {"type": "dynamic"}}, "RoPE scaling 'dynamic'"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "mixtures of dense and expert layers are not supported"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "mixtures of dense and expert layers are not supported"),
+        ("qwen3_moe", {"num_experts_per_tok": GONE}, "the field 'num_experts_per_tok' is missing"),
+        ("qwen2", {"num_hidden_layers": GONE}, "the field 'num_hidden_layers' is missing"),
+    ],
+)
+def test_what_is_not_done_here_is_refused_by_name(tmp_path: Path, family: str, changed: dict, message: str) -> None:
+    read_shape(folder(tmp_path, family))
+    with pytest.raises(DataError) as refused:
+        read_shape(folder(tmp_path, family, **changed))
+    assert message in str(refused.value)
+    assert refused.value.where == str(tmp_path / "config.json")
+
+
+def test_qwen2_may_say_that_it_has_the_biases_it_has(tmp_path: Path) -> None:
+    assert read_shape(folder(tmp_path, "qwen2", attention_bias=True)).qkv_bias
+
+
+def test_old_configs_name_rotary_parameters_otherwise(tmp_path: Path) -> None:
+    old = {"rope_parameters": GONE, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    shape = read_shape(folder(tmp_path, "llama", **old))
+    assert shape.rope_theta == 5e5
+    assert shape.rope_scaling == {"rope_type": "linear", "factor": 2.0}
+    assert read_shape(folder(tmp_path, "llama", rope_parameters=GONE, rope_theta=7.0)).rope_scaling is None
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_rule_is_found_again_by_its_megatron_name(tmp_path: Path, name: str) -> None:
+    shape = read_shape(folder(tmp_path, name))
+    assert len(rules(shape)) > 4 * shape.layers
+    for rule in rules(shape):
+        assert rule_for(rule.megatron, shape) == rule
+    with pytest.raises(KeyError, match=f"is not in the {shape.family} table"):
+        rule_for("decoder.layers.0.mlp.linear_fc3.weight", shape)
+
+
+def test_numbers_of_layers_and_experts() -> None:
+    name = "decoder.layers.12.mlp.experts.local_experts.3.linear_fc1.weight"
+    assert numbered(name) == (["12", "3"], "decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc1.weight")
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_sequences_cost_is_its_length_and_the_square_of_it(tmp_path: Path, name: str) -> None:
+    cost = cost_of(read_shape(folder(tmp_path, name)))  # 32 wide: attention costs as much as the rest at 384 tokens
+    assert [cost(0), cost(192), cost(384), cost(3840)] == [0, 192 * 1.5, 768, 3840 * 11]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_servers_keep_every_tensor_somewhere_and_none_on_top_of_another(tmp_path: Path, name: str) -> None:
+    save_model(tmp_path, name)
+    shape = read_shape(tmp_path)
+    family = family_of(shape)
+    places = [family.served(hf) for rule in rules(shape) for hf in rule.hf]
+    for kept in {place.name for place in places}:
+        parts = [place for place in places if place.name == kept]
+        assert sorted(part.index for part in parts) == list(range(len(parts))), kept
+        assert {part.count for part in parts} in ({len(parts)}, {None}), kept
+    assert {name for name in family.vocabulary if family.has(name, shape)} == {
+        hf for rule in rules(shape) if rule.layout == "vocab" for hf in rule.hf
+    }
