@@ -65,6 +65,14 @@ def test_a_file_is_all_that_a_family_needs(tmp_path: Path, monkeypatch: pytest.M
         ("qwen3", {"attention_bias": True}, "output projection (attention_bias) is not supported"),
         ("qwen3", {"rope_parameters": {"rope_type": "longrope"}}, "RoPE scaling 'longrope' is not supported"),
         ("llama", {"rope_parameters": GONE, "rope_scaling": {"type": "dynamic"}}, "RoPE scaling 'dynamic'"),
+        ("llama", {"partial_rotary_factor": 0.5}, "each head (partial_rotary_factor 0.5) is not supported"),
+        ("qwen2", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}}, "factor 0.75) is not"),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "sliding_attention (layer_types) is not",
+        ),
+        ("llama", {"hidden_act": "gelu"}, "the activation gelu (hidden_act) is not supported"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "mixtures of dense and expert layers are not supported"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "mixtures of dense and expert layers are not supported"),
         ("qwen3_moe", {"num_experts_per_tok": GONE}, "the field 'num_experts_per_tok' is missing"),
@@ -77,6 +85,11 @@ def test_what_is_not_done_here_is_refused_by_name(tmp_path: Path, family: str, c
         read_shape(folder(tmp_path, family, **changed))
     assert message in str(refused.value)
     assert refused.value.where == str(tmp_path / "config.json")
+
+
+def test_settings_that_change_nothing_are_not_refused(tmp_path: Path) -> None:
+    harmless = {"partial_rotary_factor": 1.0, "layer_types": ["full_attention"] * 4, "hidden_act": "swish"}
+    read_shape(folder(tmp_path, "qwen2", **harmless, sliding_window=8, use_sliding_window=False))
 
 
 def test_qwen2_may_say_that_it_has_the_biases_it_has(tmp_path: Path) -> None:

@@ -69,13 +69,21 @@ class ModelFamily:
         Raises:
             DataError: naming it.
         """
-        scaling = rope_parameters(config)["rope_type"]
+        rope = rope_parameters(config)
+        scaling = rope["rope_type"]
         if scaling not in ("default", *self.rope_scalings):
             known = ", ".join(self.rope_scalings) or "none"
             raise DataError(f"RoPE scaling {scaling!r} is not supported", where=where, fix=f"known: {known}")
-        for key, what in self.unsupported.items():
-            if config.get(key):
-                raise DataError(f"{what} ({key}) is not supported", where=where)
+        found = [f"{what} ({key})" for key, what in self.unsupported.items() if config.get(key)]
+        rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+        if rotated not in (None, 1):
+            found.append(f"rotating a part of each head (partial_rotary_factor {rotated})")
+        if other := set(config.get("layer_types") or ()) - {"full_attention"}:
+            found.append(f"{', '.join(sorted(other))} (layer_types)")
+        if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
+            found.append(f"the activation {activation} (hidden_act)")
+        if found:
+            raise DataError(f"{found[0]} is not supported", where=where)
 
     def shape(self, config: Mapping[str, Any]) -> ModelShape:
         """Raises KeyError for a field that is missing."""
