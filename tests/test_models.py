@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from models import FAMILIES as TINY
 from models import save_model
+from torch import Tensor
 
 from megatron_stare import models
 from megatron_stare.errors import DataError
 from megatron_stare.models import FAMILIES, cost_of, family_of, read_shape, rule_for
-from megatron_stare.models.rules import numbered
+from megatron_stare.models.rules import Rule, numbered, shard
 from megatron_stare.weights.check import rules
 
 GONE: Any = object()  # for a field that config.json does not have
@@ -138,3 +140,38 @@ def test_servers_keep_every_tensor_somewhere_and_none_on_top_of_another(tmp_path
     assert {name for name in family.vocabulary if family.has(name, shape)} == {
         hf for rule in rules(shape) if rule.layout == "vocab" for hf in rule.hf
     }
+
+
+class Recorded:
+    """A tensor that notes which of its rows are read."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.rows = tensor, [*range(len(tensor))]
+        self.shape, self.read = tensor.shape, []
+
+    def __getitem__(self, at: slice) -> Tensor:
+        self.read += self.rows[at]
+        return self.tensor[at]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", ["qwen2", "llama_tied_llama3"])  # two key-value heads; one
+def test_fused_projections_are_laid_out_as_separate_ones(tmp_path: Path, name: str, tp: int) -> None:
+    shape = read_shape(folder(tmp_path, name))
+    for kind, rows in (("qkv", (32, shape.kv_heads * 8, shape.kv_heads * 8)), ("gated", (48, 48))):
+        apart = Rule("megatron", ("q", "k", "v")[: len(rows)], kind)
+        fused = Rule("megatron", ("fused",), kind)
+        assert apart.sources == apart.hf and fused.sources == ("fused",) * len(rows)
+        parts = list(torch.arange(sum(rows) * 3.0).view(-1, 3).split(rows))
+        for rank in range(tp):
+            whole = Recorded(torch.cat(parts))
+            mine = shard(apart, parts, shape, rank, tp)
+            assert torch.equal(shard(fused, [whole], shape, rank, tp), mine)
+            assert len(whole.read) == sum(rows) // (1 if kind == "qkv" and shape.kv_heads % tp else tp)
+
+
+def test_a_fused_tensor_with_too_many_rows_does_not_fit(tmp_path: Path) -> None:
+    """They are the last part's: they are not left out."""
+    shape = read_shape(folder(tmp_path, "qwen2"))
+    assert Rule("megatron", ("fused",), "qkv").spans([65], shape) == [(0, 32), (32, 48), (48, 65)]
+    assert Rule("megatron", ("fused",), "gated").spans([97], shape) == [(0, 48), (48, 97)]

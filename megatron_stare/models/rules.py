@@ -7,6 +7,7 @@ fused into the next linear).
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,15 +21,39 @@ from megatron_stare.models.shape import ModelShape
 # replicated: equal on every rank      vocab: rows cut, padded      column: rows cut      row: columns cut
 # qkv: q, k, v interleaved by query group, groups cut               gated: gate and up rows each cut, then stacked
 Layout = Literal["replicated", "vocab", "column", "row", "qkv", "gated"]
+_PARTS = {"qkv": 3, "gated": 2}  # that a Megatron tensor is made of; else it is one
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A Megatron name (with {} for the layer) and the Hugging Face names it holds, in order."""
+    """A Megatron name (with {} for the layer) and the Hugging Face names it holds, in order.
+
+    q, k and v, or gate and up, are tensors of their own (`hf` names each), or a checkpoint fuses them: one tensor holds
+    their rows end to end, and `hf` names that one.
+    """
 
     megatron: str
     hf: tuple[str, ...]
     layout: Layout
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The Hugging Face tensor that holds each part, in order: hf, or a fused tensor once for every part of it."""
+        return self.hf * (_PARTS.get(self.layout, 1) // len(self.hf))
+
+    def spans(self, rows: Sequence[int], shape: ModelShape) -> list[tuple[int, int]]:
+        """Rows [start, stop) of each part in its source.
+
+        Args:
+            rows: of the tensors of hf, or of the parts.
+        """
+        if len(rows) == len(self.sources):
+            return [(0, n) for n in rows]
+        if self.layout == "gated":
+            starts = [0, rows[0] // 2]
+        else:
+            starts = [0, shape.heads * shape.head_dim, (shape.heads + shape.kv_heads) * shape.head_dim]
+        return list(itertools.pairwise([*starts, rows[0]]))
 
     @property
     def cut(self) -> int:
@@ -84,7 +109,7 @@ def shard(rule: Rule, parts: Sequence[Tensor], shape: ModelShape, tp_rank: int, 
     """This rank's Megatron tensor from whole Hugging Face tensors.
 
     Args:
-        parts: tensors (or lazily read safetensors slices) of rule.hf, in order.
+        parts: tensors (or lazily read safetensors slices) of rule.hf, in order; or the parts that a fused one holds.
     """
     match rule.layout:
         case "replicated":
@@ -95,24 +120,25 @@ def shard(rule: Rule, parts: Sequence[Tensor], shape: ModelShape, tp_rank: int, 
             padding = mine.new_zeros(rows - mine.shape[0], *mine.shape[1:])
             return torch.cat([mine, padding])
         case "column":
-            return _rows(parts[0], tp_rank, tp)
+            return _Rows(parts[0], 0, _size(parts[0])[0]).share(tp_rank, tp)
         case "row":
             columns = _size(parts[0])[1] // tp
             return parts[0][:, tp_rank * columns : (tp_rank + 1) * columns]
         case "gated":
-            return torch.cat([_rows(part, tp_rank, tp) for part in parts])
+            return torch.cat([part.share(tp_rank, tp) for part in _parts(rule, parts, shape)])
         case "qkv" if shape.kv_heads % tp == 0:
-            q, k, v = (_rows(part, tp_rank, tp) for part in parts)
+            q, k, v = (part.share(tp_rank, tp) for part in _parts(rule, parts, shape))
             return _interleave(q, k, v, shape.kv_heads // tp, shape.head_dim)
         case "qkv":  # fewer groups than ranks: Megatron cuts a group's rows, whatever head they belong to
-            q, k, v = (part[:] for part in parts)
-            return _rows(_interleave(q, k, v, shape.kv_heads, shape.head_dim), tp_rank, tp)
+            q, k, v = (part.share(0, 1) for part in _parts(rule, parts, shape))
+            whole = _interleave(q, k, v, shape.kv_heads, shape.head_dim)
+            return _Rows(whole, 0, len(whole)).share(tp_rank, tp)
 
 
 def blocks(rule: Rule, shard: Tensor, shape: ModelShape, tp_rank: int, tp: int) -> list[Tensor]:
-    """What this rank's Megatron tensor holds of each tensor of rule.hf; also maps gradients.
+    """What this rank's Megatron tensor holds of each of rule.sources; also maps gradients.
 
-    Joined over the ranks in order along rule.cut they are the whole tensors. Views of the shard, but where Megatron cut
+    Joined over the ranks in order along rule.cut they are the whole parts. Views of the shard, but where Megatron cut
     through a query group; rows may be spread over several dimensions (flattened they are in order).
     """
     match rule.layout:
@@ -133,9 +159,24 @@ def _size(part: Tensor) -> Sequence[int]:
     return part.get_shape() if hasattr(part, "get_shape") else part.shape  # safetensors slices have get_shape
 
 
-def _rows(part: Tensor, tp_rank: int, tp: int) -> Tensor:
-    rows = _size(part)[0] // tp
-    return part[tp_rank * rows : (tp_rank + 1) * rows]
+@dataclass(frozen=True)
+class _Rows:
+    """Rows [start, stop) of a tensor, read when they are asked for."""
+
+    tensor: Tensor
+    start: int
+    stop: int
+
+    def share(self, rank: int, ranks: int) -> Tensor:
+        rows = (self.stop - self.start) // ranks
+        first = self.start + rank * rows
+        return self.tensor[first : first + rows]
+
+
+def _parts(rule: Rule, tensors: Sequence[Tensor], shape: ModelShape) -> list[_Rows]:
+    spans = rule.spans([_size(tensor)[0] for tensor in tensors], shape)
+    held = tensors if len(tensors) == len(spans) else [tensors[0]] * len(spans)
+    return [_Rows(tensor, *span) for tensor, span in zip(held, spans, strict=True)]
 
 
 def _interleave(q: Tensor, k: Tensor, v: Tensor, groups: int, head_dim: int) -> Tensor:
