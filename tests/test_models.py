@@ -27,6 +27,9 @@ class Mine(ModelFamily):
     qkv_bias = True
     rope_scalings = ()
 
+    def window(self, config):
+        return config.get("window")
+
 FAMILY = Mine()
 """
 
@@ -54,6 +57,10 @@ def test_a_file_is_all_that_a_family_needs(tmp_path: Path, monkeypatch: pytest.M
     assert rule_for("decoder.layers.3.self_attention.linear_qkv.bias", shape).layout == "qkv"
     with pytest.raises(DataError, match="RoPE scaling 'yarn' is not supported\n  fix: known: none"):
         read_shape(folder(tmp_path / "model", "qwen2_yarn", model_type="mine"))
+    folder(tmp_path / "model", "llama", model_type="mine", window=64)  # as far as there are positions
+    read_shape(tmp_path / "model")
+    with pytest.raises(DataError, match=r"the last 63 of 64 positions \(sliding_window\)(.|\n)*set max_position"):
+        read_shape(folder(tmp_path / "model", "llama", model_type="mine", window=63))
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,17 @@ class ModelFamily:
             found.append(f"the activation {activation} (hidden_act)")
         if found:
             raise DataError(f"{found[0]} is not supported", where=where)
+        window, positions = self.window(config), config["max_position_embeddings"]
+        if window is not None and window < positions:
+            raise DataError(
+                f"attention to the last {window} of {positions} positions (sliding_window) is not supported",
+                where=where,
+                fix=f"for sequences of up to {window} tokens, set max_position_embeddings to {window} in a copy",
+            )
+
+    def window(self, config: Mapping[str, Any]) -> int | None:
+        """How many positions back attention sees; None: all."""
+        return None
 
     def shape(self, config: Mapping[str, Any]) -> ModelShape:
         """Raises KeyError for a field that is missing."""
