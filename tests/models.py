@@ -64,6 +64,37 @@ PARITY = [
     ("llama_tied_llama3", "tp4-shared-kv"),
 ]
 
+GONE: Any = object()  # for a field that config.json does not have
+# changes of a tiny model's config.json, and what the refusal says
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"model_type": "mamba"}, "model family 'mamba' is unknown"),
+    ("llama", {"model_type": GONE}, "model family None is unknown"),
+    ("llama", {"attention_bias": True}, "output projection (attention_bias) is not supported"),
+    ("llama", {"mlp_bias": True}, "feed-forward layers (mlp_bias) is not supported"),
+    ("qwen2", {"use_sliding_window": True}, "sliding-window attention (use_sliding_window) is not supported"),
+    ("qwen3", {"attention_bias": True}, "output projection (attention_bias) is not supported"),
+    ("qwen3", {"rope_parameters": {"rope_type": "longrope"}}, "RoPE scaling 'longrope' is not supported"),
+    ("llama", {"rope_parameters": GONE, "rope_scaling": {"type": "dynamic"}}, "RoPE scaling 'dynamic'"),
+    ("llama", {"partial_rotary_factor": 0.5}, "each head (partial_rotary_factor 0.5) is not supported"),
+    ("qwen2", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}}, "factor 0.75) is not"),
+    (
+        "qwen3",
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        "sliding_attention (layer_types) is not",
+    ),
+    ("llama", {"hidden_act": "gelu"}, "the activation gelu (hidden_act) is not supported"),
+    ("qwen3_moe", {"mlp_only_layers": [1]}, "mixtures of dense and expert layers are not supported"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "mixtures of dense and expert layers are not supported"),
+    ("qwen3_moe", {"num_experts_per_tok": GONE}, "the field 'num_experts_per_tok' is missing"),
+    ("qwen2", {"num_hidden_layers": GONE}, "the field 'num_hidden_layers' is missing"),
+]
+# changes that make no difference
+HARMLESS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"partial_rotary_factor": 1.0, "hidden_act": "swish"}),
+    ("qwen2", {"layer_types": ["full_attention"] * 4, "sliding_window": 8, "use_sliding_window": False}),
+    ("qwen2", {"attention_bias": True}),  # the biases that it has
+]
+
 
 def save_model(path: Path, family: str, seed: int = 0, **changed: int) -> Any:
     """Writes a random model of the family and returns it. Biases and norms are random too, so that errors show.
