@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -36,6 +36,7 @@ FAMILIES: dict[str, Any] = {
     "llama_tied_llama3": lambda: LlamaConfig(
         **{**SIZES, "num_key_value_heads": 1}, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE
     ),
+    "mistral": lambda: MistralConfig(**SIZES, head_dim=16, tie_word_embeddings=False, sliding_window=64),
     "qwen2_yarn": lambda: Qwen2Config(**SIZES, tie_word_embeddings=False, rope_parameters=YARN_ROPE),
     "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen2_tied": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
@@ -62,6 +63,7 @@ PARITY = [
     ("qwen3", "tp2-sp-pp2"),
     ("llama", "tp2-pp2"),
     ("llama_tied_llama3", "tp4-shared-kv"),
+    ("mistral", "tp2-pp2"),
 ]
 
 GONE: Any = object()  # for a field that config.json does not have
@@ -87,12 +89,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"decoder_sparse_step": 2}, "mixtures of dense and expert layers are not supported"),
     ("qwen3_moe", {"num_experts_per_tok": GONE}, "the field 'num_experts_per_tok' is missing"),
     ("qwen2", {"num_hidden_layers": GONE}, "the field 'num_hidden_layers' is missing"),
+    ("mistral", {"sliding_window": 63}, "the last 63 of 64 positions (sliding_window) is not supported"),
+    ("mistral", {"sliding_window": GONE, "max_position_embeddings": 4097}, "the last 4096 of 4097 positions"),
 ]
 # changes that make no difference
 HARMLESS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"partial_rotary_factor": 1.0, "hidden_act": "swish"}),
     ("qwen2", {"layer_types": ["full_attention"] * 4, "sliding_window": 8, "use_sliding_window": False}),
     ("qwen2", {"attention_bias": True}),  # the biases that it has
+    ("mistral", {"sliding_window": None}),
+    ("mistral", {"sliding_window": GONE}),  # 4096 of 64 positions
 ]
 
 
