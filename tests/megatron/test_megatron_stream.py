@@ -90,6 +90,7 @@ def test_the_stream_is_the_folder(ranks, tmp_path: Path, family: str, layout: di
     assert sender["checksums"] == {name: tensor_checksum(tensor) for name, tensor in want.items()}
     assert sender["exported"].keys() == want.keys()
     assert all(torch.equal(tensor, want[name] * 2) for name, tensor in sender["exported"].items())
-    assert len(sender["bytes"]) > 5 and max(sender["bytes"]) <= BOUND
+    largest = max(tensor.nbytes for tensor in want.values())  # above the bound only where projections are fused
+    assert len(sender["bytes"]) > 5 and max(sender["bytes"]) <= max(BOUND, largest)
     for rank in others:
         assert rank["loaded"] == rank["doubled"] == [] and rank["exported"] == rank["checksums"] == {}
