@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -37,6 +45,7 @@ FAMILIES: dict[str, Any] = {
         **{**SIZES, "num_key_value_heads": 1}, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE
     ),
     "mistral": lambda: MistralConfig(**SIZES, head_dim=16, tie_word_embeddings=False, sliding_window=64),
+    "phi3": lambda: Phi3Config(**SIZES, tie_word_embeddings=False),
     "qwen2_yarn": lambda: Qwen2Config(**SIZES, tie_word_embeddings=False, rope_parameters=YARN_ROPE),
     "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen2_tied": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
@@ -64,6 +73,8 @@ PARITY = [
     ("llama", "tp2-pp2"),
     ("llama_tied_llama3", "tp4-shared-kv"),
     ("mistral", "tp2-pp2"),
+    ("phi3", "tp2-sp-pp2"),
+    ("phi3", "tp4-shared-kv"),
 ]
 
 GONE: Any = object()  # for a field that config.json does not have
@@ -90,6 +101,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"num_experts_per_tok": GONE}, "the field 'num_experts_per_tok' is missing"),
     ("qwen2", {"num_hidden_layers": GONE}, "the field 'num_hidden_layers' is missing"),
     ("mistral", {"sliding_window": 63}, "the last 63 of 64 positions (sliding_window) is not supported"),
+    ("phi3", {"sliding_window": 63}, "the last 63 of 64 positions (sliding_window) is not supported"),
+    (
+        "phi3",
+        {"rope_scaling": {"type": "longrope"}, "rope_parameters": GONE},
+        "RoPE scaling 'longrope' is not",
+    ),
+    ("phi3", {"rope_parameters": {"rope_type": "yarn"}}, "RoPE scaling 'yarn' is not supported"),
+    ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.75}}, "each head (partial_rotary_factor 0.75) is not"),
     ("mistral", {"sliding_window": GONE, "max_position_embeddings": 4097}, "the last 4096 of 4097 positions"),
 ]
 # changes that make no difference
@@ -97,6 +116,7 @@ HARMLESS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"partial_rotary_factor": 1.0, "hidden_act": "swish"}),
     ("qwen2", {"layer_types": ["full_attention"] * 4, "sliding_window": 8, "use_sliding_window": False}),
     ("qwen2", {"attention_bias": True}),  # the biases that it has
+    ("phi3", {"sliding_window": 64}),
     ("mistral", {"sliding_window": None}),
     ("mistral", {"sliding_window": GONE}),  # 4096 of 64 positions
 ]
