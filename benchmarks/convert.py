@@ -30,11 +30,11 @@ import torch
 from machine import machine
 from transformers import Qwen2Config
 
+from megatron_stare.models import read_shape
 from megatron_stare.weights.check import expected
 from megatron_stare.weights.hf_writer import create_shards
 from megatron_stare.weights.open_files import OpenFiles
 from megatron_stare.weights.safetensors_file import write_rows
-from megatron_stare.weights.shape import read_shape
 
 RESULT = Path(__file__).parent / "results/convert.json"
 TARGET_SHARE = 0.5  # of cp's speed

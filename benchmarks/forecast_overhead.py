@@ -27,6 +27,7 @@ from megatron_stare.megatron.cpu_backend import device
 from megatron_stare.megatron.head import Head
 from megatron_stare.megatron.microbatch import RankBatch
 from megatron_stare.megatron.passes import score
+from megatron_stare.models import cost_of
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 from megatron_stare.ops.vocab_parallel import log_prob_and_entropy
 
@@ -58,7 +59,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     targets = torch.randint(0, args.vocab, (args.budget,), device=device())
     with tiny_policy(args.vocab, args.hidden, args.layers) as (model, shape, layout):
         head = Head(shape.vocab_size, 1.0, layout)
-        rules = PlanRules(data_parallel=1, budget=args.budget, packed=True, hidden=shape.hidden)
+        rules = PlanRules(data_parallel=1, budget=args.budget, packed=True, cost=cost_of(shape))
         rank_batch = RankBatch(batch, plan_micro_batches(batch.lengths.tolist(), rules), 0, device(), packed=True)
 
         def whole_pass(second_moment: bool) -> None:

@@ -26,6 +26,7 @@ from megatron_stare.megatron.cpu_backend import device
 from megatron_stare.megatron.head import Head
 from megatron_stare.megatron.microbatch import RankBatch
 from megatron_stare.megatron.passes import accumulate_gradients, score
+from megatron_stare.models import cost_of
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 
 RESULT = Path(__file__).parent / "results/packing.json"
@@ -59,7 +60,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         head = Head(shape.vocab_size, 1.0, layout)
 
         def once(packed: bool) -> tuple[float, int]:
-            rules = PlanRules(data_parallel=1, budget=args.budget, packed=packed, hidden=shape.hidden)
+            rules = PlanRules(data_parallel=1, budget=args.budget, packed=packed, cost=cost_of(shape))
             start = time.perf_counter()
             rank_batch = RankBatch(batch, plan_micro_batches(batch.lengths.tolist(), rules), 0, device(), packed=packed)
             score(model, rank_batch, head)

@@ -16,8 +16,9 @@ from megatron_stare.config.schema import ModelConfig, ParallelConfig
 from megatron_stare.megatron import layout as parallel_layout
 from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.model import build_policy, load_hf
+from megatron_stare.models import read_shape
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.hf_folder import HfFolder
-from megatron_stare.weights.shape import ModelShape, read_shape
 
 GROUP = 8  # responses a prompt
 

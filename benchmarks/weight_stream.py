@@ -34,7 +34,7 @@ from megatron_stare.config.schema import ModelConfig, ParallelConfig
 from megatron_stare.megatron import layout as parallel_layout
 from megatron_stare.megatron.export import PolicyStream, shards
 from megatron_stare.megatron.model import build_model, named_parameters
-from megatron_stare.weights.shape import ModelShape
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.stream import stream
 from megatron_stare.weights.stream_plan import plan_stream
 

@@ -33,6 +33,7 @@ from tiny import save_tiny
 from torch import Tensor
 
 from megatron_stare.config.schema import Config
+from megatron_stare.models.qwen2 import FAMILY as QWEN2
 from megatron_stare.rollout.sglang.build import build_engine, make_sync
 from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
 from megatron_stare.rollout.sglang.sync import Bucket, WeightSync
@@ -156,7 +157,7 @@ async def checksums(clients: list[SGLangClient]) -> float:
 async def whole(clients: list[SGLangClient], sync: WeightSync, version: int, buckets: list[Bucket]) -> float:
     """Seconds of one update as a run does it."""
     start = time.perf_counter()
-    update = WeightUpdate(clients, sync, version, torch.float32)
+    update = WeightUpdate(clients, sync, version, QWEN2, torch.float32)
     await update.begin()
     for bucket in buckets:
         await update.send(bucket)

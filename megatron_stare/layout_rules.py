@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_stare.config.schema import ParallelConfig
 from megatron_stare.errors import ConfigError
-from megatron_stare.weights.shape import ModelShape
+from megatron_stare.models.shape import ModelShape
 
 
 def check_layout(parallel: ParallelConfig, shape: ModelShape) -> None:

@@ -14,12 +14,13 @@ from megatron_stare.device_rules import check_device
 from megatron_stare.errors import ConfigError, DataError
 from megatron_stare.layout_rules import check_layout
 from megatron_stare.methods import build_method
+from megatron_stare.models import read_shape
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.registry import resolve
 from megatron_stare.rollout.build import ENGINES, SGLANG
 from megatron_stare.rollout.engine import Engine
 from megatron_stare.weights.blocks import cut
 from megatron_stare.weights.check import check_folder
-from megatron_stare.weights.shape import ModelShape, read_shape
 from megatron_stare.weights.torch_dist import TorchDist, is_checkpoint
 from megatron_stare.weights.torch_dist_check import check_checkpoint
 

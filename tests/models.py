@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -36,6 +44,8 @@ FAMILIES: dict[str, Any] = {
     "llama_tied_llama3": lambda: LlamaConfig(
         **{**SIZES, "num_key_value_heads": 1}, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE
     ),
+    "mistral": lambda: MistralConfig(**SIZES, head_dim=16, tie_word_embeddings=False, sliding_window=64),
+    "phi3": lambda: Phi3Config(**SIZES, tie_word_embeddings=False),
     "qwen2_yarn": lambda: Qwen2Config(**SIZES, tie_word_embeddings=False, rope_parameters=YARN_ROPE),
     "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen2_tied": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
@@ -51,6 +61,65 @@ FAMILIES: dict[str, Any] = {
         tie_word_embeddings=False,
     ),
 }
+
+# layouts of tests/megatron/test_megatron_parity.py in which a family is held against transformers in every run of the
+# tests; the slow ones hold every family in more of them
+PARITY = [
+    ("qwen2", "tp2-pp2"),
+    ("qwen2_yarn", "tp2"),
+    ("qwen3_tied", "pp2-vpp2"),
+    ("qwen3", "tp4-shared-kv"),
+    ("qwen3", "tp2-sp-pp2"),
+    ("llama", "tp2-pp2"),
+    ("llama_tied_llama3", "tp4-shared-kv"),
+    ("mistral", "tp2-pp2"),
+    ("phi3", "tp2-sp-pp2"),
+    ("phi3", "tp4-shared-kv"),
+]
+
+GONE: Any = object()  # for a field that config.json does not have
+# changes of a tiny model's config.json, and what the refusal says
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"model_type": "mamba"}, "model family 'mamba' is unknown"),
+    ("llama", {"model_type": GONE}, "model family None is unknown"),
+    ("llama", {"attention_bias": True}, "output projection (attention_bias) is not supported"),
+    ("llama", {"mlp_bias": True}, "feed-forward layers (mlp_bias) is not supported"),
+    ("qwen2", {"use_sliding_window": True}, "sliding-window attention (use_sliding_window) is not supported"),
+    ("qwen3", {"attention_bias": True}, "output projection (attention_bias) is not supported"),
+    ("qwen3", {"rope_parameters": {"rope_type": "longrope"}}, "RoPE scaling 'longrope' is not supported"),
+    ("llama", {"rope_parameters": GONE, "rope_scaling": {"type": "dynamic"}}, "RoPE scaling 'dynamic'"),
+    ("llama", {"partial_rotary_factor": 0.5}, "each head (partial_rotary_factor 0.5) is not supported"),
+    ("qwen2", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}}, "factor 0.75) is not"),
+    (
+        "qwen3",
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        "sliding_attention (layer_types) is not",
+    ),
+    ("llama", {"hidden_act": "gelu"}, "the activation gelu (hidden_act) is not supported"),
+    ("qwen3_moe", {"mlp_only_layers": [1]}, "mixtures of dense and expert layers are not supported"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "mixtures of dense and expert layers are not supported"),
+    ("qwen3_moe", {"num_experts_per_tok": GONE}, "the field 'num_experts_per_tok' is missing"),
+    ("qwen2", {"num_hidden_layers": GONE}, "the field 'num_hidden_layers' is missing"),
+    ("mistral", {"sliding_window": 63}, "the last 63 of 64 positions (sliding_window) is not supported"),
+    ("phi3", {"sliding_window": 63}, "the last 63 of 64 positions (sliding_window) is not supported"),
+    (
+        "phi3",
+        {"rope_scaling": {"type": "longrope"}, "rope_parameters": GONE},
+        "RoPE scaling 'longrope' is not",
+    ),
+    ("phi3", {"rope_parameters": {"rope_type": "yarn"}}, "RoPE scaling 'yarn' is not supported"),
+    ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.75}}, "each head (partial_rotary_factor 0.75) is not"),
+    ("mistral", {"sliding_window": GONE, "max_position_embeddings": 4097}, "the last 4096 of 4097 positions"),
+]
+# changes that make no difference
+HARMLESS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"partial_rotary_factor": 1.0, "hidden_act": "swish"}),
+    ("qwen2", {"layer_types": ["full_attention"] * 4, "sliding_window": 8, "use_sliding_window": False}),
+    ("qwen2", {"attention_bias": True}),  # the biases that it has
+    ("phi3", {"sliding_window": 64}),
+    ("mistral", {"sliding_window": None}),
+    ("mistral", {"sliding_window": GONE}),  # 4096 of 64 positions
+]
 
 
 def save_model(path: Path, family: str, seed: int = 0, **changed: int) -> Any:

@@ -16,6 +16,7 @@ import sglang_servers as servers
 import torch
 
 from megatron_stare.batch import SamplingParams
+from megatron_stare.models.qwen2 import FAMILY as QWEN2
 from megatron_stare.rollout.engine import GenerateRequest
 from megatron_stare.rollout.sglang.build import make_sync
 from megatron_stare.rollout.sglang.client import SGLangClient
@@ -55,7 +56,7 @@ async def record(client: Recorder) -> dict[str, Any]:
     sync = make_sync("tensor", [client], str(servers.MODEL), 120)
 
     async def update(version: int, token: int, mode: Any = "abort") -> None:
-        new = WeightUpdate([client], sync, version, torch.float32, mode)
+        new = WeightUpdate([client], sync, version, QWEN2, torch.float32, mode)
         await new.begin()
         for bucket in servers.buckets(servers.says_only(token)):
             await new.send(bucket)

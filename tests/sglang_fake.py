@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron_stare.models.qwen2 import FAMILY as QWEN2
 from megatron_stare.rollout.sglang.client import SGLangClient
 from megatron_stare.rollout.sglang.fingerprint import Fingerprint
 
@@ -30,7 +31,7 @@ class FakeServer:
         self.sampling_fields: set[str] = set()
         self.lose: str | None = None  # a parameter whose bytes do not arrive
         self.version, self.device = "none", "cpu"
-        self._held = Fingerprint(torch.float32)
+        self._held = Fingerprint(QWEN2, torch.float32)
 
     def client(self) -> SGLangClient:
         return SGLangClient(f"http://{self.name}", "key", 10, transport=self)
@@ -54,7 +55,7 @@ class FakeServer:
     def _answer(self, path: str, body: dict[str, Any]) -> Any:
         known = {"/generate": self._generate, "/server_info": self._info, "/weights_checker": self._checker}
         if path == "/begin_weight_update":
-            self._held = Fingerprint(torch.float32)
+            self._held = Fingerprint(QWEN2, torch.float32)
         known |= {"/update_weights_from_tensor": self._load, "/update_weight_version": self._publish}
         known |= dict.fromkeys(("/pause_generation", "/continue_generation"), lambda _: {"status": "ok"})
         known |= dict.fromkeys(("/flush_cache", "/abort_request"), lambda _: "")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_stare.models import FAMILIES as MODEL_FAMILIES
+
 PACKAGE = Path(__file__).parent.parent / "megatron_stare"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -21,6 +23,7 @@ LEVELS = {
     "statistics": 0,
     "config": 1,
     "algorithms": 1,
+    "models": 1,
     "registry": 1,
     "methods": 2,
     "weights": 2,
@@ -47,7 +50,7 @@ ONLY_IN = {
     "megatron.core": {"megatron/"},
     # the server's environment has them, the trainer's has not
     "sglang": {f"rollout/sglang/{name}.py" for name in ("cpu_platform", "cpu_platform_class", "serve")},
-    "transformers": {"rollout/", "preflight.py", "weights/rope.py"},
+    "transformers": {"rollout/", "preflight.py", "models/rope.py"},
 }
 
 
@@ -87,6 +90,17 @@ def test_algorithms_and_ops_do_not_know_each_other() -> None:
         for name in imports(file):
             assert not (here == "algorithms" and name.startswith("megatron_stare.ops"))
             assert not (here == "ops" and name.startswith("megatron_stare.algorithms"))
+
+
+def test_a_model_family_is_named_in_its_own_file_alone() -> None:
+    for family in MODEL_FAMILIES:
+        naming = {
+            str(file.relative_to(PACKAGE))
+            for file in FILES
+            for node in ast.walk(ast.parse(file.read_text()))
+            if isinstance(node, ast.Constant) and node.value == family
+        }
+        assert naming == {f"models/{family}.py"}
 
 
 def test_the_driver_reads_like_the_algorithm() -> None:

@@ -19,10 +19,13 @@ VOCABULARY = 16
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        ("qwen3_moe", {"data": 2, "expert": 2}),
-        pytest.param("qwen2_tied", {"pipeline": 2, "virtual_pipeline": 2}, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", {"data": 2, "expert": 2}, id="ep2"),
+        pytest.param("qwen2_tied", {"pipeline": 2, "virtual_pipeline": 2}, marks=pytest.mark.slow, id="pp2-vpp2"),
+        *(
+            pytest.param(family, {"tensor": 2, "sequence": True}, marks=pytest.mark.slow, id=family)
+            for family in FAMILIES
+        ),
     ],
-    ids=["ep2", "pp2-vpp2"],
 )
 def test_a_run_trains_what_its_engine_samples(tmp_path: Path, family: str, layout: dict[str, Any]) -> None:
     config = FAMILIES[family]()

@@ -53,8 +53,8 @@ def check(args: argparse.Namespace) -> int:
 
     from megatron_stare.config.schema import ParallelConfig
     from megatron_stare.layout_rules import check_layout
+    from megatron_stare.models import read_shape
     from megatron_stare.weights.check import check_folder
-    from megatron_stare.weights.shape import read_shape
     from megatron_stare.weights.torch_dist import is_checkpoint
 
     parallel = ParallelConfig(

@@ -32,9 +32,9 @@ from megatron_stare.megatron.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.model import build_policy, load_hf
 from megatron_stare.megatron.optimizer import build_optimizer
 from megatron_stare.megatron.passes import accumulate_gradients
+from megatron_stare.models import read_shape
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 from megatron_stare.weights.hf_folder import HfFolder, write_folder
-from megatron_stare.weights.shape import read_shape
 
 PAD, EOS = "<pad>", "<eos>"
 

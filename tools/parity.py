@@ -25,9 +25,10 @@ from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.model import build_model, load_hf
 from megatron_stare.megatron.passes import score
+from megatron_stare.models import cost_of, read_shape
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 from megatron_stare.weights.hf_folder import HfFolder
-from megatron_stare.weights.shape import ModelShape, read_shape
 
 TIMEOUT_S = 1800.0
 
@@ -83,7 +84,7 @@ def one_rank(rank: int, init: str, task: Task) -> dict[str, Any]:
             budget=2 * task.longest,
             packed=task.packed,
             multiple=task.parallel.pipeline if chunks > 1 else 1,
-            hidden=shape.hidden,
+            cost=cost_of(shape),
         )
         rank_batch = RankBatch(
             batch,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.model import is_expert, named_parameters
-from megatron_stare.weights.shape import ModelShape
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.stream import Bucket, stream
 from megatron_stare.weights.stream_plan import BucketLayout, Shard, plan_stream
 

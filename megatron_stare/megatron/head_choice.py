@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.cpu_backend import device
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.ops.linear_head import Mode
-from megatron_stare.weights.shape import ModelShape
 
 # Logits are taken whole up to this share of the free memory. The rest is for activations, which live at the same time,
 # and for the optimizer's moments, which come with the first step.

@@ -32,10 +32,11 @@ from megatron_stare.megatron.cpu_backend import backend, device
 from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.norm import RMSNorm
 from megatron_stare.megatron.packing import PackedSequences
+from megatron_stare.models import family_of, rule_for
+from megatron_stare.models.rope import scaled_frequencies
+from megatron_stare.models.rules import shard
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.hf_folder import HfFolder
-from megatron_stare.weights.mapping import rule_for, shard
-from megatron_stare.weights.rope import scaled_frequencies
-from megatron_stare.weights.shape import ModelShape
 
 
 class PolicyModel(GPTModel):
@@ -60,19 +61,7 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
     }
     bf16 = model.dtype == "bfloat16"
     return TransformerConfig(
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        num_attention_heads=shape.heads,
-        num_query_groups=shape.kv_heads,
-        kv_channels=shape.head_dim,
-        ffn_hidden_size=shape.ffn,
-        normalization="RMSNorm",
-        layernorm_epsilon=shape.norm_eps,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.qk_norm,
+        **family_of(shape).megatron_config(shape),
         softmax_scale=scaled_frequencies(shape)[1] if shape.rope_scaling else None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -101,25 +90,10 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         persist_layer_norm=has_transformer_engine(),
         gradient_accumulation_fusion=False,
         **recomputed[model.recompute],
-        **_experts(shape),
+        # variable lengths in a pipeline want the dispatcher named for any model; ranks hold different numbers of tokens
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=shape.experts > 0 and has_transformer_engine(),
     )
-
-
-def _experts(shape: ModelShape) -> dict[str, Any]:
-    """Settings of mixture-of-experts layers; variable lengths in a pipeline want the dispatcher named for any model."""
-    settings: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall"}  # ranks hold different numbers of tokens
-    if shape.experts:
-        settings |= {
-            "num_moe_experts": shape.experts,
-            "moe_ffn_hidden_size": shape.expert_ffn,
-            "moe_router_topk": shape.experts_per_token,
-            # softmax over the chosen experts is softmax over all, renormalised
-            "moe_router_pre_softmax": not shape.renormalise_experts,
-            "moe_router_load_balancing_type": "none",
-            "moe_aux_loss_coeff": 0.0,
-            "moe_grouped_gemm": has_transformer_engine(),
-        }
-    return settings
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
@@ -128,7 +102,7 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
     if has_transformer_engine():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
     )
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -165,13 +139,10 @@ def build_model(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig,
                 config=config,
                 transformer_layer_spec=layer_spec(config, vp_stage),
                 vocab_size=shape.padded_vocab(layout.tp),
-                max_sequence_length=shape.max_positions,
                 pre_process=layout.pp_rank == 0 and chunk == 0,
                 post_process=layout.last_stage and chunk == chunks - 1,
                 parallel_output=True,
-                share_embeddings_and_output_weights=shape.tied,
-                position_embedding_type="rope",
-                rotary_base=shape.rope_theta,
+                **family_of(shape).megatron_model(shape),
                 vp_stage=vp_stage,
             ).to(device())
             if shape.rope_scaling:  # megatron-core knows one setting of one scaling

@@ -14,7 +14,7 @@ from megatron_stare.megatron.microbatch import RankBatch
 from megatron_stare.megatron.model import build_model, unwrap
 from megatron_stare.megatron.passes import score
 from megatron_stare.megatron.start import load_start
-from megatron_stare.weights.shape import ModelShape
+from megatron_stare.models.shape import ModelShape
 
 
 class Reference:

@@ -9,8 +9,8 @@ from torch import nn
 from megatron_stare.megatron.checkpoint import load_weights
 from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.model import load_hf
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.hf_folder import HfFolder
-from megatron_stare.weights.shape import ModelShape
 from megatron_stare.weights.torch_dist import is_checkpoint
 
 

@@ -28,7 +28,8 @@ from megatron_stare.megatron.reference import Reference
 from megatron_stare.megatron.start import load_start
 from megatron_stare.megatron.step import Policy, Step
 from megatron_stare.methods import build_method
-from megatron_stare.weights.shape import ModelShape, read_shape
+from megatron_stare.models import read_shape
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.stream_plan import BucketLayout
 
 

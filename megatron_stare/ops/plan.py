@@ -5,7 +5,7 @@ The plan is made once per rollout batch, from lengths alone, and serves the log-
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_stare.batch import MicroBatchPlan
@@ -20,7 +20,7 @@ class PlanRules:
     budget: tokens a micro-batch may hold, padding included.
     packed: sequences laid end to end; else right-padded to the longest.
     multiple: every rank's number of micro-batches is a multiple of this (virtual pipelines want the number of stages).
-    hidden: the model's width, which says from which length on attention costs more than the rest.
+    cost: the work of a sequence of so many tokens (ModelFamily.cost); by default its tokens.
     mini_batch_prompts: prompt groups of an optimizer step; None: all of a rollout batch.
     """
 
@@ -28,16 +28,8 @@ class PlanRules:
     budget: int
     packed: bool
     multiple: int = 1
-    hidden: int = 4096
+    cost: Callable[[int], float] = float
     mini_batch_prompts: int | None = None
-
-    def cost(self, length: int) -> float:
-        """Work of one sample, in tokens: linear layers by length, attention by its square.
-
-        A layer's matrices take 24 h^2 operations a token (Q, K, V, output and a gated MLP of 8/3 h), causal attention
-        2 h n: the ratio is n / (12 h).
-        """
-        return length * (1 + length / (12 * self.hidden))
 
 
 def plan_micro_batches(lengths: Sequence[int], rules: PlanRules) -> MicroBatchPlan:

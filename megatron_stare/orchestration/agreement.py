@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_stare.batch import RolloutBatch
 from megatron_stare.config.schema import Config
+from megatron_stare.models import read_shape
 from megatron_stare.orchestration.groups import EngineGroup, TrainerGroup
 from megatron_stare.rollout.agreement import (
     CANARY_TOKENS,
@@ -17,7 +18,6 @@ from megatron_stare.rollout.agreement import (
     rollout_verdict,
     summary,
 )
-from megatron_stare.weights.shape import read_shape
 
 
 class AgreementWatch:

@@ -11,13 +11,13 @@ from torch import Tensor
 from megatron_stare.batch import RolloutBatch, SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
+from megatron_stare.models import cost_of, read_shape
 from megatron_stare.ops.plan import PlanRules, plan_mini_batches
 from megatron_stare.orchestration.updates import UpdateResult
 from megatron_stare.orchestration.weight_stream import WeightStream
 from megatron_stare.orchestration.workers import Workers
 from megatron_stare.rollout.collect import split_over_engines
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult
-from megatron_stare.weights.shape import read_shape
 from megatron_stare.weights.stream_plan import BucketLayout
 
 
@@ -33,7 +33,7 @@ def plan_rules(config: Config) -> PlanRules:
         budget=config.batch.micro_batch_tokens,
         packed=config.batch.packed,
         multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
-        hidden=read_shape(config.model.path).hidden,
+        cost=cost_of(read_shape(config.model.path)),
         mini_batch_prompts=config.batch.mini_batch_prompts,
     )
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_stare.batch import SamplingParams
 from megatron_stare.errors import NonFiniteError
+from megatron_stare.models import family_named
 from megatron_stare.rollout.decode import Decoded, decode_batch
 from megatron_stare.rollout.engine import Engine, GenerateRequest, GenerateResult, ModelInfo
 from megatron_stare.rollout.ledger import WeightLedger
@@ -53,7 +54,10 @@ class LocalEngine(Engine):
                 config, dtype=torch.float32, attn_implementation="sdpa"
             )
         self._model.eval().requires_grad_(False)
-        self._parameters = checkpoint_views(self._model)
+        family = family_named(config.model_type, model_path)
+        self._parameters: dict[str, Tensor] = {}  # under the names, and in the shapes, that a checkpoint gives them
+        for name, parameter in self._model.named_parameters():  # tied weights once, as the embedding
+            self._parameters |= family.checkpoint_views(name, parameter)
         self._state = EngineState.DIRTY
         self._version: int | None = None
         self._ledger: WeightLedger | None = None
@@ -133,25 +137,3 @@ class LocalEngine(Engine):
             finish_reason=decoded.finish_reason,
             prompt_tokens=len(request.input_ids),
         )
-
-
-def checkpoint_views(model: nn.Module) -> dict[str, Tensor]:
-    """The model's parameters under the names, and in the shapes, that a Hugging Face checkpoint gives them.
-
-    Tied weights appear once, under the name of the embedding. In memory transformers stacks the experts of a layer,
-    gate over up; a checkpoint holds each matrix by itself, so those are views into the stack.
-    """
-    views: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        folder, _, last = name.rpartition(".")
-        if not folder.endswith(".experts") or last not in ("gate_up_proj", "down_proj"):
-            views[name] = parameter
-            continue
-        for number, expert in enumerate(parameter.unbind()):
-            if last == "gate_up_proj":
-                views[f"{folder}.{number}.gate_proj.weight"], views[f"{folder}.{number}.up_proj.weight"] = expert.chunk(
-                    2
-                )
-            else:
-                views[f"{folder}.{number}.down_proj.weight"] = expert
-    return views

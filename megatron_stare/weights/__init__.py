@@ -1,1 +1,1 @@
-"""Hugging Face names and layouts against Megatron's. Process groups come as arguments."""
+"""Weights in files and on their way: folders, checkpoints, the stream. Process groups come as arguments."""

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from megatron_stare.weights import mapping
+from megatron_stare.models import rules as layouts
+from megatron_stare.models.rules import Rule
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.check import expected, rules
-from megatron_stare.weights.mapping import Rule
-from megatron_stare.weights.shape import ModelShape
 
 BLOCK_BYTES = 16 << 20
 _WIDEST = 4  # bytes an element
@@ -54,22 +54,25 @@ def cut(shape: ModelShape, block_bytes: int = BLOCK_BYTES) -> list[Block]:
 
 def _cut(rule: Rule, sizes: dict[str, tuple[int, ...]], shape: ModelShape, block_bytes: int) -> Iterator[Block]:
     rows = [sizes[name][0] for name in rule.hf]
+    parts = list(zip(rule.sources, rule.spans(rows, shape), strict=True))
     rest = sizes[rule.hf[0]][1:]
     step = max(1, block_bytes // (math.prod(rest) * _WIDEST))
     size = (sum(rows), *rest)
     if rule.layout == "qkv":  # whole query groups
-        heads = [n // (shape.kv_heads * shape.head_dim) for n in rows]  # of q, k and v, a group
+        heads = [(stop - start) // (shape.kv_heads * shape.head_dim) for _, (start, stop) in parts]  # a group has
         unit = sum(heads) * shape.head_dim
         for group, end in _spans(shape.kv_heads, max(1, step // unit)):
-            parts = zip(rule.hf, heads, strict=True)
-            hf = (Rows(name, group * n * shape.head_dim, end * n * shape.head_dim) for name, n in parts)
+            hf = [
+                Rows(name, start + group * n * shape.head_dim, start + end * n * shape.head_dim)
+                for (name, (start, _)), n in zip(parts, heads, strict=True)
+            ]
             yield Block(rule, group * unit, end * unit, size, tuple(hf))
         return
     first = 0  # gated: the rows of gate, then those of up
-    for name, n in zip(rule.hf, rows, strict=True):
-        for start, stop in _spans(n, step):
-            yield Block(rule, first + start, first + stop, size, (Rows(name, start, stop),))
-        first += n
+    for name, (low, high) in parts:
+        for start, stop in _spans(high - low, step):
+            yield Block(rule, first + start, first + stop, size, (Rows(name, low + start, low + stop),))
+        first += high - low
 
 
 def _spans(n: int, step: int) -> Iterator[tuple[int, int]]:
@@ -78,14 +81,14 @@ def _spans(n: int, step: int) -> Iterator[tuple[int, int]]:
 
 def to_megatron(block: Block, parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
     """The block's Megatron rows from its Hugging Face rows, in order."""
-    return mapping.shard(block.rule, parts, _of(block, shape), 0, 1) if block.rule.layout == "qkv" else parts[0]
+    return layouts.shard(block.rule, parts, _of(block, shape), 0, 1) if block.rule.layout == "qkv" else parts[0]
 
 
 def to_hf(block: Block, rows: Tensor, shape: ModelShape) -> list[Tensor]:
     """The block's Hugging Face rows, in order, from its Megatron rows."""
     if block.rule.layout != "qkv":
         return [rows]
-    return [p.reshape(-1, *rows.shape[1:]) for p in mapping.blocks(block.rule, rows, _of(block, shape), 0, 1)]
+    return [p.reshape(-1, *rows.shape[1:]) for p in layouts.blocks(block.rule, rows, _of(block, shape), 0, 1)]
 
 
 def _of(block: Block, shape: ModelShape) -> ModelShape:

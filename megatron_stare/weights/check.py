@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from pathlib import Path
 
 from megatron_stare.errors import DataError
+from megatron_stare.models import family_of
+from megatron_stare.models.rules import Rule
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.hf_folder import locate
-from megatron_stare.weights.mapping import TABLES, Rule
 from megatron_stare.weights.safetensors_file import DTYPES, Entry, read_header
-from megatron_stare.weights.shape import ModelShape
 
 # tensors that old checkpoints hold although they follow from config.json
 _DERIVED = (".rotary_emb.inv_freq",)
@@ -19,49 +19,20 @@ _DERIVED = (".rotary_emb.inv_freq",)
 
 def rules(shape: ModelShape) -> list[Rule]:
     """The rules of every parameter this model has, with numbers filled in; a parameter of two names comes once."""
+    family = family_of(shape)
     found: dict[tuple[str, ...], Rule] = {}
-    for rule in TABLES[shape.family]:
+    for rule in family.rules:
         counts = (range(shape.layers), range(shape.experts))[: rule.megatron.count("{}")]
         for at in itertools.product(*counts):
             hf = tuple(name.format(*at) for name in rule.hf)
-            if all(_has(name, shape) for name in hf):
+            if all(family.has(name, shape) for name in hf):
                 found.setdefault(hf, Rule(rule.megatron.format(*at), hf, rule.layout))
     return list(found.values())
 
 
 def expected(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor that a Hugging Face folder of this model holds, by name."""
-    return {name: _size(name, shape) for rule in rules(shape) for name in rule.hf}
-
-
-def _has(name: str, shape: ModelShape) -> bool:
-    """Whether the model has a tensor that its family may have."""
-    if name == "lm_head.weight":
-        return not shape.tied
-    if name.endswith("_proj.bias"):
-        return shape.qkv_bias
-    return shape.qk_norm or not re.search(r"\.[qk]_norm\.", name)
-
-
-def _size(name: str, shape: ModelShape) -> tuple[int, ...]:
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    ffn = shape.expert_ffn if ".experts." in name else shape.ffn
-    part, kind = name.split(".")[-2:]
-    out, into = {
-        "embed_tokens": (shape.vocab_size, shape.hidden),
-        "lm_head": (shape.vocab_size, shape.hidden),
-        "q_proj": (queries, shape.hidden),
-        "k_proj": (keys, shape.hidden),
-        "v_proj": (keys, shape.hidden),
-        "o_proj": (shape.hidden, queries),
-        "gate_proj": (ffn, shape.hidden),
-        "up_proj": (ffn, shape.hidden),
-        "down_proj": (shape.hidden, ffn),
-        "gate": (shape.experts, shape.hidden),
-        "q_norm": (shape.head_dim, None),
-        "k_norm": (shape.head_dim, None),
-    }.get(part, (shape.hidden, None))
-    return (out,) if into is None or kind == "bias" else (out, into)
+    return {name: family_of(shape).size(name, shape) for rule in rules(shape) for name in rule.hf}
 
 
 def check_folder(path: str | Path, shape: ModelShape) -> dict[str, Entry]:

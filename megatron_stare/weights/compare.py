@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from megatron_stare.errors import DataError
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.blocks import Block, places, to_megatron
 from megatron_stare.weights.buffer import Buffer
 from megatron_stare.weights.convert_progress import Progress
 from megatron_stare.weights.open_files import OpenFiles
 from megatron_stare.weights.processes import Advance, run_parts
 from megatron_stare.weights.safetensors_file import Entry, read_rows
-from megatron_stare.weights.shape import ModelShape
 from megatron_stare.weights.torch_dist import TorchDist
 
 

@@ -14,6 +14,7 @@ import torch
 
 from megatron_stare.config.load import read_yaml
 from megatron_stare.errors import ConfigError
+from megatron_stare.models import read_shape
 from megatron_stare.weights import torch_dist
 from megatron_stare.weights.blocks import Block, cut
 from megatron_stare.weights.check import check_folder
@@ -23,7 +24,6 @@ from megatron_stare.weights.hf_folder import copy_companions
 from megatron_stare.weights.hf_writer import HfPart, create_shards, write_part
 from megatron_stare.weights.processes import run_parts
 from megatron_stare.weights.safetensors_file import DTYPES
-from megatron_stare.weights.shape import read_shape
 from megatron_stare.weights.staging import staging
 from megatron_stare.weights.torch_dist import TorchDist
 from megatron_stare.weights.torch_dist_check import check_checkpoint

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.blocks import Block, Place, to_hf
 from megatron_stare.weights.buffer import Buffer
 from megatron_stare.weights.check import expected
 from megatron_stare.weights.open_files import OpenFiles, copy_range
 from megatron_stare.weights.processes import Advance
 from megatron_stare.weights.safetensors_file import DTYPES, Entry, lay_out, write_rows
-from megatron_stare.weights.shape import ModelShape
 from megatron_stare.weights.torch_dist import TorchDist
 
 

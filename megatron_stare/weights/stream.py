@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_stare.models import rule_for
+from megatron_stare.models.rules import blocks
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.checksum import tensor_checksum
-from megatron_stare.weights.mapping import blocks, rule_for
-from megatron_stare.weights.shape import ModelShape
 from megatron_stare.weights.stream_plan import SENDER, BucketLayout, Piece, PlannedBucket, Shard, StreamPlan
 
 

@@ -6,6 +6,7 @@ travel here; stream.py moves the weights by the plan.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -15,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_stare.weights.mapping import blocks, rule_for
-from megatron_stare.weights.shape import ModelShape
+from megatron_stare.models import rule_for
+from megatron_stare.models.rules import blocks
+from megatron_stare.models.shape import ModelShape
 
 SENDER = 0  # the rank of the group on which every bucket ends
 
@@ -66,7 +68,7 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of one Hugging Face tensor: the `number`-th block (mapping.blocks) of a Megatron tensor of `rank`."""
+    """A part of one Hugging Face tensor: the `number`-th block (models/rules.py) of a Megatron tensor of `rank`."""
 
     rank: int
     parameter: str
@@ -80,7 +82,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A Hugging Face tensor and its pieces in order along dimension `cut`."""
+    """A Hugging Face tensor and its pieces in order along dimension `cut`: those of a fused one part by part."""
 
     name: str
     dtype: torch.dtype
@@ -165,7 +167,7 @@ def _held(shards: Sequence[Shard], shape: ModelShape, rank: int) -> list[_Held]:
         part, parts = (0, 1) if rule.layout == "replicated" else (shard.part, shard.parts)
         columns = shard.tensor.shape[1:]
         found = blocks(rule, torch.empty_like(shard.tensor, device="meta"), shape, shard.part, shard.parts)
-        for number, (hf, block) in enumerate(zip(rule.hf, found, strict=True)):
+        for number, (hf, block) in enumerate(zip(rule.sources, found, strict=True)):
             piece = Piece(rank, shard.name, number, (block.numel() // columns.numel(), *columns))
             held.append(_Held(hf, shard.tensor.dtype, rule.cut, part, parts, piece))
     return held
@@ -174,15 +176,16 @@ def _held(shards: Sequence[Shard], shape: ModelShape, rank: int) -> list[_Held]:
 def _tensors(held_by_ranks: Sequence[Sequence[_Held]]) -> list[PlannedTensor]:
     """Every tensor once, each part from the lowest rank that holds it: data-parallel replicas, replicated norms and the
     last pipeline stage's copy of a tied embedding are not sent."""
-    found: dict[str, dict[int, _Held]] = {}
+    found: dict[str, dict[tuple[int, int], _Held]] = {}
     for held in (one for of_rank in held_by_ranks for one in of_rank):
-        found.setdefault(held.hf, {}).setdefault(held.part, held)
+        found.setdefault(held.hf, {}).setdefault((held.piece.number, held.part), held)
     tensors = []
     for name, parts in found.items():
         one = next(iter(parts.values()))
-        if missing := set(range(one.parts)) - parts.keys():
+        places = list(itertools.product(sorted({number for number, _ in parts}), range(one.parts)))
+        if missing := [part for number, part in places if (number, part) not in parts]:
             raise ValueError(f"no rank holds part {min(missing)} of {one.parts} of {name}")
-        in_order = [parts[i].piece for i in range(one.parts)]
+        in_order = [parts[place].piece for place in places]
         tensors.append(PlannedTensor(name, one.dtype, one.cut, tuple(piece for piece in in_order if piece.numel)))
     return tensors
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 
 from megatron_stare.errors import DataError
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.blocks import Block, places
 from megatron_stare.weights.safetensors_file import NAMES
-from megatron_stare.weights.shape import ModelShape
 from megatron_stare.weights.torch_dist import TorchDist
 
 _OF_THE_MODEL = re.compile(r"(decoder|embedding|output_layer)\.")

@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.blocks import Block, Place, to_megatron, written_places
 from megatron_stare.weights.open_files import OpenFiles
 from megatron_stare.weights.processes import Advance
 from megatron_stare.weights.safetensors_file import Entry, read_rows
-from megatron_stare.weights.shape import ModelShape
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core import dist_checkpointing
-from models import save_model
+from models import FAMILIES, save_model
 from ranks import RankPool
 from torch import Tensor, nn
 
@@ -19,9 +19,10 @@ from megatron_stare.megatron.export import export_hf
 from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.model import build_model, load_hf, unwrap
 from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.models import read_shape
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.convert import Options, convert
 from megatron_stare.weights.hf_folder import HfFolder
-from megatron_stare.weights.shape import ModelShape, read_shape
 
 
 def empty_model(
@@ -53,6 +54,7 @@ LAYOUTS = {
     "tp2-pp2": {"tensor": 2, "pipeline": 2},
     "pp2-vpp2": {"pipeline": 2, "virtual_pipeline": 2},
 }
+EVERYWHERE = {"tensor": 2, "sequence": True, "pipeline": 2}  # a layout that any family can be cut into
 CASES = [("qwen2_tied", name, layout) for name, layout in LAYOUTS.items()]
 CASES += [
     ("qwen3", "tp2-pp2", LAYOUTS["tp2-pp2"]),
@@ -62,8 +64,11 @@ CASES += [
 ]
 
 
+SLOW = [pytest.param(family, EVERYWHERE, marks=pytest.mark.slow, id=f"{family}-everywhere") for family in FAMILIES]
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize(("family", "layout"), [case[::2] for case in CASES], ids=["-".join(c[:2]) for c in CASES])
+@pytest.mark.parametrize(("family", "layout"), [*(pytest.param(*c[::2], id="-".join(c[:2])) for c in CASES), *SLOW])
 def test_loads_in_every_layout(ranks: RankPool, tmp_path: Path, family: str, layout: dict) -> None:
     save_model(tmp_path / "hf", family)
     convert(tmp_path / "hf", tmp_path / "megatron", None, Options())
@@ -88,8 +93,12 @@ def save_run(rank: int, init: str, config: Config, folder: str) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [("qwen2_tied", {"tensor": 2, "pipeline": 2}), ("qwen3", {"tensor": 4}), ("qwen3_moe", {"data": 2, "expert": 2})],
-    ids=["tp2-pp2", "tp4-shared-kv", "ep2"],
+    [
+        pytest.param("qwen2_tied", {"tensor": 2, "pipeline": 2}, id="tp2-pp2"),
+        pytest.param("qwen3", {"tensor": 4}, id="tp4-shared-kv"),
+        pytest.param("qwen3_moe", {"data": 2, "expert": 2}, id="ep2"),
+        *SLOW,
+    ],
 )
 def test_a_run_converts(writers: RankPool, tmp_path: Path, family: str, layout: dict) -> None:
     save_model(tmp_path / "hf", family)

@@ -24,11 +24,11 @@ from megatron_stare.megatron.microbatch import RankBatch
 from megatron_stare.megatron.model import build_policy, load_hf
 from megatron_stare.megatron.passes import accumulate_gradients, score
 from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.models import cost_of, read_shape
 from megatron_stare.ops import linear_head, vocab_parallel
 from megatron_stare.ops.linear_head import Mode
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 from megatron_stare.weights.hf_folder import HfFolder
-from megatron_stare.weights.shape import read_shape
 
 MODES = ["materialised", "gradient_in_forward", "recompute"]
 
@@ -68,7 +68,7 @@ def _seen(rank: int, init: str, path: str, mode: Mode, dtype: Any) -> dict[str, 
     load_hf(model, HfFolder(path), shape, layout)
     batch = with_observations(random_batch(4))
     plan = plan_micro_batches(
-        batch.lengths.tolist(), PlanRules(data_parallel=1, budget=40, packed=True, hidden=shape.hidden)
+        batch.lengths.tolist(), PlanRules(data_parallel=1, budget=40, packed=True, cost=cost_of(shape))
     )
     rank_batch = RankBatch(batch, plan, 0, device(), packed=True)
     head = Head(shape.vocab_size, 1.0, layout, mode=mode, chunk=4)

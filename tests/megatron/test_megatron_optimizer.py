@@ -13,8 +13,8 @@ from megatron_stare.megatron import layout as parallel_layout
 from megatron_stare.megatron.cpu_backend import backend
 from megatron_stare.megatron.model import build_policy, load_hf, named_parameters
 from megatron_stare.megatron.optimizer import build_optimizer
+from megatron_stare.models import read_shape
 from megatron_stare.weights.hf_folder import HfFolder
-from megatron_stare.weights.shape import read_shape
 
 
 def decay_of(rank: int, init: str, path: str) -> tuple[dict[str, bool], list[float], float]:

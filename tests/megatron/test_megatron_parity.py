@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import FAMILIES, random_batch, save_model
+from models import FAMILIES, PARITY, random_batch, save_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -25,10 +25,10 @@ from megatron_stare.megatron.microbatch import RankBatch
 from megatron_stare.megatron.model import build_policy, load_hf
 from megatron_stare.megatron.optimizer import build_optimizer
 from megatron_stare.megatron.passes import accumulate_gradients, score
+from megatron_stare.models import cost_of, read_shape
 from megatron_stare.ops.linear_head import Mode
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 from megatron_stare.weights.hf_folder import HfFolder
-from megatron_stare.weights.shape import read_shape
 
 TEMPERATURE = 0.8
 SEED, SIZE = 3, 10
@@ -58,7 +58,7 @@ def step_of(
         budget=budget,
         packed=packed,
         multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
-        hidden=shape.hidden,
+        cost=cost_of(shape),
     )
     plan = plan_micro_batches(batch.lengths.tolist(), rules)
     multiple = layout.tp if parallel.sequence else 1
@@ -212,18 +212,7 @@ def test_equal_to_transformers(ranks, tmp_path: Path, name: str, packed: bool) -
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        ("qwen2", "tp2-pp2"),
-        ("qwen2_yarn", "tp2"),
-        ("qwen3_tied", "pp2-vpp2"),
-        ("qwen3", "tp4-shared-kv"),
-        ("qwen3", "tp2-sp-pp2"),
-        ("llama", "tp2-pp2"),
-        ("llama_tied_llama3", "tp4-shared-kv"),
-    ],
-)
+@pytest.mark.parametrize(("family", "name"), PARITY)
 def test_other_families(ranks, tmp_path: Path, family: str, name: str) -> None:
     save_model(tmp_path, family)
     check(ranks, tmp_path, *LAYOUTS[name], packed=True)

@@ -10,6 +10,10 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches, plan_mini_batches
 
 
+def quadratic(length: int) -> float:
+    return length * (1 + length / 384)
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 50), max_size=60),
@@ -18,7 +22,7 @@ from megatron_stare.ops.plan import PlanRules, plan_micro_batches, plan_mini_bat
     packed=st.booleans(),
 )
 def test_what_every_plan_keeps(lengths: list[int], data_parallel: int, multiple: int, packed: bool) -> None:
-    rules = PlanRules(data_parallel=data_parallel, budget=64, packed=packed, multiple=multiple, hidden=32)
+    rules = PlanRules(data_parallel=data_parallel, budget=64, packed=packed, multiple=multiple, cost=quadratic)
     plan = plan_micro_batches(lengths, rules)
     assert sorted(i for rank in plan.ranks for micro in rank for i in micro) == list(range(len(lengths)))
     assert len(plan.ranks) == data_parallel
@@ -34,14 +38,14 @@ def test_what_every_plan_keeps(lengths: list[int], data_parallel: int, multiple:
 
 @given(lengths=st.lists(st.integers(1, 1000), min_size=1, max_size=60), data_parallel=st.integers(1, 5))
 def test_no_rank_is_ahead_by_more_than_one_sample(lengths: list[int], data_parallel: int) -> None:
-    rules = PlanRules(data_parallel=data_parallel, budget=1000, packed=True, hidden=32)
+    rules = PlanRules(data_parallel=data_parallel, budget=1000, packed=True, cost=quadratic)
     plan = plan_micro_batches(lengths, rules)
     work = [sum(rules.cost(lengths[i]) for micro in rank for i in micro) for rank in plan.ranks]
     assert max(work) - min(work) <= rules.cost(max(lengths)) + 1e-6
 
 
 def test_long_samples_cost_more_than_their_length() -> None:
-    rules = PlanRules(data_parallel=2, budget=10_000, packed=True, hidden=64)
+    rules = PlanRules(data_parallel=2, budget=10_000, packed=True, cost=quadratic)
     plan = plan_micro_batches([4000] + [500] * 8, rules)
     assert plan.ranks[0] == ((0,),)  # the one long sample outweighs all short ones, which would equal it in tokens
 
@@ -61,7 +65,7 @@ def test_a_sample_longer_than_the_budget_is_named() -> None:
 def test_mini_batches_are_planned_one_by_one(
     lengths: list[int], data_parallel: int, multiple: int, prompts: int | None
 ) -> None:
-    rules = PlanRules(data_parallel, 64, packed=True, multiple=multiple, hidden=32, mini_batch_prompts=prompts)
+    rules = PlanRules(data_parallel, 64, packed=True, multiple=multiple, cost=quadratic, mini_batch_prompts=prompts)
     size = 2 * (prompts or 6)  # two samples a prompt
     plan = plan_mini_batches(lengths, [i // 2 for i in range(12)], rules)
     assert len(plan.mini_batches) == 12 // size

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import FAMILIES, save_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
@@ -120,6 +121,20 @@ def test_log_probs_are_those_of_a_full_forward_pass(pair, lengths):
             )
         expected = log_probs.gather(-1, torch.tensor(result.output_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(result.output_log_probs), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_takes_its_checkpoint_and_says_what_transformers_does(tmp_path, family):
+    model = save_model(tmp_path, family)
+    engine = make_engine("local", model_path=str(tmp_path), max_batch=64)
+    checksums = sync(engine, model)
+    assert checksums == {name: tensor_checksum(t) for name, t in load_file(tmp_path / "model.safetensors").items()}
+    wanted = requests(prompts=3, samples=2)
+    for request, result in zip(wanted, engine.generate(wanted, replace(PARAMS, greedy=True)), strict=True):
+        ids = torch.tensor([[*request.input_ids, *result.output_ids]])
+        with torch.no_grad():
+            log_probs = torch.log_softmax(model(ids).logits[0, len(request.input_ids) - 1 : -1], -1)
+        assert result.output_ids == log_probs.argmax(-1).tolist()
 
 
 def test_greedy_is_transformers_greedy(pair):

@@ -12,12 +12,13 @@ import pytest
 import sglang_servers as servers
 import torch
 from leftovers import Traces
-from models import save_model
+from models import FAMILIES, save_model
 from runs import environment
 from transformers import AutoModelForCausalLM
 
 from megatron_stare.batch import SamplingParams
 from megatron_stare.errors import DataError
+from megatron_stare.models.qwen2 import FAMILY as QWEN2
 from megatron_stare.rollout.engine import GenerateRequest, WeightUpdateError
 from megatron_stare.rollout.sglang.build import build_engine, make_sync
 from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
@@ -83,7 +84,7 @@ def assert_scores_are_those_of(model, engine, servers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_tied", "qwen2_yarn", "qwen3", "qwen3_moe", "llama", "llama_tied_llama3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_models_of_every_family_arrive_whole(tmp_path, family):
     """Every tensor compared by SGLang's name and checksum, then what it computes."""
     widths = {"intermediate_size": 64} | ({"moe_intermediate_size": 32} if family == "qwen3_moe" else {})
@@ -110,7 +111,7 @@ def test_every_sync_method_brings_all_weights_to_all_servers(engine, method):
     with servers.attached(engine) as (loop, clients):
         sync = make_sync(method, clients, str(servers.MODEL), timeout_s=120)
         for version, token in ((11, A), (12, B)):
-            update = WeightUpdate(clients, sync, version, torch.float32)
+            update = WeightUpdate(clients, sync, version, QWEN2, torch.float32)
             loop.run_until_complete(whole(update, servers.says_only(token)))
             answers = loop.run_until_complete(
                 everywhere(*(c.generate(generate_body(requests(1)[0], PARAMS, f"{method}{version}")) for c in clients))
@@ -136,7 +137,7 @@ def test_versions_match_tokens_over_swaps_in_the_middle_of_responses(engine):
 
     async def story(clients):
         sync = make_sync("tensor", clients, str(servers.MODEL), timeout_s=120)
-        await whole(WeightUpdate(clients, sync, 20, torch.float32), servers.says_only(A))
+        await whole(WeightUpdate(clients, sync, 20, QWEN2, torch.float32), servers.says_only(A))
         wanted = requests(12)
         under_way = [
             asyncio.create_task(clients[i % 2].generate(generate_body(request, params, f"swapped-{i}")))
@@ -144,7 +145,7 @@ def test_versions_match_tokens_over_swaps_in_the_middle_of_responses(engine):
         ]
         for version in (21, 22):
             await everywhere(*(first_tokens(client, params, f"before-{version}") for client in clients))
-            update = WeightUpdate(clients, sync, version, torch.float32, "retract")
+            update = WeightUpdate(clients, sync, version, QWEN2, torch.float32, "retract")
             await whole(update, servers.says_only(says[version]))
         answers = await asyncio.gather(*under_way)
         return [result_of(answer, request, (STOP,), "") for answer, request in zip(answers, wanted, strict=True)]

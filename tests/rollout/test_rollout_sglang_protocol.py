@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from megatron_stare.batch import SamplingParams
+from megatron_stare.models.qwen2 import FAMILY as QWEN2
+from megatron_stare.models.qwen3_moe import FAMILY as QWEN3_MOE
 from megatron_stare.rollout.engine import GenerateRequest
 from megatron_stare.rollout.sglang.cpu_hash import murmur_hash32
-from megatron_stare.rollout.sglang.fingerprint import Fingerprint, differences, place_of
+from megatron_stare.rollout.sglang.fingerprint import Fingerprint, differences
 from megatron_stare.rollout.sglang.protocol import (
     SGLangError,
     check_version,
@@ -162,7 +164,7 @@ def test_only_releases_of_the_known_protocol_are_used():
     ],
 )
 def test_tensors_go_where_sglang_stacks_them(name, stacked, index):
-    place = place_of(name)
+    place = QWEN3_MOE.served(name)
     assert (place.name, place.index) == (stacked, index)
 
 
@@ -171,18 +173,18 @@ def test_stacked_tensors_are_hashed_in_order_however_they_come():
     want = hashlib.sha256(torch.cat([q, k, v]).numpy().tobytes()).hexdigest()[:16]
     layer = "model.layers.0.self_attn"
     for order in ("qkv", "vkq", "kvq"):
-        fingerprint = Fingerprint(torch.float32)
+        fingerprint = Fingerprint(QWEN2, torch.float32)
         for letter in order:
             fingerprint.add(f"{layer}.{letter}_proj.weight", {"q": q, "k": k, "v": v}[letter])
         assert fingerprint.checksums() == {f"{layer}.qkv_proj.weight": want}
-    partial = Fingerprint(torch.float32)
+    partial = Fingerprint(QWEN2, torch.float32)
     partial.add(f"{layer}.q_proj.weight", q)
     assert partial.checksums() == {}
 
 
 def test_the_vocabulary_is_padded_as_sglang_pads_it():
     embedding = torch.randn(37, 3, generator=torch.Generator().manual_seed(0))
-    fingerprint = Fingerprint(torch.float32)
+    fingerprint = Fingerprint(QWEN2, torch.float32)
     fingerprint.add("model.embed_tokens.weight", embedding)
     padded = torch.cat([embedding, torch.zeros(27, 3)])
     want = hashlib.sha256(padded.numpy().tobytes()).hexdigest()[:16]

@@ -9,11 +9,11 @@ import pytest
 import torch
 from models import FAMILIES, save_model
 
+from megatron_stare.models import read_shape
+from megatron_stare.models.rules import shard
 from megatron_stare.weights.blocks import Place, cut, places, to_hf, to_megatron, written_places
 from megatron_stare.weights.check import expected, rules
 from megatron_stare.weights.hf_folder import HfFolder
-from megatron_stare.weights.mapping import shard
-from megatron_stare.weights.shape import read_shape
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -24,7 +24,7 @@ def test_expected_tensors_are_those_that_transformers_saves(tmp_path: Path, fami
     assert expected(read_shape(tmp_path)) == saved
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama_tied_llama3", "qwen3_moe"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("block_bytes", [1, 3000, 1 << 20])
 def test_blocks_make_whole_tensors(tmp_path: Path, family: str, block_bytes: int) -> None:
     save_model(tmp_path, family)

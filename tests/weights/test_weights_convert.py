@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_stare.cli import main
 from megatron_stare.errors import DataError, UserError
+from megatron_stare.models import read_shape
 from megatron_stare.weights import convert as conversion
 from megatron_stare.weights import torch_dist_writer
 from megatron_stare.weights.blocks import cut
@@ -32,7 +33,6 @@ from megatron_stare.weights.compare import compare
 from megatron_stare.weights.convert import Options, convert
 from megatron_stare.weights.hf_folder import HfFolder
 from megatron_stare.weights.processes import Advance, run_parts
-from megatron_stare.weights.shape import read_shape
 
 ROOT = Path(__file__).parent.parent.parent
 SHARD_BYTES = 20_000

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, unknown_name
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.rollout.sglang.broadcast import BroadcastSync
 from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
 from megatron_stare.rollout.sglang.disk_sync import DiskSync
@@ -19,7 +20,6 @@ from megatron_stare.rollout.sglang.server import ServerOptions, ServerProcess
 from megatron_stare.rollout.sglang.sync import WeightSync
 from megatron_stare.rollout.sglang.tensor_sync import TensorSync
 from megatron_stare.shipped import CHECKOUT
-from megatron_stare.weights.shape import ModelShape
 
 ENVIRONMENT = CHECKOUT / ".venv-sglang" if CHECKOUT else None  # of scripts/setup_sglang.sh
 PYTHON_VARIABLE = "MEGATRON_STARE_SGLANG_PYTHON"
@@ -109,10 +109,10 @@ def check_servers(config: Config, shape: ModelShape) -> None:
         )
     if config.sglang.urls:
         return
-    width = shape.expert_ffn if shape.experts else shape.ffn
-    if width % CPU_WIDTHS:
+    if shape.feed_forward % CPU_WIDTHS:
         raise ConfigError(
-            f"SGLang pads feed-forward layers {width} wide on a CPU, so their weights could not be compared",
+            f"SGLang pads feed-forward layers {shape.feed_forward} wide on a CPU, so their weights could not be "
+            "compared",
             where="model.path",
             fix=f"a model whose feed-forward layers are a multiple of {CPU_WIDTHS} wide, or rollout.engine=local",
         )

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from megatron_stare.batch import SamplingParams
+from megatron_stare.models import family_named
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, ModelInfo, ServedEngine
 from megatron_stare.rollout.model_config import read_model_config
 from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
@@ -71,6 +72,7 @@ class SGLangEngine(ServedEngine):
         flags: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         config = read_model_config(model_path)
+        self._family = family_named(config.model_type, model_path)
         self._vocab_size = int(config.vocab_size)
         self._stop_token_ids = model_stop_token_ids(model_path)
         self._clients, self._sync, self.processes = list(clients), sync, list(processes)
@@ -148,7 +150,7 @@ class SGLangEngine(ServedEngine):
 
     def begin_weight_update(self, version: int) -> None:
         self._state = advance(self._state, EngineState.UPDATING)
-        self._update = WeightUpdate(self._clients, self._sync, version, self._dtype)
+        self._update = WeightUpdate(self._clients, self._sync, version, self._family, self._dtype)
         self._guarded(self._update.begin())
 
     def update_weights(self, named_tensors: Sequence[tuple[str, Tensor]]) -> None:

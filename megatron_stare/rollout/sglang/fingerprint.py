@@ -8,7 +8,6 @@ names as well as values, because a server answers an unknown name with success.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,43 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_stare.models.family import ModelFamily
+
 VOCAB_MULTIPLE = 64  # SGLang pads embedding and head with rows of zeros up to a multiple
-_STACKED = {
-    "q_proj": ("qkv_proj", 0, 3),
-    "k_proj": ("qkv_proj", 1, 3),
-    "v_proj": ("qkv_proj", 2, 3),
-    "gate_proj": ("gate_up_proj", 0, 2),
-    "up_proj": ("gate_up_proj", 1, 2),
-}
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a Hugging Face tensor goes: the `index`-th of the tensors stacked into SGLang's parameter `name`.
-
-    count: how many are stacked; None: as many as come.
-    """
-
-    name: str
-    index: int
-    count: int | None
-
-
-def place_of(name: str) -> Place:
-    """Where SGLang's Qwen and Llama models put the tensor of this name."""
-    if expert := _EXPERT.fullmatch(name):
-        layer, number, part = expert[1], int(expert[2]), expert[3]
-        if part == "down":
-            return Place(f"{layer}.w2_weight", number, None)
-        return Place(f"{layer}.w13_weight", 2 * number + (part == "up"), None)
-    head, _, last = name.rpartition(".")
-    module, _, projection = head.rpartition(".")
-    if projection in _STACKED:
-        stacked, index, count = _STACKED[projection]
-        return Place(f"{module}.{stacked}.{last}", index, count)
-    return Place(name, 0, 1)
 
 
 @dataclass
@@ -81,20 +46,21 @@ class Fingerprint:
     """Hashes a weight update as it goes by.
 
     Args:
+        family: of the model, which says what is stacked and padded.
         dtype: that the server computes in, and casts weights to.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, family: ModelFamily, dtype: torch.dtype) -> None:
+        self._family, self._dtype = family, dtype
         self._stacks: dict[str, _Stack] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
         """One tensor on the CPU, by its Hugging Face name. It must keep its values until the update is over."""
-        place, held = place_of(name), tensor.detach().to(self._dtype)
+        place, held = self._family.served(name), tensor.detach().to(self._dtype)
         stack = self._stacks.setdefault(place.name, _Stack(place.count))
         stack.take(place.index, held)
         rows = -len(held) % VOCAB_MULTIPLE
-        if name in _VOCABULARY and rows:
+        if name in self._family.vocabulary and rows:
             stack.digest.update(torch.zeros(rows, *held.shape[1:], dtype=self._dtype).view(torch.uint8).numpy().data)
 
     def checksums(self) -> dict[str, str]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron_stare.models.family import ModelFamily
 from megatron_stare.rollout.engine import WeightUpdateError
 from megatron_stare.rollout.sglang.client import PauseMode, SGLangClient, everywhere
 from megatron_stare.rollout.sglang.fingerprint import Fingerprint, differences
@@ -22,6 +23,7 @@ class WeightUpdate:
     """Consumes the buckets of one version, in order; each method waits for every server, and for nothing else.
 
     Args:
+        family: of the model.
         dtype: that the servers compute in.
         mode: what becomes of responses under way. `abort` ends them; `retract` goes on with them, their cache computed
             anew with the new weights.
@@ -32,12 +34,13 @@ class WeightUpdate:
         clients: Sequence[SGLangClient],
         sync: WeightSync,
         version: int,
+        family: ModelFamily,
         dtype: torch.dtype,
         mode: PauseMode = "abort",
     ) -> None:
         self.version, self._mode = version, mode
         self._clients, self._sync = list(clients), sync
-        self._fingerprint = Fingerprint(dtype)
+        self._fingerprint = Fingerprint(family, dtype)
         self._received: dict[str, str] = {}
 
     async def begin(self) -> None:

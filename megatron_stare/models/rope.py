@@ -6,10 +6,8 @@ import math
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_stare.weights.shape import ModelShape
+from megatron_stare.models.shape import ModelShape
 
 
 def scaled_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
@@ -21,6 +19,10 @@ def scaled_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
     """
     if shape.rope_scaling is None:
         raise ValueError("the model's RoPE is not scaled")
+    # imported here, as it takes seconds and few models need it
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     # any config serves: the formulas read sizes and rope parameters only
     config = LlamaConfig(
         hidden_size=shape.hidden,

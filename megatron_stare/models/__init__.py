@@ -1,0 +1,94 @@
+"""What one has to know of a model: the families, one file each, and the shape that a config.json gives one of them.
+
+A family is found by the `model_type` of config.json, as transformers finds its own. A file of this package that holds a
+`FAMILY` is one: nothing else names it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_stare.errors import DataError
+from megatron_stare.models.family import ModelFamily
+from megatron_stare.models.rules import Rule, numbered
+from megatron_stare.models.shape import ModelShape
+
+
+def _found() -> dict[str, ModelFamily]:
+    modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+    families: list[ModelFamily] = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
+    return {family.model_type: family for family in families}
+
+
+FAMILIES = _found()
+
+
+def family_named(model_type: Any, where: str) -> ModelFamily:
+    """The family of a `model_type`.
+
+    Args:
+        where: the file that names it, for the error.
+
+    Raises:
+        DataError: there is none.
+    """
+    if model_type not in FAMILIES:
+        known = f"known: {', '.join(sorted(FAMILIES))}"
+        raise DataError(f"model family {model_type!r} is unknown", where=where, fix=known)
+    return FAMILIES[model_type]
+
+
+def family_of(shape: ModelShape) -> ModelFamily:
+    """The family that a shape was read by."""
+    return FAMILIES[shape.family]
+
+
+def read_shape(path: str | Path) -> ModelShape:
+    """The shape of the model in a Hugging Face folder.
+
+    Raises:
+        DataError: no folder, no config.json, an unknown family, something it does not support, or a missing field.
+    """
+    file = Path(path) / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(file.read_text())
+    except OSError as error:
+        raise DataError(
+            f"cannot read the model's config.json ({error.strerror})",
+            where=str(file),
+            fix="model.path must be a Hugging Face model folder on this machine",
+        ) from error
+    except json.JSONDecodeError as error:
+        raise DataError(f"not valid JSON: {error}", where=str(file)) from error
+    family = family_named(config.get("model_type"), str(file))
+    try:
+        family.check(config, str(file))
+        return family.shape(config)
+    except KeyError as error:
+        raise DataError(f"the field {error} is missing", where=str(file)) from error
+
+
+def rule_for(name: str, shape: ModelShape) -> Rule:
+    """The rule of a Megatron parameter (global layer and expert numbers), with the numbers filled in.
+
+    Raises:
+        KeyError: the family's rules do not hold it.
+    """
+    if shape.tied and name == "output_layer.weight":  # the last pipeline stage's copy of the embedding
+        return Rule(name, ("model.embed_tokens.weight",), "vocab")
+    numbers, pattern = numbered(name)
+    for rule in family_of(shape).rules:
+        if rule.megatron == pattern:
+            return Rule(name, tuple(hf.format(*numbers) for hf in rule.hf), rule.layout)
+    raise KeyError(f"{name} is not in the {shape.family} table")
+
+
+def cost_of(shape: ModelShape) -> Callable[[int], float]:
+    """The work of a sequence of so many tokens (ModelFamily.cost), in tokens."""
+    return partial(family_of(shape).cost, shape)

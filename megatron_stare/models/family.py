@@ -1,0 +1,212 @@
+"""All that has to be known of an architecture, for every part of the house that touches a model.
+
+`ModelFamily` itself is the dense decoder that most open models are: RMSNorm before attention and feed-forward layer,
+rotary positions, grouped queries, a gated SiLU. A family is a file beside this one that says what it does otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from megatron_stare.errors import DataError
+from megatron_stare.models.rules import DENSE, Rule
+from megatron_stare.models.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Served:
+    """Where an engine's server keeps a Hugging Face tensor: the `index`-th of those stacked into its parameter `name`.
+
+    count: how many are stacked; None: as many as come.
+    """
+
+    name: str
+    index: int = 0
+    count: int | None = 1
+
+
+class ModelFamily:
+    """An architecture. Config arguments are the contents of a config.json."""
+
+    model_type: ClassVar[str]
+    rules: ClassVar[tuple[Rule, ...]] = DENSE
+    # how positions beyond those of pretraining are reached, as far as it does not depend on the sequence at hand
+    rope_scalings: ClassVar[tuple[str, ...]] = ("linear", "llama3", "yarn")
+    qkv_bias: ClassVar[bool] = False
+    qk_norm: ClassVar[bool] = False
+    # settings that would change the model silently if they were overlooked
+    unsupported: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "use_sliding_window": "sliding-window attention",
+            "attention_bias": "a bias on the attention's output projection",
+            "mlp_bias": "a bias in the feed-forward layers",
+        }
+    )
+    # projections that servers stack into one parameter: its name, which of them this is, and how many there are
+    stacked: ClassVar[Mapping[str, tuple[str, int, int]]] = MappingProxyType(
+        {
+            "q_proj": ("qkv_proj", 0, 3),
+            "k_proj": ("qkv_proj", 1, 3),
+            "v_proj": ("qkv_proj", 2, 3),
+            "gate_proj": ("gate_up_proj", 0, 2),
+            "up_proj": ("gate_up_proj", 1, 2),
+        }
+    )
+
+    def check(self, config: Mapping[str, Any], where: str) -> None:
+        """Refuses what this family may do, and is not done here.
+
+        Args:
+            where: the file, for the error.
+
+        Raises:
+            DataError: naming it.
+        """
+        rope = rope_parameters(config)
+        scaling = rope["rope_type"]
+        if scaling not in ("default", *self.rope_scalings):
+            known = ", ".join(self.rope_scalings) or "none"
+            raise DataError(f"RoPE scaling {scaling!r} is not supported", where=where, fix=f"known: {known}")
+        found = [f"{what} ({key})" for key, what in self.unsupported.items() if config.get(key)]
+        rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+        if rotated not in (None, 1):
+            found.append(f"rotating a part of each head (partial_rotary_factor {rotated})")
+        if other := set(config.get("layer_types") or ()) - {"full_attention"}:
+            found.append(f"{', '.join(sorted(other))} (layer_types)")
+        if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
+            found.append(f"the activation {activation} (hidden_act)")
+        if found:
+            raise DataError(f"{found[0]} is not supported", where=where)
+        window, positions = self.window(config), config["max_position_embeddings"]
+        if window is not None and window < positions:
+            raise DataError(
+                f"attention to the last {window} of {positions} positions (sliding_window) is not supported",
+                where=where,
+                fix=f"for sequences of up to {window} tokens, set max_position_embeddings to {window} in a copy",
+            )
+
+    def window(self, config: Mapping[str, Any]) -> int | None:
+        """How many positions back attention sees; None: all."""
+        return None
+
+    def shape(self, config: Mapping[str, Any]) -> ModelShape:
+        """Raises KeyError for a field that is missing."""
+        rope = rope_parameters(config)
+        heads = config["num_attention_heads"]
+        return ModelShape(
+            family=self.model_type,
+            layers=config["num_hidden_layers"],
+            hidden=config["hidden_size"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            ffn=config["intermediate_size"],
+            vocab_size=config["vocab_size"],
+            max_positions=config["max_position_embeddings"],
+            rope_theta=float(rope.get("rope_theta") or config["rope_theta"]),
+            norm_eps=config["rms_norm_eps"],
+            tied=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=self.qkv_bias,
+            qk_norm=self.qk_norm,
+            rope_scaling=rope if rope["rope_type"] != "default" else None,
+        )
+
+    def has(self, name: str, shape: ModelShape) -> bool:
+        """Whether a model of this shape has a Hugging Face tensor that the rules name."""
+        if name == "lm_head.weight":
+            return not shape.tied
+        if name.endswith("_proj.bias"):
+            return shape.qkv_bias
+        return shape.qk_norm or not re.search(r"\.[qk]_norm\.", name)
+
+    def size(self, name: str, shape: ModelShape) -> tuple[int, ...]:
+        """The size of a Hugging Face tensor: [out, in] of a matrix, [out] of its bias, [hidden] of a norm."""
+        module, kind = name.split(".")[-2:]
+        out, into = self.matrices(shape).get(module, (shape.hidden, None))
+        return (out,) if into is None or kind == "bias" else (out, into)
+
+    def matrices(self, shape: ModelShape) -> dict[str, tuple[int, int | None]]:
+        """The size [out, in] of every kind of matrix by the name of its module, and [out] of norms not hidden wide."""
+        queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        return {
+            "embed_tokens": (shape.vocab_size, shape.hidden),
+            "lm_head": (shape.vocab_size, shape.hidden),
+            "q_proj": (queries, shape.hidden),
+            "k_proj": (keys, shape.hidden),
+            "v_proj": (keys, shape.hidden),
+            "o_proj": (shape.hidden, queries),
+            "gate_proj": (shape.feed_forward, shape.hidden),
+            "up_proj": (shape.feed_forward, shape.hidden),
+            "down_proj": (shape.hidden, shape.feed_forward),
+            "q_norm": (shape.head_dim, None),
+            "k_norm": (shape.head_dim, None),
+        }
+
+    def megatron_config(self, shape: ModelShape) -> dict[str, Any]:
+        """Settings of Megatron's TransformerConfig that say what is computed; how it is cut is the run's matter."""
+        return {
+            "num_layers": shape.layers,
+            "hidden_size": shape.hidden,
+            "num_attention_heads": shape.heads,
+            "num_query_groups": shape.kv_heads,
+            "kv_channels": shape.head_dim,
+            "ffn_hidden_size": shape.ffn,
+            "normalization": "RMSNorm",
+            "layernorm_epsilon": shape.norm_eps,
+            "gated_linear_unit": True,
+            "activation_func": torch.nn.functional.silu,
+            "add_bias_linear": False,
+            "add_qkv_bias": shape.qkv_bias,
+            "qk_layernorm": shape.qk_norm,
+        }
+
+    def megatron_model(self, shape: ModelShape) -> dict[str, Any]:
+        """Settings of Megatron's GPTModel that say what is computed around the layers."""
+        return {
+            "max_sequence_length": shape.max_positions,
+            "share_embeddings_and_output_weights": shape.tied,
+            "position_embedding_type": "rope",
+            "rotary_base": shape.rope_theta,
+        }
+
+    def checkpoint_views(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
+        """A parameter of transformers' model as the tensors, or views of it, that a checkpoint holds instead."""
+        return {name: parameter}
+
+    def served(self, name: str) -> Served:
+        """Where the servers of engines keep the Hugging Face tensor of this name."""
+        module, _, kind = name.rpartition(".")
+        layer, _, projection = module.rpartition(".")
+        if projection in self.stacked:
+            stacked, index, count = self.stacked[projection]
+            return Served(f"{layer}.{stacked}.{kind}", index, count)
+        return Served(name)
+
+    @property
+    def vocabulary(self) -> frozenset[str]:
+        """The Hugging Face tensors with a row a token, which engines and Megatron pad."""
+        return frozenset(name for rule in self.rules if rule.layout == "vocab" for name in rule.hf)
+
+    def cost(self, shape: ModelShape, length: int) -> float:
+        """Work of one sequence, in tokens: linear layers by length, attention by its square.
+
+        A layer's matrices take 24 h^2 operations a token (Q, K, V, output and a gated MLP of 8/3 h), causal attention
+        2 h n: the ratio is n / (12 h).
+        """
+        return length * (1 + length / (12 * shape.hidden))
+
+
+def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary embedding's parameters with `rope_type`, under the names that config.json had before transformers 5
+    and has since."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    scaling = rope.pop("type", None)
+    rope.setdefault("rope_type", scaling or "default")
+    return rope

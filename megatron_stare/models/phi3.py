@@ -1,0 +1,36 @@
+"""Phi-3 and Phi-4: Llama's layers, with q, k and v in one matrix of a checkpoint, and gate and up in one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron_stare.models.family import ModelFamily
+from megatron_stare.models.rules import ATTENTION, DENSE, MLP
+from megatron_stare.models.shape import ModelShape
+
+_FUSED = {"qkv": (ATTENTION + "qkv_proj.weight",), "gated": (MLP + "gate_up_proj.weight",)}
+
+
+class Phi3(ModelFamily):
+    """Servers keep the fused matrices as they come. Long contexts are reached by LongRoPE, whose frequencies depend on
+    the length of the sequence at hand; transformers takes YaRN in a config.json of this family for it too."""
+
+    model_type = "phi3"
+    rules = tuple(
+        replace(rule, hf=_FUSED.get(rule.layout, rule.hf)) for rule in DENSE if not rule.megatron.endswith(".bias")
+    )
+    rope_scalings = ()
+
+    def window(self, config: Mapping[str, Any]) -> int | None:
+        return config.get("sliding_window")
+
+    def matrices(self, shape: ModelShape) -> dict[str, tuple[int, int | None]]:
+        return super().matrices(shape) | {
+            "qkv_proj": ((shape.heads + 2 * shape.kv_heads) * shape.head_dim, shape.hidden),
+            "gate_up_proj": (2 * shape.ffn, shape.hidden),
+        }
+
+
+FAMILY = Phi3()

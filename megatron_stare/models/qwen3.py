@@ -1,0 +1,15 @@
+"""Qwen3, dense: norms over the queries and keys of each head."""
+
+from __future__ import annotations
+
+from megatron_stare.models.family import ModelFamily
+
+
+class Qwen3(ModelFamily):
+    """The size of a head does not follow from the others and is in config.json."""
+
+    model_type = "qwen3"
+    qk_norm = True
+
+
+FAMILY = Qwen3()

@@ -1,0 +1,85 @@
+"""Qwen3-MoE: experts in place of every feed-forward layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from megatron_stare.errors import DataError
+from megatron_stare.models.family import Served
+from megatron_stare.models.qwen3 import Qwen3
+from megatron_stare.models.rules import DENSE, LAYER, MLP, Rule
+from megatron_stare.models.shape import ModelShape
+
+_EXPERT, _HF_EXPERT = LAYER + "mlp.experts.local_experts.{}.", MLP + "experts.{}."
+_SERVED_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+class Qwen3Moe(Qwen3):
+    """A checkpoint holds every expert's matrices by themselves; transformers and servers stack those of a layer."""
+
+    model_type = "qwen3_moe"
+    rules = (
+        *(rule for rule in DENSE if ".mlp." not in rule.megatron),
+        Rule(LAYER + "mlp.router.weight", (MLP + "gate.weight",), "replicated"),
+        Rule(_EXPERT + "linear_fc1.weight", (_HF_EXPERT + "gate_proj.weight", _HF_EXPERT + "up_proj.weight"), "gated"),
+        Rule(_EXPERT + "linear_fc2.weight", (_HF_EXPERT + "down_proj.weight",), "row"),
+    )
+
+    def check(self, config: Mapping[str, Any], where: str) -> None:
+        super().check(config, where)
+        if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+            raise DataError("mixtures of dense and expert layers are not supported", where=where)
+
+    def shape(self, config: Mapping[str, Any]) -> ModelShape:
+        return replace(
+            super().shape(config),
+            experts=config["num_experts"] if "num_experts" in config else config["num_local_experts"],
+            experts_per_token=config["num_experts_per_tok"],
+            expert_ffn=config["moe_intermediate_size"],
+            renormalise_experts=bool(config.get("norm_topk_prob", False)),
+        )
+
+    def matrices(self, shape: ModelShape) -> dict[str, tuple[int, int | None]]:
+        return super().matrices(shape) | {"gate": (shape.experts, shape.hidden)}
+
+    def megatron_config(self, shape: ModelShape) -> dict[str, Any]:
+        return super().megatron_config(shape) | {
+            "num_moe_experts": shape.experts,
+            "moe_ffn_hidden_size": shape.expert_ffn,
+            "moe_router_topk": shape.experts_per_token,
+            # softmax over the chosen experts is softmax over all, renormalised
+            "moe_router_pre_softmax": not shape.renormalise_experts,
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+        }
+
+    def checkpoint_views(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
+        """In memory transformers stacks the experts of a layer, gate over up."""
+        layer, _, last = name.rpartition(".")
+        views: dict[str, Tensor] = {}
+        if not layer.endswith(".experts"):
+            return {name: parameter}
+        for number, expert in enumerate(parameter.unbind()):
+            if last == "down_proj":
+                views[f"{layer}.{number}.down_proj.weight"] = expert
+            else:
+                gate, up = expert.chunk(2)
+                views |= {f"{layer}.{number}.gate_proj.weight": gate, f"{layer}.{number}.up_proj.weight": up}
+        return views
+
+    def served(self, name: str) -> Served:
+        expert = _SERVED_EXPERT.fullmatch(name)
+        if not expert:
+            return super().served(name)
+        layer, number, part = expert[1], int(expert[2]), expert[3]
+        if part == "down":
+            return Served(f"{layer}.w2_weight", number, None)
+        return Served(f"{layer}.w13_weight", 2 * number + (part == "up"), None)
+
+
+FAMILY = Qwen3Moe()

@@ -1,0 +1,198 @@
+"""Which Hugging Face tensors a Megatron parameter is made of, and how it is cut over tensor-parallel ranks.
+
+A family's rules serve loading, export, gradients, the stream and conversion alike. Names are those of one pipeline
+stage with layer numbers made global; both layer specs are known (local: norms of their own; Transformer Engine: norms
+fused into the next linear).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_stare.models.shape import ModelShape
+
+# replicated: equal on every rank      vocab: rows cut, padded      column: rows cut      row: columns cut
+# qkv: q, k, v interleaved by query group, groups cut               gated: gate and up rows each cut, then stacked
+Layout = Literal["replicated", "vocab", "column", "row", "qkv", "gated"]
+_PARTS = {"qkv": 3, "gated": 2}  # that a Megatron tensor is made of; else it is one
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A Megatron name (with {} for the layer) and the Hugging Face names it holds, in order.
+
+    q, k and v, or gate and up, are tensors of their own (`hf` names each), or a checkpoint fuses them: one tensor holds
+    their rows end to end, and `hf` names that one.
+    """
+
+    megatron: str
+    hf: tuple[str, ...]
+    layout: Layout
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The Hugging Face tensor that holds each part, in order: hf, or a fused tensor once for every part of it."""
+        return self.hf * (_PARTS.get(self.layout, 1) // len(self.hf))
+
+    def spans(self, rows: Sequence[int], shape: ModelShape) -> list[tuple[int, int]]:
+        """Rows [start, stop) of each part in its source.
+
+        Args:
+            rows: of the tensors of hf, or of the parts.
+        """
+        if len(rows) == len(self.sources):
+            return [(0, n) for n in rows]
+        if self.layout == "gated":
+            starts = [0, rows[0] // 2]
+        else:
+            starts = [0, shape.heads * shape.head_dim, (shape.heads + shape.kv_heads) * shape.head_dim]
+        return list(itertools.pairwise([*starts, rows[0]]))
+
+    @property
+    def cut(self) -> int:
+        """The dimension along which ranks hold parts of the Hugging Face tensors."""
+        return 1 if self.layout == "row" else 0
+
+
+ATTENTION, MLP = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
+LAYER = "decoder.layers.{}."
+
+DENSE = (
+    Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab"),
+    Rule("output_layer.weight", ("lm_head.weight",), "vocab"),
+    Rule("decoder.final_layernorm.weight", ("model.norm.weight",), "replicated"),
+    Rule(LAYER + "input_layernorm.weight", ("model.layers.{}.input_layernorm.weight",), "replicated"),
+    Rule(
+        LAYER + "self_attention.linear_qkv.layer_norm_weight",
+        ("model.layers.{}.input_layernorm.weight",),
+        "replicated",
+    ),
+    Rule(
+        LAYER + "self_attention.linear_qkv.weight",
+        (ATTENTION + "q_proj.weight", ATTENTION + "k_proj.weight", ATTENTION + "v_proj.weight"),
+        "qkv",
+    ),
+    Rule(
+        LAYER + "self_attention.linear_qkv.bias",
+        (ATTENTION + "q_proj.bias", ATTENTION + "k_proj.bias", ATTENTION + "v_proj.bias"),
+        "qkv",
+    ),
+    Rule(LAYER + "self_attention.linear_proj.weight", (ATTENTION + "o_proj.weight",), "row"),
+    Rule(LAYER + "self_attention.q_layernorm.weight", (ATTENTION + "q_norm.weight",), "replicated"),
+    Rule(LAYER + "self_attention.k_layernorm.weight", (ATTENTION + "k_norm.weight",), "replicated"),
+    Rule(LAYER + "pre_mlp_layernorm.weight", ("model.layers.{}.post_attention_layernorm.weight",), "replicated"),
+    Rule(
+        LAYER + "mlp.linear_fc1.layer_norm_weight",
+        ("model.layers.{}.post_attention_layernorm.weight",),
+        "replicated",
+    ),
+    Rule(LAYER + "mlp.linear_fc1.weight", (MLP + "gate_proj.weight", MLP + "up_proj.weight"), "gated"),
+    Rule(LAYER + "mlp.linear_fc2.weight", (MLP + "down_proj.weight",), "row"),
+)
+
+_NUMBER = re.compile(r"(?<=layers\.|xperts\.)\d+")
+
+
+def numbered(name: str) -> tuple[list[str], str]:
+    """The layer and expert numbers in a Megatron name, and the name with {} in their places."""
+    return _NUMBER.findall(name), _NUMBER.sub("{}", name)
+
+
+def shard(rule: Rule, parts: Sequence[Tensor], shape: ModelShape, tp_rank: int, tp: int) -> Tensor:
+    """This rank's Megatron tensor from whole Hugging Face tensors.
+
+    Args:
+        parts: tensors (or lazily read safetensors slices) of rule.hf, in order; or the parts that a fused one holds.
+    """
+    match rule.layout:
+        case "replicated":
+            return parts[0][:]
+        case "vocab":
+            rows = shape.padded_vocab(tp) // tp
+            mine = parts[0][tp_rank * rows : (tp_rank + 1) * rows]
+            padding = mine.new_zeros(rows - mine.shape[0], *mine.shape[1:])
+            return torch.cat([mine, padding])
+        case "column":
+            return _Rows(parts[0], 0, _size(parts[0])[0]).share(tp_rank, tp)
+        case "row":
+            columns = _size(parts[0])[1] // tp
+            return parts[0][:, tp_rank * columns : (tp_rank + 1) * columns]
+        case "gated":
+            return torch.cat([part.share(tp_rank, tp) for part in _parts(rule, parts, shape)])
+        case "qkv" if shape.kv_heads % tp == 0:
+            q, k, v = (part.share(tp_rank, tp) for part in _parts(rule, parts, shape))
+            return _interleave(q, k, v, shape.kv_heads // tp, shape.head_dim)
+        case "qkv":  # fewer groups than ranks: Megatron cuts a group's rows, whatever head they belong to
+            q, k, v = (part.share(0, 1) for part in _parts(rule, parts, shape))
+            whole = _interleave(q, k, v, shape.kv_heads, shape.head_dim)
+            return _Rows(whole, 0, len(whole)).share(tp_rank, tp)
+
+
+def blocks(rule: Rule, shard: Tensor, shape: ModelShape, tp_rank: int, tp: int) -> list[Tensor]:
+    """What this rank's Megatron tensor holds of each of rule.sources; also maps gradients.
+
+    Joined over the ranks in order along rule.cut they are the whole parts. Views of the shard, but where Megatron cut
+    through a query group; rows may be spread over several dimensions (flattened they are in order).
+    """
+    match rule.layout:
+        case "replicated" | "column" | "row":
+            return [shard]
+        case "vocab":
+            return [shard[: max(shape.vocab_size - tp_rank * shard.shape[0], 0)]]  # the rest is padding
+        case "gated":
+            return list(shard.chunk(2))
+        case "qkv" if shape.kv_heads % tp == 0:
+            grouped = shard.reshape(shape.kv_heads // tp, -1, shape.head_dim, *shard.shape[1:])
+            return list(grouped.split([grouped.shape[1] - 2, 1, 1], dim=1))
+        case "qkv":
+            return _cut_groups(shard, shape, tp_rank)
+
+
+def _size(part: Tensor) -> Sequence[int]:
+    return part.get_shape() if hasattr(part, "get_shape") else part.shape  # safetensors slices have get_shape
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows [start, stop) of a tensor, read when they are asked for."""
+
+    tensor: Tensor
+    start: int
+    stop: int
+
+    def share(self, rank: int, ranks: int) -> Tensor:
+        rows = (self.stop - self.start) // ranks
+        first = self.start + rank * rows
+        return self.tensor[first : first + rows]
+
+
+def _parts(rule: Rule, tensors: Sequence[Tensor], shape: ModelShape) -> list[_Rows]:
+    spans = rule.spans([_size(tensor)[0] for tensor in tensors], shape)
+    held = tensors if len(tensors) == len(spans) else [tensors[0]] * len(spans)
+    return [_Rows(tensor, *span) for tensor, span in zip(held, spans, strict=True)]
+
+
+def _interleave(q: Tensor, k: Tensor, v: Tensor, groups: int, head_dim: int) -> Tensor:
+    """Rows of q, k, v (heads in order) as Megatron wants them: for each query group its q heads, its k, its v."""
+    rest = q.shape[1:]
+    grouped = [x.reshape(groups, -1, head_dim, *rest) for x in (q, k, v)]
+    return torch.cat(grouped, dim=1).reshape(-1, *rest)
+
+
+def _cut_groups(shard: Tensor, shape: ModelShape, tp_rank: int) -> list[Tensor]:
+    """The q, k and v rows of a shard that is not made of whole query groups."""
+    first = tp_rank * shard.shape[0]  # of the interleaved rows of all groups
+    queries = shape.heads // shape.kv_heads
+    found = []
+    for head, heads in ((0, queries), (queries, 1), (queries + 1, 1)):
+        starts = [(group * (queries + 2) + head) * shape.head_dim - first for group in range(shape.kv_heads)]
+        rows = heads * shape.head_dim
+        found.append(torch.cat([shard[max(start, 0) : max(start + rows, 0)] for start in starts]))
+    return found

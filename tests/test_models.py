@@ -1,0 +1,156 @@
+"""Model families: found by their files, read from config.json, and refused by name for what they do not do here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import FAMILIES as TINY
+from models import GONE, HARMLESS, REFUSED, save_model
+from torch import Tensor
+
+from megatron_stare import models
+from megatron_stare.errors import DataError
+from megatron_stare.models import FAMILIES, cost_of, family_of, read_shape, rule_for
+from megatron_stare.models.rules import Rule, numbered, shard
+from megatron_stare.weights.check import rules
+
+A_FILE = """
+from megatron_stare.models.family import ModelFamily
+
+class Mine(ModelFamily):
+    model_type = "mine"
+    qkv_bias = True
+    rope_scalings = ()
+
+    def window(self, config):
+        return config.get("window")
+
+FAMILY = Mine()
+"""
+
+
+def folder(path: Path, family: str, **changed: Any) -> Path:
+    """A folder with the config.json of a tiny model, with other fields."""
+    path.mkdir(exist_ok=True)
+    fields = json.loads(TINY[family]().to_json_string()) | changed
+    (path / "config.json").write_text(json.dumps({k: v for k, v in fields.items() if v is not GONE}))
+    return path
+
+
+def test_every_family_is_tried_on_a_tiny_model() -> None:
+    assert {TINY[name]().model_type for name in TINY} == set(FAMILIES)
+
+
+def test_a_file_is_all_that_a_family_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(A_FILE)
+    monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path)])
+    found = models._found()
+    assert set(found) == {*FAMILIES, "mine"}
+    monkeypatch.setattr(models, "FAMILIES", found)
+    shape = read_shape(folder(tmp_path / "model", "llama", model_type="mine"))
+    assert (shape.family, shape.layers, shape.qkv_bias) == ("mine", 4, True)
+    assert rule_for("decoder.layers.3.self_attention.linear_qkv.bias", shape).layout == "qkv"
+    with pytest.raises(DataError, match="RoPE scaling 'yarn' is not supported\n  fix: known: none"):
+        read_shape(folder(tmp_path / "model", "qwen2_yarn", model_type="mine"))
+    folder(tmp_path / "model", "llama", model_type="mine", window=64)  # as far as there are positions
+    read_shape(tmp_path / "model")
+    with pytest.raises(DataError, match=r"the last 63 of 64 positions \(sliding_window\)(.|\n)*set max_position"):
+        read_shape(folder(tmp_path / "model", "llama", model_type="mine", window=63))
+
+
+@pytest.mark.parametrize(("family", "changed", "message"), REFUSED)
+def test_what_is_not_done_here_is_refused_by_name(tmp_path: Path, family: str, changed: dict, message: str) -> None:
+    read_shape(folder(tmp_path, family))
+    with pytest.raises(DataError) as refused:
+        read_shape(folder(tmp_path, family, **changed))
+    assert message in str(refused.value)
+    assert refused.value.where == str(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(("family", "changed"), HARMLESS)
+def test_settings_that_change_nothing_are_not_refused(tmp_path: Path, family: str, changed: dict) -> None:
+    shape = read_shape(folder(tmp_path, family))
+    assert read_shape(folder(tmp_path, family, **changed)) == shape
+
+
+def test_old_configs_name_rotary_parameters_otherwise(tmp_path: Path) -> None:
+    old = {"rope_parameters": GONE, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    shape = read_shape(folder(tmp_path, "llama", **old))
+    assert shape.rope_theta == 5e5
+    assert shape.rope_scaling == {"rope_type": "linear", "factor": 2.0}
+    assert read_shape(folder(tmp_path, "llama", rope_parameters=GONE, rope_theta=7.0)).rope_scaling is None
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_rule_is_found_again_by_its_megatron_name(tmp_path: Path, name: str) -> None:
+    shape = read_shape(folder(tmp_path, name))
+    assert len(rules(shape)) > 4 * shape.layers
+    for rule in rules(shape):
+        assert rule_for(rule.megatron, shape) == rule
+    with pytest.raises(KeyError, match=f"is not in the {shape.family} table"):
+        rule_for("decoder.layers.0.mlp.linear_fc3.weight", shape)
+
+
+def test_numbers_of_layers_and_experts() -> None:
+    name = "decoder.layers.12.mlp.experts.local_experts.3.linear_fc1.weight"
+    assert numbered(name) == (["12", "3"], "decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc1.weight")
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_sequences_cost_is_its_length_and_the_square_of_it(tmp_path: Path, name: str) -> None:
+    cost = cost_of(read_shape(folder(tmp_path, name)))  # 32 wide: attention costs as much as the rest at 384 tokens
+    assert [cost(0), cost(192), cost(384), cost(3840)] == [0, 192 * 1.5, 768, 3840 * 11]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_servers_keep_every_tensor_somewhere_and_none_on_top_of_another(tmp_path: Path, name: str) -> None:
+    save_model(tmp_path, name)
+    shape = read_shape(tmp_path)
+    family = family_of(shape)
+    places = [family.served(hf) for rule in rules(shape) for hf in rule.hf]
+    for kept in {place.name for place in places}:
+        parts = [place for place in places if place.name == kept]
+        assert sorted(part.index for part in parts) == list(range(len(parts))), kept
+        assert {part.count for part in parts} in ({len(parts)}, {None}), kept
+    assert {name for name in family.vocabulary if family.has(name, shape)} == {
+        hf for rule in rules(shape) if rule.layout == "vocab" for hf in rule.hf
+    }
+
+
+class Recorded:
+    """A tensor that notes which of its rows are read."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.rows = tensor, [*range(len(tensor))]
+        self.shape, self.read = tensor.shape, []
+
+    def __getitem__(self, at: slice) -> Tensor:
+        self.read += self.rows[at]
+        return self.tensor[at]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", ["qwen2", "llama_tied_llama3"])  # two key-value heads; one
+def test_fused_projections_are_laid_out_as_separate_ones(tmp_path: Path, name: str, tp: int) -> None:
+    shape = read_shape(folder(tmp_path, name))
+    for kind, rows in (("qkv", (32, shape.kv_heads * 8, shape.kv_heads * 8)), ("gated", (48, 48))):
+        apart = Rule("megatron", ("q", "k", "v")[: len(rows)], kind)
+        fused = Rule("megatron", ("fused",), kind)
+        assert apart.sources == apart.hf and fused.sources == ("fused",) * len(rows)
+        parts = list(torch.arange(sum(rows) * 3.0).view(-1, 3).split(rows))
+        for rank in range(tp):
+            whole = Recorded(torch.cat(parts))
+            mine = shard(apart, parts, shape, rank, tp)
+            assert torch.equal(shard(fused, [whole], shape, rank, tp), mine)
+            assert len(whole.read) == sum(rows) // (1 if kind == "qkv" and shape.kv_heads % tp else tp)
+
+
+def test_a_fused_tensor_with_too_many_rows_does_not_fit(tmp_path: Path) -> None:
+    """They are the last part's: they are not left out."""
+    shape = read_shape(folder(tmp_path, "qwen2"))
+    assert Rule("megatron", ("fused",), "qkv").spans([65], shape) == [(0, 32), (32, 48), (48, 65)]
+    assert Rule("megatron", ("fused",), "gated").spans([97], shape) == [(0, 48), (48, 97)]
