@@ -15,6 +15,7 @@ LEVELS = {
     "errors": 0,
     "batch": 0,
     "statistics": 0,
+    "records": 1,
     "config": 1,
     "algorithms": 1,
     "registry": 1,
