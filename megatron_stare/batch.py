@@ -41,6 +41,7 @@ class SamplingParams:
     step: int
     stop_token_ids: tuple[int, ...]
     greedy: bool = False
+    top_p: float = 1.0  # below 1 the sampling support is cut: evaluation may, training never
 
 
 @dataclass

@@ -54,6 +54,26 @@ class _Batch:
     texts: Sequence[tuple[str, str]] = ()
     queue: deque[int] = field(default_factory=deque)
     scores: dict[int, Score] = field(default_factory=dict)
+    failed: list[Score] = field(default_factory=list)  # those of `scores` that are not ok, as they came
+
+    def know(self, item: int, score: Score) -> None:
+        """Takes an answer's score."""
+        self.scores[item] = score
+        if score.status != "ok":
+            self.failed.append(score)
+
+
+class TooManyFailuresError(Exception):
+    """More answers could not be verified than the caller bears.
+
+    Args:
+        failed: the Scores of those, in the order in which they failed.
+        known: answers that have a Score, of either kind; the others were not waited for.
+    """
+
+    def __init__(self, failed: Sequence[Score], known: int) -> None:
+        super().__init__(failed, known)
+        self.failed, self.known = failed, known
 
 
 class RewardPool:
@@ -90,7 +110,7 @@ class RewardPool:
         """Process ids of the workers as of now; a worker that was killed has a successor with another id."""
         return [slot.process.pid for slot in self._slots]
 
-    def score(self, texts: Sequence[tuple[str, str]]) -> list[Score]:
+    def score(self, texts: Sequence[tuple[str, str]], most_failures: int | None = None) -> list[Score]:
         """One Score for each (response, answer), in order.
 
         Waits for the workers, at most `timeout_s` for each answer; an answer that hangs or takes its worker down costs
@@ -98,7 +118,11 @@ class RewardPool:
 
         An exception, Ctrl-C included, closes the pool: workers may be in the middle of answers nobody waits for.
 
+        Args:
+            most_failures: answers without a reward that are borne; with one more the rest is not waited for. None: any.
+
         Raises:
+            TooManyFailuresError: there were more.
             ConfigError: a worker could not be started again.
             ValueError: the pool is closed.
         """
@@ -109,6 +133,8 @@ class RewardPool:
             while len(batch.scores) < len(texts):
                 self._hand_out(batch)
                 self._advance(batch)
+                if most_failures is not None and len(batch.failed) > most_failures:
+                    raise TooManyFailuresError(batch.failed, len(batch.scores))
         except BaseException:
             self.close()
             raise
@@ -169,7 +195,7 @@ class RewardPool:
             elif "failed" in message:
                 raise ConfigError(**message["failed"])
             else:
-                batch.scores[slot.items.popleft()] = _score(message)
+                batch.know(slot.items.popleft(), _score(message))
             slot.deadline = time.monotonic() + self._timeout_s if slot.items else math.inf
         if ended:
             fate = self._stop(slot)
@@ -186,7 +212,7 @@ class RewardPool:
     def _lose(self, slot: _Slot, batch: _Batch, score: Score) -> None:
         """Blames the answer the worker was at, returns the others to the front of the queue, starts a new worker."""
         if slot.items:
-            batch.scores[slot.items.popleft()] = score
+            batch.know(slot.items.popleft(), score)
         batch.queue.extendleft(reversed(slot.items))
         self._replace(slot)
 
