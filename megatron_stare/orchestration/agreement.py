@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megatron_stare.batch import RolloutBatch
 from megatron_stare.config.schema import Config
-from megatron_stare.orchestration.groups import EngineGroup, TrainerGroup
+from megatron_stare.rollout.pool import EnginePool
+from megatron_stare.orchestration.groups import TrainerGroup
 from megatron_stare.rollout.agreement import (
     CANARY_TOKENS,
     agreement_metrics,
@@ -24,7 +25,7 @@ class AgreementWatch:
     """Compares after every weight sync and every log-prob pass. Silent where rollouts do not come from servers: for
     an engine in process the metrics of the update say how far its log-probs are off."""
 
-    def __init__(self, config: Config, trainers: TrainerGroup, engines: EngineGroup) -> None:
+    def __init__(self, config: Config, trainers: TrainerGroup, engines: EnginePool) -> None:
         self._on = engines.served
         # without the log-prob pass there is nothing to compare rollouts with, and the canary alone watches
         self._has_scores = not config.skips_log_prob_pass
@@ -46,7 +47,7 @@ class AgreementWatch:
             return
         sequences = [part.tolist() for part in self._canary.tokens.split(self._canary.lengths.tolist())]
         differences = canary_differences(
-            self._canary, self._trainers.log_probs(self._canary, 1.0), self._engines.score(sequences)
+            self._canary, self._trainers.log_probs(self._canary, 1.0), self._engines.prompt_log_probs(sequences)
         )
         self._newest = dict(summary(differences))
         if verdict := canary_verdict(differences, self._limit):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_stare.orchestration.workers import Handle, Workers
+from megatron_stare.workers import Handle, Workers
 from megatron_stare.weights.stream_plan import BucketLayout
 
 

@@ -18,7 +18,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.orchestration import engine_worker
 from megatron_stare.orchestration.groups import EngineGroup
 from megatron_stare.orchestration.weight_stream import WeightStream
-from megatron_stare.orchestration.workers import Workers
+from megatron_stare.workers import Workers
 from megatron_stare.rollout.sglang.engine import SGLangEngine
 from megatron_stare.rollout.sglang.tensor_sync import TensorSync
 from megatron_stare.weights.checksum import tensor_checksum
