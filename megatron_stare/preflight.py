@@ -9,11 +9,11 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_stare.algorithms.method import Method
-from megatron_stare.config.schema import Config, SGLangConfig
+from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, DataError
 from megatron_stare.layout_rules import check_layout
 from megatron_stare.methods import build_method
-from megatron_stare.rollout.build import SGLANG
+from megatron_stare.rollout.build import check_engine
 from megatron_stare.weights.blocks import cut
 from megatron_stare.weights.check import check_folder
 from megatron_stare.weights.shape import ModelShape, read_shape
@@ -162,23 +162,6 @@ def notices(config: Config) -> list[str]:
             "layout; use it only to compare with published code"
         ]
     return []
-
-
-def check_engine(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError where SGLang is to be started and is not installed, its settings do not go together, or it is
-    set up and not used."""
-    if config.rollout.engine == SGLANG:
-        from megatron_stare.rollout.sglang.build import check_servers
-
-        check_servers(config, shape)
-        return
-    for name, default in SGLangConfig():
-        if getattr(config.sglang, name) != default:
-            raise ConfigError(
-                f"rollouts come from the engine {config.rollout.engine!r}, which has no servers",
-                where=f"sglang.{name}",
-                fix="set rollout.engine=sglang, or leave it out",
-            )
 
 
 def check_lengths(config: Config, shape: ModelShape) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import TracebackType
 
-from megatron_stare.batch import Prompt, Sample, SamplingParams
+from megatron_stare.batch import Prompt, SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.data.source import make_source
+from megatron_stare.environments.environment import make_environment
 from megatron_stare.errors import RewardFailureError
 from megatron_stare.methods import build_method
 from megatron_stare.observability.live import make_display
@@ -18,8 +20,10 @@ from megatron_stare.orchestration.agreement import AgreementWatch
 from megatron_stare.orchestration.colocation import Colocation
 from megatron_stare.orchestration.groups import Runner
 from megatron_stare.preflight import check, check_checkpoints, load_tokenizer, notices
-from megatron_stare.rewards.pool import RewardPool
-from megatron_stare.rollout.collect import check_versions, requests_for, samples_from
+from megatron_stare.records.trajectory import Trajectory
+from megatron_stare.rewards.pool import RewardPool, TooManyFailuresError
+from megatron_stare.rewards.verdicts import Verdicts, verdicts
+from megatron_stare.rollout.source import Rollouts, SynchronousSource
 from megatron_stare.rollout.stop import stop_token_ids
 from megatron_stare.run_state import RunDir, RunState
 
@@ -43,6 +47,7 @@ class Session:
         self.eval_prompts = (
             make_source(config, self.tokenizer, "eval").take(config.eval.prompts) if config.eval.prompts else []
         )
+        self.environment = make_environment(config.rollout.environment, config, self.tokenizer)
         self.state = RunState(data=self.source.state(), method=self.method.initial_state())
         with contextlib.ExitStack() as stack:
             self.dir = RunDir.reopen(config) if resume else RunDir.create(config)
@@ -66,6 +71,15 @@ class Session:
             self.trainers, self.engines = runner.trainers, runner.engines
             self.agreement = AgreementWatch(config, self.trainers, self.engines)
             self.colocation = Colocation(config, self.engines)
+            self.rollouts = SynchronousSource(
+                Rollouts(self.engines, self.environment, self._judged, self.tokenizer),
+                self.source,
+                config.batch.prompts,
+                config.batch.samples_per_prompt,
+                self.sampling,
+                self.display.rollout_progress,
+                self.colocation.release,
+            )
             for line in [*notices(config), *self.trainers.notes()]:
                 self.display.note(line)
             if restored:
@@ -85,16 +99,10 @@ class Session:
         """The steps still to do."""
         yield from range(self.state.step + 1, self.config.run.steps + 1)
 
-    def rollout(
-        self, prompts: list[Prompt], count: int, *, step: int, seed: int | None = None, greedy: bool = False
-    ) -> list[Sample]:
-        """`count` responses a prompt from the newest weights, in canonical order.
-
-        Raises:
-            WeightVersionError: a token was sampled by weights other than those of the last step.
-        """
+    def sampling(self, step: int, seed: int | None = None, greedy: bool = False) -> SamplingParams:
+        """How the trajectories of a step are sampled."""
         rollout = self.config.rollout
-        params = SamplingParams(
+        return SamplingParams(
             temperature=rollout.temperature,
             max_new_tokens=rollout.max_new_tokens,
             seed=self.config.run.seed if seed is None else seed,
@@ -102,35 +110,39 @@ class Session:
             stop_token_ids=self.stop_ids,
             greedy=greedy,
         )
-        results = self.engines.generate(requests_for(prompts, count), params, self.display.rollout_progress)
-        samples = samples_from(prompts, results, self.tokenizer, self.stop_ids)
-        check_versions(samples, self.state.step)
-        return samples
+
+    def trajectories(
+        self, prompts: list[Prompt], count: int, *, step: int, seed: int, greedy: bool
+    ) -> list[Trajectory]:
+        """`count` verified responses a prompt from the newest weights, in canonical order, for evaluation."""
+        return self.rollouts.make(prompts, count, self.sampling(step, seed, greedy))
 
     def sync(self, version: int) -> None:
         """Brings the policy to the engines, as weights of this version, and proves that they compute with it."""
         self.colocation.resume()
-        self.engines.update_weights(version, self.trainers.export())
+        self.rollouts.publish(self.trainers.export(), version)
         self.agreement.after_sync()
 
-    def score(self, samples: list[Sample]) -> None:
-        """Fills in rewards.
+    @contextlib.asynccontextmanager
+    async def _judged(self, answers: int) -> AsyncIterator[Verdicts]:
+        """Verifies a number of answers as they come.
 
         Raises:
-            RewardFailureError: more verifiers timed out or crashed than the configuration allows.
+            RewardFailureError: more verifiers timed out or crashed than the configuration allows; as soon as it is
+                certain.
         """
-        scores = self.verifiers.score([(s.text, s.prompt.answer) for s in samples])
-        for sample, score in zip(samples, scores, strict=True):
-            sample.reward, sample.reward_status, sample.answer_at = score.reward, score.status, score.answer_at
-        failed = [score for score in scores if score.status != "ok"]
         limit = self.config.reward.max_failure_rate
-        if len(failed) > limit * len(samples):
+        try:
+            async with verdicts(self.verifiers, math.floor(limit * answers)) as found:
+                yield found
+        except TooManyFailuresError as error:
+            first = error.failed[0]
             raise RewardFailureError(
-                f"{len(failed)} of {len(samples)} answers could not be verified, the limit is {limit:.0%}; "
-                f"the first: {failed[0].status} {failed[0].detail}".rstrip(),
+                f"{len(error.failed)} of {answers} answers could not be verified, the limit is {limit:.0%}; "
+                f"the first: {first.status} {first.detail}".rstrip(),
                 where="reward.verifier",
                 fix="mend the verifier, or raise reward.timeout_s or reward.max_failure_rate",
-            )
+            ) from error
 
 
 def make_runner(config: Config) -> Runner:

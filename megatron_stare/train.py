@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_stare.batch import RolloutBatch
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import NonFiniteError
 from megatron_stare.evaluate import evaluate
@@ -41,12 +40,7 @@ def train(config: Config, *, resume: bool = False, dump_step: int | None = None)
         for step in run.steps():
             watch = Stopwatch(run.display.phase)
             with watch("rollout"):
-                prompts = run.source.take(config.batch.prompts)
-                samples = run.rollout(prompts, config.batch.samples_per_prompt, step=step)
-                run.colocation.release()
-            with watch("reward"):
-                run.score(samples)
-                batch = RolloutBatch.from_samples(samples, step)
+                batch = run.rollouts.next(step)
                 batch.advantages = run.method.response_advantages(batch)
             with watch("score"):
                 run.trainers.score(batch)
@@ -62,11 +56,11 @@ def train(config: Config, *, resume: bool = False, dump_step: int | None = None)
                 run.sync(step)
 
             advance(run, step, updates)
-            metrics = step_metrics(batch, samples, combined(updates) | agreement | run.colocation.metrics, watch)
+            metrics = step_metrics(batch, combined(updates) | agreement | run.colocation.metrics, watch)
             run.writer.log(step, metrics)
             run.display.step(step, metrics)
             if step % config.run.rollouts_every == 0:
-                run.writer.log_rollouts(step, samples, config.run.rollouts_kept)
+                run.writer.log_rollouts(step, batch.trajectories, config.run.rollouts_kept)
             last = step == config.run.steps
             if last or (config.run.checkpoint_every and step % config.run.checkpoint_every == 0):
                 with run.display.phase("checkpoint"):
@@ -97,7 +91,7 @@ def measure_pass_rate(run: Session) -> None:
     if not run.eval_prompts:
         return
     with run.display.phase("eval"):
-        record = evaluate(run.eval_prompts, run.rollout, run.score, step=run.state.step, greedy=run.config.eval.greedy)
+        record = evaluate(run.eval_prompts, run.trajectories, step=run.state.step, greedy=run.config.eval.greedy)
     run.writer.log_eval(record)
     greedy = f", greedy {record['greedy']:.3f}" if record["greedy"] is not None else ""
     run.display.note(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from megatron_stare.batch import RolloutBatch
 from megatron_stare.config.schema import Config
-from megatron_stare.rollout.pool import EnginePool
 from megatron_stare.orchestration.groups import TrainerGroup
 from megatron_stare.rollout.agreement import (
     CANARY_TOKENS,
@@ -18,6 +17,7 @@ from megatron_stare.rollout.agreement import (
     rollout_verdict,
     summary,
 )
+from megatron_stare.rollout.pool import EnginePool
 from megatron_stare.weights.shape import read_shape
 
 

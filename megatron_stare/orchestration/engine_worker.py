@@ -1,4 +1,4 @@
-"""A rollout engine as a worker: takes requests and gives what is finished, takes weights as the trainer streams them."""
+"""A rollout engine as a worker: takes requests, gives what is finished, takes weights as the trainer streams them."""
 
 from __future__ import annotations
 

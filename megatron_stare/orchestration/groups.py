@@ -12,10 +12,10 @@ from megatron_stare.config.schema import Config
 from megatron_stare.ops.plan import PlanRules, plan_mini_batches
 from megatron_stare.orchestration.updates import UpdateResult
 from megatron_stare.orchestration.weight_stream import WeightStream
-from megatron_stare.workers import Workers
 from megatron_stare.rollout.pool import EnginePool
 from megatron_stare.weights.shape import read_shape
 from megatron_stare.weights.stream_plan import BucketLayout
+from megatron_stare.workers import Workers
 
 
 def plan_rules(config: Config) -> PlanRules:

@@ -13,9 +13,9 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.orchestration.engine_worker import EngineWorker
 from megatron_stare.orchestration.groups import TrainerGroup, plan_rules
-from megatron_stare.workers import Handle, Workers
 from megatron_stare.rollout.build import replica_count
 from megatron_stare.rollout.pool import EnginePool
+from megatron_stare.workers import Handle, Workers
 
 
 class InlineWorkers(Workers):

@@ -83,7 +83,9 @@ class SGLangEngine(ServedEngine):
         info = self._run(client.server_info())
         check_version(str(info["version"]), client.url)
         check_flags(info, flags, client.url)
-        self._context_length = min(int(config.max_position_embeddings), int(info["max_total_num_tokens"])) - NEVER_FILLED
+        self._context_length = (
+            min(int(config.max_position_embeddings), int(info["max_total_num_tokens"])) - NEVER_FILLED
+        )
         self._run(probe_stop(client, self._stop_token_ids))
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
