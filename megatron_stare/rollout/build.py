@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import partial
 
 from megatron_stare.config.schema import Config
@@ -55,8 +56,9 @@ class InProcess(Replica):
     with `model_path`, `max_batch` and `threads`."""
 
     def __init__(self, config: Config, number: int, kind: type[Engine]) -> None:
+        made: Callable[..., Engine] = kind  # every subclass has a constructor of its own
         self._made = partial(
-            kind,
+            made,
             model_path=config.model.path,
             max_batch=config.rollout.max_batch,
             threads=config.rollout.threads,

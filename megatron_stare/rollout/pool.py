@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_stare.batch import SamplingParams
 from megatron_stare.errors import DataError, UserError
@@ -160,15 +160,17 @@ class Serving:
     async def finished(self, trajectories: Sequence[asyncio.Task[None]]) -> None:
         """Waits until all trajectories are; unblocked by the first error of one of them or of a replica, and raises
         it."""
-        made = asyncio.gather(*trajectories)
-        done, _ = await asyncio.wait({made, *self.pumps}, return_when=asyncio.FIRST_COMPLETED)
-        if made in done:
-            made.result()
-            return
-        made.cancel()
-        await asyncio.gather(made, return_exceptions=True)
-        for pump in done:
-            pump.result()
+        made = asyncio.ensure_future(asyncio.gather(*trajectories))
+        ended: list[asyncio.Future[Any]] = [made, *self.pumps]  # a pump ends by an error alone
+        try:
+            await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+            for each in ended:
+                if each.done():
+                    each.result()
+        finally:
+            for trajectory in trajectories:
+                trajectory.cancel()
+            await asyncio.gather(*trajectories, return_exceptions=True)
 
     async def stop(self) -> None:
         """Ends the pumps."""

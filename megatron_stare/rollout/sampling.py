@@ -93,6 +93,6 @@ def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     the lower id comes first."""
     if top_p >= 1:
         return probabilities
-    ordered, order = probabilities.sort(-1, descending=True, stable=True)
+    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(-1) - ordered  # a token is in while those in front of it have not reached top_p
     return torch.zeros_like(probabilities).scatter(-1, order, torch.where(before < top_p, ordered, 0.0))
