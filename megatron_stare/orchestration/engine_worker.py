@@ -79,6 +79,9 @@ class EngineWorker:
     def memory_mb(self) -> float | None:
         return self._served.memory_mb()
 
+    def model_info(self) -> ModelInfo:
+        return self._engine.model_info()
+
     def close(self) -> None:
         if self._brought_up is not None:
             self._brought_up.close()

@@ -78,6 +78,10 @@ class EnginePool:
             raise
         await serving.stop()
 
+    def infos(self) -> list[ModelInfo]:
+        """What every replica holds now."""
+        return self._workers.call("model_info")
+
     def prompt_log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         """Log-probs, at temperature 1, of all tokens but the first of every sequence; by replica, then by sequence.
 
