@@ -22,7 +22,7 @@ from megatron_stare.rollout.sglang.engine import SGLangEngine
 from megatron_stare.rollout.sglang.tensor_sync import TensorSync
 from megatron_stare.weights.checksum import tensor_checksum
 from megatron_stare.weights.stream_plan import BucketLayout, Slot
-from megatron_stare.workers import Workers
+from megatron_stare.workers import Handle, Workers
 
 MODEL = str(Path(__file__).parents[2] / "assets" / "tiny-adder")
 NAMES = ("model.norm.weight", "model.layers.0.input_layernorm.weight", "model.layers.1.input_layernorm.weight")
