@@ -40,7 +40,7 @@ def test_a_verdict_is_given_while_other_answers_are_still_being_made():
 
 
 def test_an_answer_that_hangs_costs_itself_alone():
-    with RewardPool(f"{HERE}.obey", 2, 0.5) as pool:
+    with RewardPool(f"{HERE}.obey", 2, 5) as pool:
         scores = asyncio.run(all_of(pool, [("hang", ""), *[("one", "one")] * 20, ("exit", "")]))
     assert scores[0].status == "timeout"
     assert [score.reward for score in scores[1:-1]] == [1.0] * 20
