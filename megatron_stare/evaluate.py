@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from megatron_stare.batch import Prompt, Sample
+from megatron_stare.batch import Prompt
+from megatron_stare.records.trajectory import Trajectory
 
 EVAL_SEED = 20240917  # keys the noise of every evaluation of every run
 SHOWN = 8  # samples kept in the record
@@ -17,11 +18,13 @@ SHOWN = 8  # samples kept in the record
 class Rollout(Protocol):
     """Samples `count` responses a prompt; see session.Session.rollout."""
 
-    def __call__(self, prompts: list[Prompt], count: int, *, step: int, seed: int, greedy: bool) -> list[Sample]: ...
+    def __call__(
+        self, prompts: list[Prompt], count: int, *, step: int, seed: int, greedy: bool
+    ) -> list[Trajectory]: ...
 
 
 def evaluate(
-    prompts: list[Prompt], rollout: Rollout, score: Callable[[list[Sample]], Any], *, step: int, greedy: bool
+    prompts: list[Prompt], rollout: Rollout, score: Callable[[list[Trajectory]], Any], *, step: int, greedy: bool
 ) -> dict[str, Any]:
     """One evaluation, as eval.jsonl keeps it. A problem whose verifier failed counts as wrong and among `failures`.
 
@@ -52,5 +55,5 @@ def evaluate(
     return record
 
 
-def _correct(samples: list[Sample]) -> list[int]:
+def _correct(samples: list[Trajectory]) -> list[int]:
     return [int((s.reward or 0.0) > 0.5) for s in samples]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-from megatron_stare.batch import Prompt, Sample, SamplingParams
+from megatron_stare.batch import Prompt, SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.data.source import make_source
 from megatron_stare.errors import RewardFailureError
@@ -18,6 +18,7 @@ from megatron_stare.orchestration.agreement import AgreementWatch
 from megatron_stare.orchestration.colocation import Colocation
 from megatron_stare.orchestration.groups import Runner
 from megatron_stare.preflight import check, check_checkpoints, load_tokenizer, notices
+from megatron_stare.records.trajectory import Trajectory
 from megatron_stare.rewards.pool import RewardPool
 from megatron_stare.rollout.collect import check_versions, requests_for, samples_from
 from megatron_stare.rollout.stop import stop_token_ids
@@ -87,7 +88,7 @@ class Session:
 
     def rollout(
         self, prompts: list[Prompt], count: int, *, step: int, seed: int | None = None, greedy: bool = False
-    ) -> list[Sample]:
+    ) -> list[Trajectory]:
         """`count` responses a prompt from the newest weights, in canonical order.
 
         Raises:
@@ -113,7 +114,7 @@ class Session:
         self.engines.update_weights(version, self.trainers.export())
         self.agreement.after_sync()
 
-    def score(self, samples: list[Sample]) -> None:
+    def score(self, samples: list[Trajectory]) -> None:
         """Fills in rewards.
 
         Raises:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_stare.batch import RolloutBatch
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import NonFiniteError
 from megatron_stare.evaluate import evaluate
 from megatron_stare.observability.report import write_report
 from megatron_stare.observability.step_metrics import Stopwatch, step_metrics
 from megatron_stare.orchestration.updates import UpdateResult, combined
+from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.session import Session
 from megatron_stare.weights.hf_folder import write_folder
 
@@ -46,11 +46,10 @@ def train(config: Config, *, resume: bool = False, dump_step: int | None = None)
                 run.colocation.release()
             with watch("reward"):
                 run.score(samples)
-                batch = RolloutBatch.from_samples(samples, step)
-                batch.advantages = run.method.response_advantages(batch)
+                batch = run.method.judge(RolloutBatch.from_trajectories(samples, step))
             with watch("score"):
                 run.trainers.score(batch)
-                agreement = run.agreement.after_score(batch, step)
+                agreement = run.agreement.after_score(step)
                 run.trainers.measure(run.state.method)
             with watch("update"):
                 dump_to = str(run.dir.path.resolve() / f"dump_step_{step}") if step == dump_step else None

@@ -1,17 +1,20 @@
-"""Between the driver's records and the engines': prompts become requests, results become Samples.
+"""Between the driver's records and the engines': prompts become requests, results become Trajectories.
 
-Prompts come from data, requests go to an Engine; Samples go on to the rewards.
+Prompts come from data, requests go to an Engine; Trajectories go on to the rewards.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
-from megatron_stare.batch import Prompt, Sample
+import torch
+
+from megatron_stare.batch import Prompt
 from megatron_stare.errors import DataError, WeightVersionError
+from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult
 
 
@@ -34,8 +37,8 @@ def split_over_engines(requests: Sequence[GenerateRequest], engines: int) -> lis
 
 def samples_from(
     prompts: Sequence[Prompt], results: Sequence[GenerateResult], tokenizer: Any, stop_token_ids: Collection[int]
-) -> list[Sample]:
-    """The results as Samples, in canonical order, text decoded without special tokens and without the stop token.
+) -> list[Trajectory]:
+    """The results as Trajectories, in canonical order, text decoded without special tokens and without the stop token.
 
     Args:
         prompts: those given to `requests_for`.
@@ -55,18 +58,19 @@ def samples_from(
         if not cursor or int(cursor) not in prompt_of:
             raise DataError("an engine answered a request that was not made", where=f"request {result.rid}")
         samples.append(
-            Sample(
+            Trajectory(
                 prompt=prompt_of[int(cursor)],
                 sample_index=int(index),
-                response_ids=result.output_ids,
-                rollout_log_probs=result.output_log_probs,
-                weight_versions=result.weight_versions,
+                tokens=torch.tensor(result.output_ids, dtype=torch.int32),
+                log_probs=torch.tensor(result.output_log_probs, dtype=torch.float32),
+                loss_mask=torch.ones(len(result.output_ids), dtype=torch.bool),
+                versions=tuple((version, len([*run])) for version, run in groupby(result.weight_versions)),
                 finish_reason=result.finish_reason,
             )
         )
     samples.sort(key=lambda s: (s.prompt.cursor, s.sample_index))
     # not every stop token is special to its tokenizer, so it is taken off here: verifiers read what comes before it
-    bodies = [s.response_ids[:-1] if s.finish_reason == "stop" else s.response_ids for s in samples]
+    bodies = [(s.tokens[:-1] if s.finish_reason == "stop" else s.tokens).tolist() for s in samples]
     for sample, text in zip(samples, tokenizer.batch_decode(bodies, skip_special_tokens=True), strict=True):
         sample.text = text
     return samples
@@ -88,9 +92,11 @@ def _check(result: GenerateResult, stop_token_ids: Collection[int]) -> None:
         )
 
 
-def check_versions(samples: Sequence[Sample], expected_version: int) -> None:
-    """Raises WeightVersionError unless every token was sampled by the weights of `expected_version`."""
-    found = Counter(version for sample in samples for version in sample.weight_versions)
+def check_versions(samples: Sequence[Trajectory], expected_version: int) -> None:
+    """Raises WeightVersionError unless every token that was sampled was so by the weights of `expected_version`."""
+    found: Counter[int] = Counter()
+    for version, tokens in (run for sample in samples for run in sample.versions if run[0] != NOT_SAMPLED):
+        found[version] += tokens
     if set(found) <= {expected_version}:
         return
     counts = ", ".join(f"version {version}: {count} tokens" for version, count in sorted(found.items()))

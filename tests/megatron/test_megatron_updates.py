@@ -17,9 +17,9 @@ from steps import plan_of, take_step
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_stare.batch import RolloutBatch
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.records.rollout_batch import RolloutBatch
 
 pytestmark = pytest.mark.distributed
 SEED, SIZE, GROUPS, MINI_BATCH, EPOCHS = 8, 8, 4, 2, 2  # every group of this batch teaches something
@@ -86,7 +86,7 @@ def run(ranks: RankPool, config: Config) -> tuple[dict[str, Tensor], list[dict[s
 def log_probs(policy: Any, batch: RolloutBatch) -> list[Tensor]:
     """[n] of every sample."""
     ends = batch.lengths.cumsum(0).tolist()
-    cut = [batch.tokens[end - n : end] for end, n in zip(ends, batch.lengths.tolist(), strict=True)]
+    cut = [batch.tokens[end - n : end].long() for end, n in zip(ends, batch.lengths.tolist(), strict=True)]
     prompts = batch.prompt_lengths.tolist()
     logits = [policy(tokens[None]).logits[0, p - 1 : -1] for tokens, p in zip(cut, prompts, strict=True)]
     return [

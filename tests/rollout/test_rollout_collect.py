@@ -1,4 +1,4 @@
-"""From prompts to requests, and from results to Samples."""
+"""From prompts to requests, and from results to trajectories."""
 
 import pytest
 from tokenizers import Tokenizer
@@ -62,8 +62,9 @@ def test_results_in_any_order_become_samples_in_canonical_order(tokenizer):
     assert [(s.prompt.id, s.sample_index) for s in samples] == [("p3", 0), ("p3", 1), ("p3", 2), ("p5", 0), ("p5", 1)]
     assert [s.text.replace(" ", "") for s in samples] == ["45", "67", "", "33", "2"]
     assert [s.truncated for s in samples] == [True, False, False, False, False]
-    assert samples[3].response_ids == [5, 5, NEWLINE]  # the stop token is trained on, only the text goes without it
-    assert len(samples[3].rollout_log_probs) == len(samples[3].weight_versions) == 3
+    assert samples[3].tokens.tolist() == [5, 5, NEWLINE]  # the stop token is trained on, only the text goes without it
+    assert samples[3].log_probs.tolist() == [-0.5] * 3 and samples[3].loss_mask.all()
+    assert samples[3].versions == ((2, 3),) and samples[2].versions == ()
 
 
 def test_requests_and_samples_round_trip(tokenizer):
