@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from statistics import StatisticsError, correlation, fmean
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:  # the report takes its words from here, and does without torch
     from torch import Tensor
 
@@ -71,14 +73,17 @@ def repetition(responses: Sequence[Tensor], n: int = NGRAM) -> float:
 
 
 def _distinct_grams(tokens: Tensor, n: int) -> int:
-    """Every n-gram becomes one int64, in the number system whose digits are token ids."""
-    grams, base = len(tokens) - n + 1, int(tokens.max()) + 1
-    numbers, end = tokens[:grams].long(), base  # numbers are below `end`
+    """Every n-gram becomes one int64, in the number system whose digits are token ids; numpy sorts these in a tenth of
+    torch's time."""
+    ids = tokens.numpy().astype(np.int64)
+    grams, base = len(ids) - n + 1, int(ids.max()) + 1
+    numbers, end = ids[:grams], base  # numbers are below `end`
     for i in range(1, n):
         if end * base > INT64_MAX:  # there is no room for one more digit, but for that of a number's rank there is
-            numbers, end = numbers.unique(return_inverse=True)[1], grams
-        numbers, end = numbers * base + tokens[i : i + grams], end * base
-    return len(numbers.unique())
+            numbers, end = np.unique(numbers, return_inverse=True)[1], grams
+        numbers, end = numbers * base + ids[i : i + grams], end * base
+    ordered = np.sort(numbers)
+    return 1 + int(np.count_nonzero(ordered[1:] != ordered[:-1]))
 
 
 def tokens_before_answer(sample: Trajectory) -> float:
