@@ -40,11 +40,10 @@ def train(config: Config, *, resume: bool = False, dump_step: int | None = None)
         for step in run.steps():
             watch = Stopwatch(run.display.phase)
             with watch("rollout"):
-                batch = run.rollouts.next(step)
-                batch.advantages = run.method.response_advantages(batch)
+                batch = run.method.judge(run.rollouts.next(step))
             with watch("score"):
                 run.trainers.score(batch)
-                agreement = run.agreement.after_score(batch, step)
+                agreement = run.agreement.after_score(step)
                 run.trainers.measure(run.state.method)
             with watch("update"):
                 dump_to = str(run.dir.path.resolve() / f"dump_step_{step}") if step == dump_step else None
@@ -56,7 +55,9 @@ def train(config: Config, *, resume: bool = False, dump_step: int | None = None)
                 run.sync(step)
 
             advance(run, step, updates)
-            metrics = step_metrics(batch, combined(updates) | agreement | run.colocation.metrics, watch)
+            metrics = step_metrics(
+                batch, batch.trajectories, combined(updates) | agreement | run.colocation.metrics, watch
+            )
             run.writer.log(step, metrics)
             run.display.step(step, metrics)
             if step % config.run.rollouts_every == 0:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from megatron_stare.batch import RolloutBatch
+from megatron_stare.batch import MicroBatchPlan
 from megatron_stare.config.schema import Config
+from megatron_stare.megatron.dump import write_batch
 from megatron_stare.ops.plan import PlanRules, plan_mini_batches
 from megatron_stare.orchestration.updates import UpdateResult
 from megatron_stare.orchestration.weight_stream import WeightStream
+from megatron_stare.records.log_prob_difference import LogProbDifference
+from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.rollout.pool import EnginePool
 from megatron_stare.weights.shape import read_shape
 from megatron_stare.weights.stream_plan import BucketLayout
@@ -37,6 +41,8 @@ class TrainerGroup:
     def __init__(self, workers: Workers, rules: PlanRules) -> None:
         self._workers = workers
         self._rules = rules
+        self._data_ranks: list[int] = workers.call("data_rank")  # of every worker
+        self._scored: tuple[RolloutBatch, MicroBatchPlan] | None = None
         self._layouts: tuple[BucketLayout, ...] | None = None  # of the weights' buckets; asked for once
 
     def notes(self) -> list[str]:
@@ -48,8 +54,9 @@ class TrainerGroup:
 
         The plan of the batch's mini-batches that this makes is also that of the updates.
         """
-        plan = plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), self._rules)
-        self._workers.call("score", self._workers.share(batch), plan)
+        plan = self._plan(batch)
+        self._scored = batch, plan
+        self._deal("score", batch, plan)
 
     def measure(self, state: dict[str, float]) -> None:
         """The method's statistics over the whole scored batch, and its gate and controllers; they move once a batch."""
@@ -57,22 +64,36 @@ class TrainerGroup:
 
     def update(self, number: int = 0, dump_to: str | None = None) -> UpdateResult:
         """Forward and backward of the weighted loss of one mini-batch, and the optimizer step."""
-        reported = [result for result in self._workers.call("update", number, dump_to) if result is not None]
-        (metrics, state) = reported[0]
+        if dump_to is not None and self._scored is not None:
+            batch, plan = self._scored
+            write_batch(Path(dump_to), batch.first(len(plan.samples(0))))
+        (metrics, state) = _reported(self._workers.call("update", number, dump_to))
         return UpdateResult(metrics, state)
 
-    def log_probs(self, batch: RolloutBatch, temperature: float | None = None) -> Tensor:
-        """[N] log-probs of a batch's response tokens, in canonical order: those of the last `score`, or anew at a
+    def compare(self, temperature: float | None = None) -> LogProbDifference:
+        """The engine's log-probs of the last scored batch with the trainer's: those of `score`, or anew at a
         temperature."""
-        if temperature is None:
-            parts = self._workers.call("scored")
-        else:
-            plan = plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), self._rules)
-            parts = self._workers.call("rescore", self._workers.share(batch), plan, temperature)
-        found = torch.full((int(batch.response_lengths.sum()),), torch.nan)
-        for index, log_prob in (part for part in parts if part is not None):
-            found[index] = log_prob.float()
-        return found
+        if self._scored is None:
+            raise RuntimeError("there is no batch before score()")
+        versions = self._scored[0].run_versions.unique().tolist()
+        return _reported(self._workers.call("compare", versions, temperature))
+
+    def compare_with(self, batch: RolloutBatch, engines: Tensor, temperature: float) -> list[LogProbDifference]:
+        """As `compare`, of any batch with the log-probs [S, N] of several engines, in canonical order; one an engine.
+        Leaves the scored batch alone."""
+        return _reported(self._deal("compare_with", batch, self._plan(batch), engines, temperature))
+
+    def _plan(self, batch: RolloutBatch) -> MicroBatchPlan:
+        return plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), self._rules)
+
+    def _deal(self, method: str, batch: RolloutBatch, plan: MicroBatchPlan, *args: Any) -> list[Any]:
+        """A call of every worker with the share of its data rank; each share is put where workers take it from once."""
+        shares = {rank: self._workers.share(batch.share(plan.samples_of(rank))) for rank in set(self._data_ranks)}
+        started = [
+            self._workers.start_on(worker, method, shares[rank], plan, *args)
+            for worker, rank in enumerate(self._data_ranks)
+        ]
+        return self._workers.wait(started)
 
     def refresh_reference(self) -> None:
         """Makes the policy as it is now the reference policy."""
@@ -104,6 +125,12 @@ class TrainerGroup:
 
     def close(self) -> None:
         self._workers.close()
+
+
+def _reported(results: Sequence[Any]) -> Any:
+    """The result of the one rank that reports it."""
+    (result,) = (each for each in results if each is not None)
+    return result
 
 
 class Runner(Protocol):

@@ -41,6 +41,7 @@ class RolloutBatch:
     carries_loss: Tensor | None = None  # [B] bool, responses whose masked-in tokens carry loss
     penalties: Tensor | None = None  # [B] float64, what shaping added to the rewards
     step: int = 0  # keys seeded draws of methods
+    trajectories: Sequence[Trajectory] = ()  # in canonical order; stay on the driver, for what is logged
 
     @property
     def size(self) -> int:
@@ -58,11 +59,11 @@ class RolloutBatch:
 
     def first(self, samples: int) -> RolloutBatch:
         """The batch of its first `samples` samples."""
-        flat = self._flat(range(samples))
-        columns: dict[str, Any] = {
-            name: x[:samples] for name, x in vars(self).items() if isinstance(x, Tensor) and name not in flat
-        }
-        return replace(self, **flat, **columns)
+        columns: dict[str, Any] = dict(self._flat(range(samples)))
+        for name, x in vars(self).items():
+            if isinstance(x, Tensor) and name not in columns:
+                columns[name] = x[:samples]
+        return replace(self, **columns)
 
     def share(self, samples: Sequence[int]) -> RankShare:
         """What a rank that takes these samples, in ascending order, is given.
@@ -127,6 +128,7 @@ class RolloutBatch:
             scored=torch.tensor([t.reward_status == "ok" for t in ordered], dtype=torch.bool),
             truncated=torch.tensor([t.truncated for t in ordered], dtype=torch.bool),
             step=step,
+            trajectories=ordered,
         )
 
 
