@@ -23,9 +23,10 @@ import torch
 from machine import machine
 from tiny import ragged_batch, tiny_policy
 
+from megatron_stare.megatron.batching.microbatch import RankBatch
+from megatron_stare.megatron.batching.sequence_layout import WholeSequences
 from megatron_stare.megatron.cpu_backend import device
 from megatron_stare.megatron.head import Head
-from megatron_stare.megatron.microbatch import RankBatch
 from megatron_stare.megatron.passes import score
 from megatron_stare.models import cost_of
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
@@ -60,7 +61,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with tiny_policy(args.vocab, args.hidden, args.layers) as (model, shape, layout):
         head = Head(shape.vocab_size, 1.0, layout)
         rules = PlanRules(data_parallel=1, budget=args.budget, packed=True, cost=cost_of(shape))
-        rank_batch = RankBatch(batch, plan_micro_batches(batch.lengths.tolist(), rules), 0, device(), packed=True)
+        plan = plan_micro_batches(batch.lengths.tolist(), rules)
+        share = batch.share(plan.samples_of(0))
+        rank_batch = RankBatch(share, plan, 0, device(), WholeSequences(packed=True))
 
         def whole_pass(second_moment: bool) -> None:
             score(model, rank_batch, head, second_moment=second_moment)

@@ -29,13 +29,13 @@ from machine import machine
 from tiny import GROUP, ragged_batch, save_tiny
 
 from megatron_stare.algorithms.method import Method, TokenTerms
-from megatron_stare.batch import RolloutBatch
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.methods import build_method
 from megatron_stare.ops.plan import MicroBatchPlan, plan_mini_batches
 from megatron_stare.orchestration.groups import plan_rules
 from megatron_stare.preflight import check
+from megatron_stare.records.rollout_batch import RolloutBatch
 
 RESULT = Path(__file__).parent / "results/step_overhead.json"
 TARGET = 1.01
@@ -149,10 +149,10 @@ def turns(
         for name in names if turn % 2 else reversed(names):
             # all that a method and its statistics change of a trainer; model and optimizer stay
             trainer.config, trainer.method = configs[name], methods[name]
-            batch.advantages = trainer.method.response_advantages(batch)
+            share = trainer.method.judge(batch).share(plan.samples_of(trainer.data_rank()))
             clocks[name].seconds = 0.0
             marks = [now()]
-            trainer.score(batch, plan)
+            trainer.score(share, plan)
             marks.append(now())
             trainer.measure(trainer.method.initial_state())
             marks.append(now())

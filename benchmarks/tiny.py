@@ -11,13 +11,15 @@ import torch
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from megatron_stare.batch import Prompt, RolloutBatch, Sample
+from megatron_stare.batch import Prompt
 from megatron_stare.config.schema import ModelConfig, ParallelConfig
 from megatron_stare.megatron import layout as parallel_layout
 from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.model import build_policy, load_hf
 from megatron_stare.models import read_shape
 from megatron_stare.models.shape import ModelShape
+from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.records.trajectory import sampled_trajectory
 from megatron_stare.weights.hf_folder import HfFolder
 
 GROUP = 8  # responses a prompt
@@ -70,7 +72,7 @@ def ragged_batch(
         ids = torch.randint(2, vocab, (min(max(length, 2), longest),), generator=generator).tolist()
         log_probs = torch.empty(len(ids)).exponential_(2.0, generator=generator).neg().tolist()
         source = Prompt(i // GROUP, str(i // GROUP), "", "", tuple(range(2, 2 + prompt)))
-        sample = Sample(source, i % GROUP, ids, log_probs, [0] * len(ids), "stop", reward=float(i % 2))
-        sample.reward_status = "ok"
+        sample = sampled_trajectory(source, i % GROUP, ids, log_probs)
+        sample.reward, sample.reward_status = float(i % 2), "ok"
         made.append(sample)
-    return RolloutBatch.from_samples(made)
+    return RolloutBatch.from_trajectories(made)

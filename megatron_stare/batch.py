@@ -1,17 +1,15 @@
-"""The records that travel between data, rollout, rewards and training. Imports torch only.
+"""Prompts, what methods see of their answers, and how these are cut into micro-batches. Imports torch only.
 
-Shape legend: B samples, N response positions of all samples laid end to end, T prompt and response positions of all
-samples laid end to end. Samples stand in canonical order: prompt cursor first, then sample number.
+Shape legend: B samples of a rollout batch in canonical order (prompt cursor first, then sample number), N response
+positions of some of them laid end to end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -43,87 +41,7 @@ class SamplingParams:
     step: int
     stop_token_ids: tuple[int, ...]
     greedy: bool = False
-
-
-@dataclass
-class Sample:
-    """One response to one prompt, as an engine returned it and a verifier scored it."""
-
-    prompt: Prompt
-    sample_index: int
-    response_ids: list[int]
-    rollout_log_probs: list[float]  # nats, of the temperature-scaled distribution
-    weight_versions: list[int]  # one a token
-    finish_reason: FinishReason
-    text: str = ""
-    loss_mask: list[bool] | None = None  # False: not sampled (a tool observation); None: every token was sampled
-    reward: float | None = None
-    reward_status: Literal["pending", "ok", "timeout", "crash"] = "pending"
-    answer_at: int | None = None  # character of `text` where the answer begins; -1: no answer; None: not known
-
-    @property
-    def truncated(self) -> bool:
-        return self.finish_reason == "length"
-
-
-@dataclass
-class RolloutBatch:
-    """Samples as flat tensors, in canonical order, equally laid out for every rank."""
-
-    tokens: Tensor  # [T] int64, each sample's prompt then response
-    prompt_lengths: Tensor  # [B] int64
-    response_lengths: Tensor  # [B] int64
-    sampled: Tensor  # [N] bool, False on tool observations
-    rollout_log_probs: Tensor  # [N] float32
-    weight_versions: Tensor  # [N] int64
-    groups: Tensor  # [B] int64, 0..G-1
-    rewards: Tensor  # [B] float64
-    scored: Tensor  # [B] bool, False where the verifier failed
-    truncated: Tensor  # [B] bool
-    advantages: Tensor | None = None  # [B], filled in by the method
-    step: int = 0  # keys seeded draws of methods
-
-    @property
-    def size(self) -> int:
-        return self.prompt_lengths.numel()
-
-    @property
-    def lengths(self) -> Tensor:
-        """[B] prompt plus response, tokens."""
-        return self.prompt_lengths + self.response_lengths
-
-    def first(self, samples: int) -> RolloutBatch:
-        """The batch of its first `samples` samples."""
-        tokens, responses = int(self.lengths[:samples].sum()), int(self.response_lengths[:samples].sum())
-        sizes = {"tokens": tokens, "sampled": responses, "rollout_log_probs": responses, "weight_versions": responses}
-        kept: dict[str, Any] = {
-            name: x[: sizes.get(name, samples)] for name, x in vars(self).items() if isinstance(x, Tensor)
-        }
-        return replace(self, **kept)
-
-    @classmethod
-    def from_samples(cls, samples: Sequence[Sample], step: int = 0) -> RolloutBatch:
-        """Sorts into canonical order and flattens."""
-        samples = sorted(samples, key=lambda s: (s.prompt.cursor, s.sample_index))
-        cursors = sorted({s.prompt.cursor for s in samples})
-        group_of = {cursor: group for group, cursor in enumerate(cursors)}
-
-        def flat(rows: list[list[int]] | list[list[bool]] | list[list[float]], dtype: torch.dtype) -> Tensor:
-            return torch.tensor([x for row in rows for x in row], dtype=dtype)
-
-        return cls(
-            tokens=flat([[*s.prompt.token_ids, *s.response_ids] for s in samples], torch.int64),
-            prompt_lengths=torch.tensor([len(s.prompt.token_ids) for s in samples]),
-            response_lengths=torch.tensor([len(s.response_ids) for s in samples]),
-            sampled=flat([s.loss_mask or [True] * len(s.response_ids) for s in samples], torch.bool),
-            rollout_log_probs=flat([s.rollout_log_probs for s in samples], torch.float32),
-            weight_versions=flat([s.weight_versions for s in samples], torch.int64),
-            groups=torch.tensor([group_of[s.prompt.cursor] for s in samples]),
-            rewards=torch.tensor([s.reward if s.reward is not None else 0.0 for s in samples], dtype=torch.float64),
-            scored=torch.tensor([s.reward_status == "ok" for s in samples]),
-            truncated=torch.tensor([s.truncated for s in samples]),
-            step=step,
-        )
+    top_p: float = 1.0  # below 1 the sampling support is cut: evaluation may, training never
 
 
 # fields of TokenBatch that describe the whole batch, not one position each
@@ -217,3 +135,7 @@ class MicroBatchPlan:
         """The samples of one mini-batch, in canonical order."""
         where = self.mini_batches[mini_batch]
         return sorted(sample for rank in self.ranks for micro_batch in rank[where] for sample in micro_batch)
+
+    def samples_of(self, dp_rank: int) -> list[int]:
+        """The samples that a data-parallel rank takes, in canonical order."""
+        return sorted(sample for micro_batch in self.ranks[dp_rank] for sample in micro_batch)

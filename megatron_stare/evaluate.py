@@ -6,24 +6,24 @@ Prompts of the same problem are kept together by its number: their results are n
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
-from megatron_stare.batch import Prompt, Sample
+from megatron_stare.batch import Prompt
+from megatron_stare.records.trajectory import Trajectory
 
 EVAL_SEED = 20240917  # keys the noise of every evaluation of every run
 SHOWN = 8  # samples kept in the record
 
 
 class Rollout(Protocol):
-    """Samples `count` responses a prompt; see session.Session.rollout."""
+    """`count` verified responses a prompt; see session.Session.trajectories."""
 
-    def __call__(self, prompts: list[Prompt], count: int, *, step: int, seed: int, greedy: bool) -> list[Sample]: ...
+    def __call__(
+        self, prompts: list[Prompt], count: int, *, step: int, seed: int, greedy: bool
+    ) -> list[Trajectory]: ...
 
 
-def evaluate(
-    prompts: list[Prompt], rollout: Rollout, score: Callable[[list[Sample]], Any], *, step: int, greedy: bool
-) -> dict[str, Any]:
+def evaluate(prompts: list[Prompt], rollout: Rollout, *, step: int, greedy: bool) -> dict[str, Any]:
     """One evaluation, as eval.jsonl keeps it. A problem whose verifier failed counts as wrong and among `failures`.
 
     Args:
@@ -31,7 +31,6 @@ def evaluate(
         greedy: also decode greedily.
     """
     sampled = rollout(prompts, 1, step=0, seed=EVAL_SEED, greedy=False)
-    score(sampled)
     record: dict[str, Any] = {
         "step": step,
         "weights": "base" if step == 0 else "trained",
@@ -48,7 +47,6 @@ def evaluate(
     record["pass1"] = sum(record["correct"]) / max(len(prompts), 1)
     if greedy:
         decoded = rollout(prompts, 1, step=0, seed=EVAL_SEED, greedy=True)
-        score(decoded)
         record["greedy_correct"] = _correct(decoded)
         record["greedy"] = sum(record["greedy_correct"]) / max(len(prompts), 1)
     return record
@@ -61,5 +59,5 @@ def _numbers(prompts: list[Prompt]) -> list[int]:
     return [number[name] for name in names]
 
 
-def _correct(samples: list[Sample]) -> list[int]:
+def _correct(samples: list[Trajectory]) -> list[int]:
     return [int((s.reward or 0.0) > 0.5) for s in samples]

@@ -11,6 +11,7 @@ from megatron_stare.batch import Prompt
 from megatron_stare.config.load import load_config
 from megatron_stare.config.schema import Config
 from megatron_stare.data.source import PromptSource, held_out, make_source
+from megatron_stare.environments.environment import Environment, make_environment
 from megatron_stare.errors import ConfigError
 from megatron_stare.methods import build_method
 from megatron_stare.observability.metrics import evaluated_steps
@@ -32,6 +33,7 @@ class Inputs:
     stop_ids: tuple[int, ...]
     source: PromptSource
     eval_prompts: list[Prompt]
+    environment: Environment
 
 
 def read_inputs(config: Config) -> Inputs:
@@ -47,6 +49,7 @@ def read_inputs(config: Config) -> Inputs:
         stop_token_ids(config.model.path, tokenizer),
         make_source(config, tokenizer, "train"),
         held_out(config, tokenizer),
+        make_environment(config.rollout.environment, config, tokenizer),
     )
 
 

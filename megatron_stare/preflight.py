@@ -9,16 +9,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_stare.algorithms.method import Method
 from megatron_stare.config.load import with_absolute_paths
-from megatron_stare.config.schema import Config, SGLangConfig
+from megatron_stare.config.schema import Config
 from megatron_stare.device_rules import check_device
 from megatron_stare.errors import ConfigError, DataError
 from megatron_stare.layout_rules import check_layout
 from megatron_stare.methods import build_method
 from megatron_stare.models import read_shape
 from megatron_stare.models.shape import ModelShape
-from megatron_stare.registry import resolve
-from megatron_stare.rollout.build import ENGINES, SGLANG
-from megatron_stare.rollout.engine import Engine
+from megatron_stare.rollout.build import check_engine
 from megatron_stare.weights.blocks import cut
 from megatron_stare.weights.check import check_folder
 from megatron_stare.weights.torch_dist import TorchDist, is_checkpoint
@@ -164,31 +162,6 @@ def notices(config: Config) -> list[str]:
             "layout; use it only to compare with published code"
         ]
     return []
-
-
-def check_engine(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError where there is no such engine, or where SGLang is to be started and is not installed, its
-    settings do not go together, or it is set up and not used."""
-    if config.rollout.engine == SGLANG:
-        from megatron_stare.rollout.sglang.build import check_servers
-
-        check_servers(config, shape)
-        return
-    if config.rollout.engine not in ENGINES:  # ours are known to be engines, and take long to import
-        kind = resolve(config.rollout.engine, ENGINES, "rollout.engine")
-        if not (isinstance(kind, type) and issubclass(kind, Engine)):
-            raise ConfigError(
-                f"{config.rollout.engine!r} is not a subclass of Engine",
-                where="rollout.engine",
-                fix="derive it from megatron_stare.rollout.engine.Engine",
-            )
-    for name, default in SGLangConfig():
-        if getattr(config.sglang, name) != default:
-            raise ConfigError(
-                f"rollouts come from the engine {config.rollout.engine!r}, which has no servers",
-                where=f"sglang.{name}",
-                fix="set rollout.engine=sglang, or leave it out",
-            )
 
 
 def check_lengths(config: Config, shape: ModelShape) -> None:

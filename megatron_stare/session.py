@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import TracebackType
 
-from megatron_stare.batch import Prompt, Sample, SamplingParams
+from megatron_stare.batch import Prompt, SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import RewardFailureError
 from megatron_stare.interruption import ClosingStack, Standing, raise_if_received, stopped_at
@@ -18,9 +19,11 @@ from megatron_stare.orchestration.agreement import AgreementWatch
 from megatron_stare.orchestration.colocation import Colocation
 from megatron_stare.orchestration.groups import Runner
 from megatron_stare.preflight import notices
+from megatron_stare.records.trajectory import Trajectory
 from megatron_stare.resuming import find_run, resume_point
 from megatron_stare.rewards.pool import RewardPool, TooManyFailuresError
-from megatron_stare.rollout.collect import check_versions, requests_for, samples_from
+from megatron_stare.rewards.verdicts import Verdicts, verdicts
+from megatron_stare.rollout.source import Rollouts, SynchronousSource
 from megatron_stare.run_state import RunDir, RunState
 
 
@@ -75,6 +78,15 @@ class Session:
             self.trainers, self.engines = runner.trainers, runner.engines
             self.agreement = AgreementWatch(config, self.trainers, self.engines)
             self.colocation = Colocation(config, self.engines)
+            self.rollouts = SynchronousSource(
+                Rollouts(self.engines, inputs.environment, self._judged, self.tokenizer),
+                self.source,
+                config.batch.prompts,
+                config.batch.samples_per_prompt,
+                self.sampling,
+                self.display.rollout_progress,
+                self.colocation.release,
+            )
             for line in [*notices(config), *self.trainers.notes()]:
                 self.display.note(line)
             if restored:
@@ -113,16 +125,10 @@ class Session:
             raise_if_received()
             yield step
 
-    def rollout(
-        self, prompts: list[Prompt], count: int, *, step: int, seed: int | None = None, greedy: bool = False
-    ) -> list[Sample]:
-        """`count` responses a prompt from the newest weights, in canonical order.
-
-        Raises:
-            WeightVersionError: a token was sampled by weights other than those of the last step.
-        """
+    def sampling(self, step: int, seed: int | None = None, greedy: bool = False) -> SamplingParams:
+        """How the trajectories of a step are sampled."""
         rollout = self.config.rollout
-        params = SamplingParams(
+        return SamplingParams(
             temperature=rollout.temperature,
             max_new_tokens=rollout.max_new_tokens,
             seed=self.config.run.seed if seed is None else seed,
@@ -130,38 +136,40 @@ class Session:
             stop_token_ids=self.stop_ids,
             greedy=greedy,
         )
-        results = self.engines.generate(requests_for(prompts, count), params, self.display.rollout_progress)
-        samples = samples_from(prompts, results, self.tokenizer, self.stop_ids)
-        check_versions(samples, self.state.step)
-        return samples
+
+    def trajectories(
+        self, prompts: list[Prompt], count: int, *, step: int, seed: int, greedy: bool
+    ) -> list[Trajectory]:
+        """`count` verified responses a prompt from the newest weights, in canonical order, for evaluation."""
+        return self.rollouts.make(prompts, count, self.sampling(step, seed, greedy))
 
     def sync(self, version: int) -> None:
         """Brings the policy to the engines, as weights of this version, and proves that they compute with it."""
         self.colocation.resume()
-        self.engines.update_weights(version, self.trainers.export())
+        self.rollouts.publish(self.trainers.export(), version)
         self.agreement.after_sync()
 
-    def score(self, samples: list[Sample]) -> None:
-        """Fills in rewards.
+    @contextlib.asynccontextmanager
+    async def _judged(self, answers: int) -> AsyncIterator[Verdicts]:
+        """Verifies a number of answers as they come.
 
         Raises:
             RewardFailureError: more verifiers timed out or crashed than the configuration allows; as soon as it is
                 certain, for a verifier that hangs would keep a step waiting for every answer in turn.
         """
-        limit, total = self.config.reward.max_failure_rate, len(samples)
+        limit = self.config.reward.max_failure_rate
         try:
-            scores = self.verifiers.score([(s.text, s.prompt.answer) for s in samples], math.floor(limit * total))
+            async with verdicts(self.verifiers, math.floor(limit * answers)) as found:
+                yield found
         except TooManyFailuresError as error:
-            first, waiting = error.failed[0], total - error.known
+            first, waiting = error.failed[0], answers - error.known
             raise RewardFailureError(
-                f"{len(error.failed)} of {total} answers could not be verified, the limit is {limit:.0%}"
+                f"{len(error.failed)} of {answers} answers could not be verified, the limit is {limit:.0%}"
                 + (f" and {waiting} more were not waited for" if waiting else "")
                 + f"; the first: {first.status} {first.detail}".rstrip(),
                 where="reward.verifier",
                 fix="mend the verifier, or raise reward.timeout_s or reward.max_failure_rate",
             ) from None
-        for sample, score in zip(samples, scores, strict=True):
-            sample.reward, sample.reward_status, sample.answer_at = score.reward, score.status, score.answer_at
 
 
 def make_runner(config: Config) -> Runner:

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Interpolation = Literal["linear", "lower", "higher"]
+Interpolation = Literal["linear", "lower", "higher", "nearest"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class TopK:
 class Quantile:
     """The q-quantile of `x`, read as float32, over the masked positions; NaN if there are none.
 
-    It stands at position (n - 1) q of the sorted values; between two of them `interpolation` decides, as in numpy.
+    It stands at position (n - 1) q of the sorted values; between two of them `interpolation` decides, as in numpy;
+    'nearest' takes the even position where both are as near.
     Comparing `x` with the answer: both as float32 values, or a token that is the quantile may fall below it.
     """
 

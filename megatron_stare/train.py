@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_stare.batch import RolloutBatch
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import NonFiniteError
 from megatron_stare.evaluate import evaluate
@@ -50,16 +49,10 @@ def train(config: Config, *, resume: bool = False, dump_step: int | None = None)
         for step in run.steps():
             watch = Stopwatch(run.display.phase)
             with watch("rollout"):
-                prompts = run.source.take(config.batch.prompts)
-                samples = run.rollout(prompts, config.batch.samples_per_prompt, step=step)
-                run.colocation.release()
-            with watch("reward"):
-                run.score(samples)
-                batch = RolloutBatch.from_samples(samples, step)
-                batch.advantages = run.method.response_advantages(batch)
+                batch = run.method.judge(run.rollouts.next(step))
             with watch("score"):
                 run.trainers.score(batch)
-                agreement = run.agreement.after_score(batch, step)
+                agreement = run.agreement.after_score(step)
                 run.trainers.measure(run.state.method)
             with watch("update"):
                 dump_to = str(run.dir.path.resolve() / f"dump_step_{step}") if step == dump_step else None
@@ -71,11 +64,13 @@ def train(config: Config, *, resume: bool = False, dump_step: int | None = None)
                 run.sync(step)
 
             advance(run, step, updates)
-            metrics = step_metrics(batch, samples, combined(updates) | agreement | run.colocation.metrics, watch)
+            metrics = step_metrics(
+                batch, batch.trajectories, combined(updates) | agreement | run.colocation.metrics, watch
+            )
             run.writer.log(step, metrics)
             run.display.step(step, metrics)
             if step % config.run.rollouts_every == 0:
-                run.writer.log_rollouts(step, samples, config.run.rollouts_kept)
+                run.writer.log_rollouts(step, batch.trajectories, config.run.rollouts_kept)
             last = step == config.run.steps
             if last or (config.run.checkpoint_every and step % config.run.checkpoint_every == 0):
                 with run.display.phase("checkpoint"):
@@ -116,7 +111,7 @@ def measure_pass_rate(run: Session) -> None:
     if not run.eval_prompts:
         return
     with run.display.phase("eval"):
-        record = evaluate(run.eval_prompts, run.rollout, run.score, step=run.state.step, greedy=run.config.eval.greedy)
+        record = evaluate(run.eval_prompts, run.trajectories, step=run.state.step, greedy=run.config.eval.greedy)
     run.writer.log_eval(record)
     greedy = f", greedy {record['greedy']:.3f}" if record["greedy"] is not None else ""
     run.display.note(

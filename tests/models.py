@@ -144,7 +144,9 @@ def save_model(path: Path, family: str, seed: int = 0, **changed: int) -> Any:
 def random_batch(seed: int, size: int = 6, vocab: int = 37, group: int = 2) -> Any:
     """A RolloutBatch of random prompts and responses with random rewards and advantages."""
     from megatron_stare.algorithms.advantage import group_advantages
-    from megatron_stare.batch import Prompt, RolloutBatch, Sample
+    from megatron_stare.batch import Prompt
+    from megatron_stare.records.rollout_batch import RolloutBatch
+    from megatron_stare.records.trajectory import sampled_trajectory
 
     generator = torch.Generator().manual_seed(seed)
 
@@ -155,12 +157,11 @@ def random_batch(seed: int, size: int = 6, vocab: int = 37, group: int = 2) -> A
     for i in range(size):
         prompt = Prompt(i // group, str(i // group), "", "", tuple(draw(2, vocab) for _ in range(3 + i // group)))
         n = draw(1, 12)
-        sample = Sample(
-            prompt, i % group, [draw(2, vocab) for _ in range(n)], [-1.0] * n, [0] * n, "stop", reward=float(draw(0, 2))
-        )
-        sample.reward_status = "ok"
+        sample = sampled_trajectory(prompt, i % group, [draw(2, vocab) for _ in range(n)], [-1.0] * n)
+        sample.reward, sample.reward_status = float(draw(0, 2)), "ok"
         samples.append(sample)
     samples[0].reward, samples[1].reward = 1.0, 0.0  # at least one group teaches something
-    batch = RolloutBatch.from_samples(samples)
+    batch = RolloutBatch.from_trajectories(samples)
     batch.advantages = group_advantages(batch.rewards, batch.groups, batch.scored)
+    batch.carries_loss, batch.penalties = batch.scored, torch.zeros_like(batch.rewards)
     return batch

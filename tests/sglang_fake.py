@@ -29,6 +29,7 @@ class FakeServer:
         self.answers: dict[str, Any] = {}  # the newest of every path
         self.broken: set[str] = set()
         self.sampling_fields: set[str] = set()
+        self.under_way = self.most_under_way = 0  # responses asked for at the same time
         self.lose: str | None = None  # a parameter whose bytes do not arrive
         self.version, self.device = "none", "cpu"
         self._held = Fingerprint(QWEN2, torch.float32)
@@ -44,7 +45,10 @@ class FakeServer:
     ) -> tuple[int, bytes]:
         """See rollout.sglang.http.Transport."""
         self.calls.append(path)
+        self.under_way += path == "/generate"
+        self.most_under_way = max(self.most_under_way, self.under_way)
         await asyncio.sleep(0)  # as the network does, so that one server is not asked everything
+        self.under_way -= path == "/generate"
         if headers.get("Authorization") != "Bearer key":
             return 401, b"Unauthorized"
         if path in self.broken:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from megatron_stare.batch import MicroBatchPlan, RolloutBatch
+from megatron_stare.batch import MicroBatchPlan
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.ops.plan import plan_mini_batches
 from megatron_stare.orchestration.groups import plan_rules
+from megatron_stare.records.rollout_batch import RolloutBatch
 
 
 def plan_of(config: Config, batch: RolloutBatch) -> MicroBatchPlan:
     """The plan that the driver would make."""
     return plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), plan_rules(config))
+
+
+def score(trainer: Trainer, batch: RolloutBatch, plan: MicroBatchPlan | None = None) -> None:
+    """The log-prob pass over this rank's share of the batch."""
+    plan = plan_of(trainer.config, batch) if plan is None else plan
+    trainer.score(batch.share(plan.samples_of(trainer.data_rank())), plan)
 
 
 def take_step(
@@ -22,7 +29,7 @@ def take_step(
     Args:
         state: of the method before the step; None: as a run begins.
     """
-    trainer.score(batch, plan_of(trainer.config, batch))
+    score(trainer, batch)
     trainer.measure(trainer.method.initial_state() if state is None else state)
     results = [trainer.update(number) for number in range(trainer.config.batch.updates)]
     reported = [result for result in results if result is not None]

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from megatron_stare.batch import Prompt, Sample
+from megatron_stare.batch import Prompt
 from megatron_stare.evaluate import evaluate
+from megatron_stare.records.trajectory import Trajectory, sampled_trajectory
 
 PROBLEMS = [Prompt(i, str(i), f"{i}+{i}=", str(2 * i)) for i in range(10)]
 # by problem: what the verifier says of the sampled answer and of the greedy one; None: it failed, in either way
@@ -19,18 +20,16 @@ def run(greedy: bool, step: int = 3) -> tuple[dict[str, Any], list[dict[str, Any
     """The record, and how each rollout was asked for."""
     asked: list[dict[str, Any]] = []
 
-    def rollout(prompts: list[Prompt], count: int, **how: Any) -> list[Sample]:
+    def rollout(prompts: list[Prompt], count: int, **how: Any) -> list[Trajectory]:
         asked.append({"count": count, **how})
-        return [Sample(p, 0, [2], [-1.0], [0], "stop", text=f"{p.text}{how['greedy']}") for p in prompts]
+        made = [sampled_trajectory(p, 0, [2], [-1.0]) for p in prompts]
+        for each in made:
+            reward = (GREEDY if how["greedy"] else SAMPLED)[each.prompt.cursor]
+            failure = "timeout" if each.prompt.cursor % 4 == 0 else "crash"
+            each.reward, each.reward_status = reward, "ok" if reward is not None else failure  # type: ignore[assignment]
+        return made
 
-    def score(samples: list[Sample]) -> None:
-        for sample in samples:
-            of = GREEDY if sample.text.endswith("True") else SAMPLED
-            reward = of[sample.prompt.cursor]
-            failure = "timeout" if sample.prompt.cursor % 4 == 0 else "crash"
-            sample.reward, sample.reward_status = reward, "ok" if reward is not None else failure  # type: ignore[assignment]
-
-    return evaluate(PROBLEMS, rollout, score, step=step, greedy=greedy), asked
+    return evaluate(PROBLEMS, rollout, step=step, greedy=greedy), asked
 
 
 def test_a_problem_whose_verifier_failed_counts_as_wrong() -> None:
@@ -68,9 +67,12 @@ def test_prompts_of_the_same_problem_share_its_number() -> None:
     ]
     prompts = [Prompt(i, "same id", text, answer, problem=problem) for i, (text, answer, problem) in enumerate(asked)]
 
-    def rollout(prompts: list[Prompt], count: int, *, step: int, seed: int, greedy: bool) -> list[Sample]:
-        return [Sample(prompt, 0, [1], [0.0], [0], "stop", reward=1.0) for prompt in prompts]
+    def rollout(prompts: list[Prompt], count: int, *, step: int, seed: int, greedy: bool) -> list[Trajectory]:
+        made = [sampled_trajectory(prompt, 0, [1], [0.0]) for prompt in prompts]
+        for each in made:
+            each.reward = 1.0
+        return made
 
-    record = evaluate(prompts, rollout, lambda samples: None, step=0, greedy=False)
+    record = evaluate(prompts, rollout, step=0, greedy=False)
     assert record["problem"] == [0, 1, 0, 2, 1]
     assert record["problems"] == 5

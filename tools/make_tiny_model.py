@@ -21,19 +21,22 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from megatron_stare.batch import Prompt, RolloutBatch, Sample
+from megatron_stare.batch import Prompt
 from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_stare.data.arithmetic import ALPHABET, demonstration, draw_problem
 from megatron_stare.megatron import layout as parallel_layout
+from megatron_stare.megatron.batching.microbatch import MicroBatch, RankBatch
+from megatron_stare.megatron.batching.sequence_layout import WholeSequences
 from megatron_stare.megatron.cpu_backend import backend, device
 from megatron_stare.megatron.export import export_hf
 from megatron_stare.megatron.head import Head
-from megatron_stare.megatron.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.model import build_policy, load_hf
 from megatron_stare.megatron.optimizer import build_optimizer
 from megatron_stare.megatron.passes import accumulate_gradients
 from megatron_stare.models import read_shape
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
+from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.records.trajectory import sampled_trajectory
 from megatron_stare.weights.hf_folder import HfFolder, write_folder
 
 PAD, EOS = "<pad>", "<eos>"
@@ -119,7 +122,8 @@ def supervise(
             return -log_prob.sum() / n, {"log_prob": log_prob.detach()}
 
         optimizer.zero_grad()
-        logged = accumulate_gradients(model, RankBatch(batch, plan, 0, device()), head, mean_loss)
+        here = RankBatch(batch.share(plan.samples_of(0)), plan, 0, device(), WholeSequences())
+        logged = accumulate_gradients(model, here, head, mean_loss)
         with backend():
             scheduler.step(1)
             optimizer.step()
@@ -139,8 +143,8 @@ def demonstrations(step: int, tokenizer: PreTrainedTokenizerFast, args: argparse
         answer = demonstration(problem, seed=i, wrong_rate=args.wrong_rate)
         response = [*tokenizer(answer).input_ids, tokenizer.eos_token_id]
         prompt = Prompt(i, str(i), problem.text, problem.answer, tuple(tokenizer(problem.text).input_ids))
-        samples.append(Sample(prompt, 0, response, [0.0] * len(response), [0] * len(response), "stop"))
-    return RolloutBatch.from_samples(samples)
+        samples.append(sampled_trajectory(prompt, 0, response, [0.0] * len(response)))
+    return RolloutBatch.from_trajectories(samples)
 
 
 if __name__ == "__main__":

@@ -15,19 +15,22 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_stare.batch import Prompt, RolloutBatch, Sample
-from megatron_stare.config.schema import ModelConfig, ParallelConfig
+from megatron_stare.batch import Prompt
+from megatron_stare.config.schema import BatchConfig, Config, ModelConfig, ParallelConfig
 from megatron_stare.megatron import layout as parallel_layout
+from megatron_stare.megatron.batching.microbatch import MicroBatch, RankBatch
+from megatron_stare.megatron.batching.sequence_layout import sequence_layout
 from megatron_stare.megatron.cpu_backend import device
 from megatron_stare.megatron.export import export_hf
 from megatron_stare.megatron.head import output_weight, rows_of
 from megatron_stare.megatron.layout import Layout
-from megatron_stare.megatron.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.model import build_model, load_hf
 from megatron_stare.megatron.passes import score
 from megatron_stare.models import cost_of, read_shape
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
+from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.records.trajectory import sampled_trajectory
 from megatron_stare.weights.hf_folder import HfFolder
 
 TIMEOUT_S = 1800.0
@@ -53,8 +56,8 @@ def sequences(task: Task, vocab_size: int) -> RolloutBatch:
         length = int(torch.randint(2, task.longest + 1, (1,), generator=generator))
         first, *rest = torch.randint(0, vocab_size, (length,), generator=generator).tolist()
         prompt = Prompt(i, str(i), "", "", (first,))
-        samples.append(Sample(prompt, 0, rest, [0.0] * len(rest), [0] * len(rest), "stop"))
-    return RolloutBatch.from_samples(samples)
+        samples.append(sampled_trajectory(prompt, 0, rest, [0.0] * len(rest)))
+    return RolloutBatch.from_trajectories(samples)
 
 
 class Logits:
@@ -64,7 +67,7 @@ class Logits:
         self.shape, self.layout = shape, layout
 
     def score(self, model: GPTModel, hidden: Tensor, micro: MicroBatch, **_: object) -> tuple[Tensor, ...]:
-        mine = torch.nn.functional.linear(rows_of(model, hidden, micro), output_weight(model))
+        mine = torch.nn.functional.linear(rows_of(hidden, micro), output_weight(model))
         parts = [torch.empty_like(mine) for _ in range(self.layout.tp)]
         dist.all_gather(parts, mine, group=self.layout.tp_group)
         return torch.cat(parts, dim=1)[:, : self.shape.vocab_size], micro.targets
@@ -86,15 +89,12 @@ def one_rank(rank: int, init: str, task: Task) -> dict[str, Any]:
             multiple=task.parallel.pipeline if chunks > 1 else 1,
             cost=cost_of(shape),
         )
-        rank_batch = RankBatch(
-            batch,
-            plan_micro_batches(batch.lengths.tolist(), rules),
-            layout.dp_rank,
-            device(),
-            packed=task.packed,
-            multiple=layout.tp if task.parallel.sequence else 1,
-            uniform=chunks > 1,
+        plan = plan_micro_batches(batch.lengths.tolist(), rules)
+        config = Config(
+            model=ModelConfig(path=task.path), parallel=task.parallel, batch=BatchConfig(packed=task.packed)
         )
+        share = batch.share(plan.samples_of(layout.dp_rank))
+        rank_batch = RankBatch(share, plan, layout.dp_rank, device(), sequence_layout(config, layout))
         logits, _ = score(model, rank_batch, Logits(shape, layout))
         speaks = layout.last_stage and layout.tp_rank == 0
         return {

@@ -1,21 +1,22 @@
 """The contract between a method and the trainer.
 
-A step goes: `response_advantages` from shaped rewards (rollout batch) -> log-prob pass -> `requests`, answered over all
-ranks -> `control` updates the method's state, once -> for every mini-batch `requests`, answered over that alone, then
-`token_loss` and `coefficients`, micro-batch by micro-batch. The training loss is the sum over tokens of coefficient
-times token loss. Shape legend: B samples, N response positions at hand.
+A step goes: `judge` gives the responses their advantages (rollout batch, once, by the driver) -> log-prob pass ->
+`requests`, answered over all ranks -> `control` updates the method's state, once -> for every mini-batch `requests`,
+answered over that alone, then `token_loss` and `coefficients`, micro-batch by micro-batch. The training loss is the sum
+over tokens of coefficient times token loss. Shape legend: B samples, N response positions at hand.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from megatron_stare.batch import RolloutBatch, TokenBatch
+from megatron_stare.batch import TokenBatch
+from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.statistics import Count, Request, Statistics, scalar
 
 State = dict[str, Tensor]  # 0-dim float64 tensors: what a method remembers from step to step
@@ -57,7 +58,7 @@ class Method(ABC):
         return f"{type(self).__name__} does not say that it can do without the log-prob pass"
 
     def carries_loss(self, batch: RolloutBatch) -> Tensor:
-        """[B] bool: the responses whose sampled tokens carry loss; the others leave N and every quantile."""
+        """[B] bool: the responses whose tokens of the loss mask carry loss; the others leave N and every quantile."""
         return batch.scored
 
     def enters_moments(self, batch: RolloutBatch) -> Tensor:
@@ -68,9 +69,19 @@ class Method(ABC):
         """[B] float64 rewards with length penalties added."""
         return batch.rewards
 
-    def response_advantages(self, batch: RolloutBatch) -> Tensor:
-        """[B] advantages of a scored rollout batch."""
-        return self.advantages(self.shaped_rewards(batch), batch.groups, self.enters_moments(batch))
+    def judge(self, batch: RolloutBatch) -> RolloutBatch:
+        """A rewarded rollout batch with its advantages, which responses carry loss, and what shaping added.
+
+        The one place where these are computed: every rank reads them as columns.
+        """
+        shaped, judged_against = self.shaped_rewards(batch), self.enters_moments(batch)
+        return replace(
+            batch,
+            advantages=self.advantages(shaped, batch.groups, judged_against),
+            carries_loss=self.carries_loss(batch),
+            enters_moments=judged_against,
+            penalties=shaped - batch.rewards,
+        )
 
     @abstractmethod
     def advantages(self, rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class Section(BaseModel):
@@ -121,7 +121,11 @@ class RolloutConfig(Section):
     engine: str = Field(
         "local", description="'local' (transformers, in process), 'sglang' or a class path my_pkg.MyEngine"
     )
-    engines: int = Field(1, ge=1, description="number of engines")
+    engines: int = Field(1, ge=1, description="number of engines, each a replica of the policy")
+    environment: str = Field(
+        "single_turn",
+        description="what makes a response of a prompt: 'single_turn' or a class path my_pkg.MyEnvironment",
+    )
     temperature: float = Field(1.0, gt=0, description="divides the logits, in rollout and training alike")
     max_prompt_tokens: int = Field(1024, ge=1, description="longest prompt, tokens")
     truncate_prompt: Literal["error", "drop", "left"] = Field(
@@ -257,6 +261,17 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+
+    @model_validator(mode="after")
+    def _servers_are_used(self) -> Config:
+        if self.rollout.engine != "sglang":
+            for name, default in SGLangConfig():
+                if getattr(self.sglang, name) != default:
+                    raise ValueError(
+                        f"sglang.{name} is set, but rollouts come from the engine {self.rollout.engine!r}, which has "
+                        "no servers: set rollout.engine=sglang, or leave it out"
+                    )
+        return self
 
     @property
     def skips_log_prob_pass(self) -> bool:

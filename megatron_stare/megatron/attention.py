@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 
-from megatron_stare.megatron.packing import PackedSequences
+from megatron_stare.megatron.batching.packing import PackedSequences
 
 
 class SdpaCoreAttention(nn.Module):
@@ -54,7 +54,7 @@ class SdpaCoreAttention(nn.Module):
             out = self._attend(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1))
             return out.transpose(0, 1).flatten(2)
         if not isinstance(packed_seq_params, PackedSequences):
-            raise ValueError("packed sequences must be described by megatron.packing.pack")
+            raise ValueError("packed sequences must be described by batching.packing.pack")
         parts = [self._attend(query[g], key[g], value[g]).flatten(0, 1) for g in packed_seq_params.groups]
         return torch.cat(parts)[packed_seq_params.inverse].flatten(1)
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_stare.batch import RolloutBatch
 from megatron_stare.config.schema import Config
+from megatron_stare.records.rollout_batch import RolloutBatch
 
 
 def write_tensors(folder: Path, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
@@ -26,16 +26,39 @@ def write_tensors(folder: Path, weights: Mapping[str, Tensor], gradients: Mappin
     save_file({name: g.to(torch.float32) for name, g in gradients.items()}, folder / "gradients.safetensors")
 
 
-def write_step(folder: Path, batch: RolloutBatch, loss: float, config: Config) -> None:
-    """Writes batch.safetensors and step.json.
+def write_batch(folder: Path, batch: RolloutBatch) -> None:
+    """Writes batch.safetensors.
 
     Args:
-        batch: with advantages; its fields become tensors of the same names (see RolloutBatch).
+        batch: with advantages; prompt and response positions are laid end to end, as in RolloutBatch.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    assert batch.advantages is not None
+    columns = {
+        "tokens": batch.tokens.to(torch.int64),
+        "sampled": batch.loss_mask,
+        "weight_versions": batch.weight_versions,
+    }
+    as_they_are = (
+        "rollout_log_probs",
+        "prompt_lengths",
+        "response_lengths",
+        "groups",
+        "rewards",
+        "scored",
+        "truncated",
+    )
+    columns |= {name: getattr(batch, name) for name in (*as_they_are, "advantages")}
+    save_file({name: column.contiguous() for name, column in columns.items()}, folder / "batch.safetensors")
+
+
+def write_step(folder: Path, loss: float, config: Config) -> None:
+    """Writes step.json.
+
+    Args:
         loss: the scalar whose gradient was written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    fields = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
-    save_file({name: value.contiguous() for name, value in fields.items()}, folder / "batch.safetensors")
     step = {
         "loss": loss,
         "algorithm": config.algorithm,

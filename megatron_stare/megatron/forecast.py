@@ -14,8 +14,8 @@ from torch.distributed import ProcessGroup
 
 from megatron_stare.algorithms.sensitivity import EntropyForecast, sensitivity_requests
 from megatron_stare.batch import TokenBatch
+from megatron_stare.megatron.batching.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.head import Head, LossFunction
-from megatron_stare.megatron.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.passes import score
 from megatron_stare.ops.statistics import answer
 from megatron_stare.statistics import Mean, scalar

@@ -10,14 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from torch import Tensor
 
+from megatron_stare.megatron.batching.microbatch import MicroBatch
 from megatron_stare.megatron.layout import Layout
-from megatron_stare.megatron.microbatch import MicroBatch
 from megatron_stare.ops.linear_head import LinearHead, Mode
 from megatron_stare.ops.vocab_parallel import Problem
 
@@ -48,7 +44,7 @@ class Head:
         linear = self._linear
         if second_moment:
             linear = replace(linear, problem=replace(linear.problem, second_moment=True))
-        return linear.score(rows_of(model, hidden, micro), output_weight(model), micro.targets)
+        return linear.score(rows_of(hidden, micro), output_weight(model), micro.targets)
 
     def loss(
         self, model: GPTModel, hidden: Tensor, micro: MicroBatch, loss_of: LossFunction
@@ -56,7 +52,7 @@ class Head:
         """The loss of a micro-batch, with gradient, and what it logs; see LinearHead.loss."""
         weight = output_weight(model)
         return self._linear.loss(
-            rows_of(model, hidden, micro),
+            rows_of(hidden, micro),
             weight,
             micro.targets,
             lambda log_prob, entropy: loss_of(log_prob, entropy, micro),
@@ -78,12 +74,7 @@ def output_weight(model: GPTModel) -> Tensor:
     return model.output_layer.weight
 
 
-def rows_of(model: GPTModel, hidden: Tensor, micro: MicroBatch) -> Tensor:
+def rows_of(hidden: Tensor, micro: MicroBatch) -> Tensor:
     """[n, H] hidden states of the response positions, on every tensor-parallel rank; backward sums over the ranks, each
     of which adds the part of its columns."""
-    if model.config.sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden)
-    else:
-        hidden = copy_to_tensor_model_parallel_region(hidden)
-    s, b, _ = hidden.shape
-    return hidden.reshape(s * b, -1).index_select(0, micro.rows % s * b + micro.rows // s)
+    return micro.layout.rows(hidden, micro.rows)

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from megatron_stare.config.schema import ModelConfig, ParallelConfig
 from megatron_stare.errors import DataError
 from megatron_stare.megatron.attention import SdpaCoreAttention
+from megatron_stare.megatron.batching.packing import PackedSequences
 from megatron_stare.megatron.cpu_backend import backend, device
 from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.norm import RMSNorm
-from megatron_stare.megatron.packing import PackedSequences
 from megatron_stare.models import family_of, rule_for
 from megatron_stare.models.rope import scaled_frequencies
 from megatron_stare.models.rules import shard

@@ -15,8 +15,8 @@ from torch.distributed import ProcessGroup
 
 from megatron_stare.algorithms.method import Method, State
 from megatron_stare.batch import TokenBatch
+from megatron_stare.megatron.batching.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.measured import ENTROPY, LOG_PROB
-from megatron_stare.megatron.microbatch import MicroBatch, RankBatch
 from megatron_stare.ops.micro_batch_scope import gather_by_micro_batch, summary
 from megatron_stare.ops.statistics import gather_statistics
 from megatron_stare.statistics import Max, Mean, Request, Statistics, Sum

@@ -12,9 +12,9 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
+from megatron_stare.megatron.batching.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.cpu_backend import backend
 from megatron_stare.megatron.head import Head, LossFunction
-from megatron_stare.megatron.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.model import hidden_states, unwrap
 
 

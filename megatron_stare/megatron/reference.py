@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_stare.config.schema import Config
+from megatron_stare.megatron.batching.microbatch import RankBatch
 from megatron_stare.megatron.cpu_backend import device
 from megatron_stare.megatron.head import Head
 from megatron_stare.megatron.layout import Layout
-from megatron_stare.megatron.microbatch import RankBatch
 from megatron_stare.megatron.model import build_model, unwrap
 from megatron_stare.megatron.passes import score
 from megatron_stare.megatron.start import load_start

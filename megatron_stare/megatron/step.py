@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_stare.algorithms.method import Method
 from megatron_stare.config.schema import Config
+from megatron_stare.megatron.batching.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.cpu_backend import device
 from megatron_stare.megatron.dump import write_step, write_tensors
 from megatron_stare.megatron.export import export_gradients, export_hf
@@ -25,7 +26,6 @@ from megatron_stare.megatron.forecast import forecast, measured_change
 from megatron_stare.megatron.head import Head
 from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.measured import Measured, complete, measure_batch
-from megatron_stare.megatron.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.objective import Objective, make_objective
 from megatron_stare.megatron.optimizer import take_step
 from megatron_stare.megatron.passes import accumulate_gradients, score
@@ -62,8 +62,8 @@ class Step:
         self._config = config
         self._method = method
         self._policy = policy
-        self._batch = batch
-        self.group: ProcessGroup | None = policy.layout.dp_group if policy.layout.dp > 1 else None
+        self.batch = batch
+        self.group: ProcessGroup | None = batch.layout.group
         self.measured: Measured | None = None
         self._objective: Objective | None = None  # of the update at hand; None but on the last stage
 
@@ -72,7 +72,7 @@ class Step:
 
         Where the configuration skips it, both are NaN until the training pass has given them.
         """
-        config, policy, batch = self._config, self._policy, self._batch
+        config, policy, batch = self._config, self._policy, self.batch
         moments: list[Tensor] = []
         if config.skips_log_prob_pass:
             log_prob = entropy = torch.full(batch.index.shape, torch.nan, device=device())
@@ -82,10 +82,7 @@ class Step:
         reference = policy.reference.score(batch, policy.head) if policy.reference is not None else None
         if not policy.layout.last_stage:
             return
-        whole, method = batch.batch, self._method
-        tokens = batch.token_batch(
-            log_prob, entropy, method.carries_loss(whole), method.enters_moments(whole), method.shaped_rewards(whole)
-        )
+        tokens = batch.token_batch(log_prob, entropy)
         sum_p2, sum_p2_log_p = moments or (None, None)
         from_rollout = config.statistics.surprisal == "rollout"
         self.measured = Measured(
@@ -109,14 +106,14 @@ class Step:
         self._objective = self._make_objective(0)
         if tokens.sum_p2 is not None and (first := self._objective) is not None:
             # of several updates the first: only its policy is the one that was scored
-            micro_batches, temperature = self._batch.mini_batch(0).micro_batches, self._policy.head.temperature
+            micro_batches, temperature = self.batch.mini_batch(0).micro_batches, self._policy.head.temperature
             found = forecast(first.tokens, micro_batches, first.loss, temperature, self.group)
             self.measured = replace(self.measured, forecast=found)
 
     def update(self, number: int, dump_to: str | None) -> tuple[dict[str, float], dict[str, float]] | None:
         """Forward, backward, clip, optimizer step on one mini-batch; see Trainer.update."""
         policy = self._policy
-        part = self._batch.mini_batch(self._mini_batch(number))
+        part = self.batch.mini_batch(self._mini_batch(number))
         if number > 0:  # `measure` made the first
             self._objective = self._make_objective(number)
         # The last step left every parameter's grad pointing into the gradient buffer: autograd would add to the buffer
@@ -147,25 +144,24 @@ class Step:
 
     def _mini_batch(self, number: int) -> int:
         """Mini-batches are taken in order, and in every epoch again."""
-        return number % len(self._batch.plan.mini_batches)
+        return number % len(self.batch.plan.mini_batches)
 
     @torch.no_grad()
     def _make_objective(self, number: int) -> Objective | None:
         """What an update minimises; None but on the last pipeline stage. All ranks must call it for updates after the
         first, before which `statistics.surprisal: current` scores the mini-batch again."""
         mini_batch = self._mini_batch(number)
-        part, rescored = self._batch.mini_batch(mini_batch), None
+        part, rescored = self.batch.mini_batch(mini_batch), None
         if self._config.statistics.surprisal == "current" and number > 0:
             rescored, _ = score(self._policy.model, part, self._policy.head)
         if self.measured is None:
             return None
-        carries_loss = self._method.carries_loss(self._batch.batch)
-        tokens = self._batch.tokens_of(mini_batch, self.measured.tokens, carries_loss)
+        tokens = self.batch.tokens_of(mini_batch, self.measured.tokens)
         if rescored is not None:
             selected_by = tokens.old_log_prob.clone()
             selected_by[part.span] = rescored
             tokens = replace(tokens, selection_log_prob=selected_by)
-        whole = len(self._batch.plan.mini_batches) == 1
+        whole = len(self.batch.plan.mini_batches) == 1
         return make_objective(
             self._method,
             part,
@@ -198,15 +194,14 @@ class Step:
         watched = self._config.observability
         if not watched.entropy_forecast or self._config.skips_log_prob_pass or watched.measured_every == 0:
             return False
-        return self._batch.batch.step % watched.measured_every == 0
+        return self.batch.share.step % watched.measured_every == 0
 
     def _dump(self, folder: Path, weights: Mapping[str, Tensor], metrics: Mapping[str, Tensor | float]) -> None:
-        """Writes the first update's mini-batch, the weights before it, its loss and gradients. All ranks must call
-        it."""
-        policy, whole = self._policy, self._batch
+        """Writes the weights before the first update, its loss and gradients. All ranks must call it; the mini-batch
+        is written by the driver, which has it whole."""
+        policy = self._policy
         gradients = export_gradients(policy.model, policy.shape, policy.layout)
         if policy.layout.rank == 0:  # which has all tensors, as the last stage has the loss
             write_tensors(folder, weights, gradients)
         if policy.layout.speaks:
-            batch = whole.batch.first(len(whole.plan.samples(0)))
-            write_step(folder, batch, float(metrics["loss/policy"]), self._config)
+            write_step(folder, float(metrics["loss/policy"]), self._config)

@@ -6,21 +6,24 @@ in step.py; the weight stream hands the new weights to the engines.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from megatron_stare.batch import MicroBatchPlan, RolloutBatch
+from megatron_stare.batch import MicroBatchPlan
 from megatron_stare.config.schema import Config
 from megatron_stare.device_rules import check_device
 from megatron_stare.megatron import checkpoint
+from megatron_stare.megatron.batching.microbatch import RankBatch
+from megatron_stare.megatron.batching.sequence_layout import sequence_layout
 from megatron_stare.megatron.cpu_backend import device
+from megatron_stare.megatron.differences import Compared
 from megatron_stare.megatron.export import PolicyStream, export_hf
 from megatron_stare.megatron.head import Head
 from megatron_stare.megatron.head_choice import HeadChoice, choose_head, free_memory, largest_logits
 from megatron_stare.megatron.layout import join, leave
-from megatron_stare.megatron.microbatch import RankBatch
 from megatron_stare.megatron.model import build_policy
 from megatron_stare.megatron.optimizer import build_optimizer
 from megatron_stare.megatron.passes import score
@@ -30,6 +33,8 @@ from megatron_stare.megatron.step import Policy, Step
 from megatron_stare.methods import build_method
 from megatron_stare.models import read_shape
 from megatron_stare.models.shape import ModelShape
+from megatron_stare.records.log_prob_difference import LogProbDifference
+from megatron_stare.records.rollout_batch import RankShare
 from megatron_stare.weights.stream_plan import BucketLayout
 
 
@@ -61,6 +66,7 @@ class Trainer:
             config.model.head_chunk_tokens,
         )
         self.policy = Policy(model, shape, layout, head, optimizer, scheduler, reference)
+        self._sequences = sequence_layout(config, layout)
         self.stream = PolicyStream(model, shape, layout, config.rollout.sync_bucket_mb * 2**20)
         self._step: Step | None = None
 
@@ -84,38 +90,59 @@ class Trainer:
             raise RuntimeError("there is no batch before score()")
         return self._step
 
-    def _share_of(self, batch: RolloutBatch, plan: MicroBatchPlan) -> RankBatch:
-        layout = self.policy.layout
-        return RankBatch(
-            batch,
-            plan,
-            layout.dp_rank,
-            device(),
-            packed=self.config.batch.packed,
-            multiple=layout.tp if self.config.parallel.sequence else 1,
-            uniform=self.config.parallel.virtual_pipeline > 1,
-        )
+    def data_rank(self) -> int:
+        """Which data-parallel rank's share of a batch this rank takes."""
+        return self.policy.layout.dp_rank
 
-    def score(self, batch: RolloutBatch, plan: MicroBatchPlan) -> None:
+    def _batch_of(self, share: RankShare, plan: MicroBatchPlan) -> RankBatch:
+        return RankBatch(share, plan, self.data_rank(), device(), self._sequences)
+
+    def score(self, share: RankShare, plan: MicroBatchPlan) -> None:
         """The forward-only pass: log-prob and entropy of every response token under the current policy."""
-        self._step = Step(self.config, self.method, self.policy, self._share_of(batch, plan))
+        self._step = Step(self.config, self.method, self.policy, self._batch_of(share, plan))
         self._step.score()
 
-    def scored(self) -> tuple[Tensor, Tensor] | None:
-        """Canonical numbers and log-probs [n] of the response positions that `score` found here; None on ranks whose
-        positions the first of their tensor-parallel group reports."""
-        measured = self.step.measured
-        if measured is None or self.policy.layout.tp_rank != 0:
-            return None
-        return measured.tokens.index.cpu(), measured.tokens.old_log_prob.cpu()
+    def compare(self, versions: Sequence[int], temperature: float | None = None) -> LogProbDifference | None:
+        """The engine's log-probs of the scored batch with the trainer's: those of `score`, or anew at a temperature.
+        All ranks must call it.
 
-    def rescore(self, batch: RolloutBatch, plan: MicroBatchPlan, temperature: float) -> tuple[Tensor, Tensor] | None:
-        """As `scored`, of any batch and at any temperature, and leaves the batch of the step alone."""
-        here = self._share_of(batch, plan)
-        log_prob, *_ = score(self.policy.model, here, replace(self.policy.head, temperature=temperature))
-        if not self.policy.layout.last_stage or self.policy.layout.tp_rank != 0:
+        Args:
+            versions: of the weights that sampled the whole batch.
+
+        Returns:
+            On the reporting rank the difference over the tokens of all ranks; elsewhere None.
+        """
+        batch, measured = self.step.batch, self.step.measured
+        here = measured.tokens.old_log_prob if measured is not None else None
+        if temperature is not None:
+            here = self._log_probs(batch, temperature)
+        found = self._differences(batch, [batch.share.rollout_log_probs[batch.held]], here, versions)
+        return found[0] if found else None
+
+    def compare_with(
+        self, share: RankShare, plan: MicroBatchPlan, engines: Tensor, temperature: float
+    ) -> list[LogProbDifference] | None:
+        """As `compare`, of any batch at any temperature with the log-probs [S, whole batch] of several engines in
+        canonical order, one an engine; leaves the scored batch alone."""
+        batch = self._batch_of(share, plan)
+        log_prob = self._log_probs(batch, temperature)
+        return self._differences(batch, [engine[batch.index] for engine in engines], log_prob, ())
+
+    def _log_probs(self, batch: RankBatch, temperature: float) -> Tensor | None:
+        """[N] of the last stage, in a pass that all ranks must enter together; None on the others."""
+        log_prob, *_ = score(self.policy.model, batch, replace(self.policy.head, temperature=temperature))
+        return log_prob if self.policy.layout.last_stage else None
+
+    @torch.no_grad()
+    def _differences(
+        self, batch: RankBatch, engines: Sequence[Tensor], trainer: Tensor | None, versions: Sequence[int]
+    ) -> list[LogProbDifference] | None:
+        """Those of every engine's log-probs [N] from the trainer's, on the reporting rank; None elsewhere."""
+        if trainer is None:
             return None
-        return here.index.cpu(), log_prob.cpu()
+        parts = [Compared.of(batch, engine, trainer, versions) for engine in engines]
+        found = [part.summary(batch.layout.group) for part in parts]
+        return found if self.policy.layout.speaks else None
 
     def measure(self, state: dict[str, float]) -> None:
         """The method's statistics over the rollout batch, and its state for this step, from that of the step before."""

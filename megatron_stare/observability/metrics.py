@@ -17,7 +17,7 @@ from megatron_stare.observability.jsonl import keep, read_jsonl, to_line, write_
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-    from megatron_stare.batch import Sample
+    from megatron_stare.records.trajectory import Trajectory
 
 METRICS_FILE = "metrics.jsonl"
 EVAL_FILE = "eval.jsonl"
@@ -67,7 +67,7 @@ class MetricsWriter:
         scores = {f"eval/{key}": float(record[key]) for key in ("pass1", "greedy") if record.get(key) is not None}
         self._scalars(int(record["step"]), scores)
 
-    def log_rollouts(self, step: int, samples: Sequence[Sample], limit: int) -> Path | None:
+    def log_rollouts(self, step: int, samples: Sequence[Trajectory], limit: int) -> Path | None:
         """Writes up to `limit` samples, spread evenly over the batch, to rollouts/step_<step>.jsonl.
 
         Returns:
@@ -131,7 +131,7 @@ def _summary_writer(directory: Path, resume_step: int | None) -> SummaryWriter:
     return SummaryWriter(str(directory), purge_step=None if resume_step is None else resume_step + 1)
 
 
-def _rollout(step: int, sample: Sample) -> dict[str, Any]:
+def _rollout(step: int, sample: Trajectory) -> dict[str, Any]:
     prompt = sample.prompt
     return {
         "step": step,
@@ -144,5 +144,5 @@ def _rollout(step: int, sample: Sample) -> dict[str, Any]:
         "reward": sample.reward,
         "reward_status": sample.reward_status,
         "finish_reason": sample.finish_reason,
-        "tokens": len(sample.response_ids),
+        "tokens": len(sample),
     }

@@ -11,14 +11,19 @@ from collections.abc import Sequence
 from statistics import StatisticsError, correlation, fmean
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:  # the report takes its words from here, and does without torch
-    from megatron_stare.batch import Sample
+    from torch import Tensor
+
+    from megatron_stare.records.trajectory import Trajectory
 
 NGRAM = 4  # tokens: two in a row repeat in any prose, four hardly do
+INT64_MAX = 2**63 - 1
 FEW_TOKENS = 8  # "The answer is" and a box fit; a line of working does not
 
 
-def hacking_signals(samples: Sequence[Sample]) -> dict[str, float]:
+def hacking_signals(samples: Sequence[Trajectory]) -> dict[str, float]:
     """The `signal/*` metrics of a step. Samples without a verdict are left out, but for the repetition.
 
     Metrics of where the answer stands are missing where the verifier does not say it.
@@ -27,9 +32,9 @@ def hacking_signals(samples: Sequence[Sample]) -> dict[str, float]:
     right, wrong = [s for s in scored if is_right(s)], [s for s in scored if not is_right(s)]
     signals = {
         "signal/length_reward": length_reward_correlation(scored),
-        "signal/length_right": _mean([len(s.response_ids) for s in right]),
-        "signal/length_wrong": _mean([len(s.response_ids) for s in wrong]),
-        "signal/repetition": repetition([s.response_ids for s in samples]),
+        "signal/length_right": _mean([len(s) for s in right]),
+        "signal/length_wrong": _mean([len(s) for s in wrong]),
+        "signal/repetition": repetition([s.tokens for s in samples]),
     }
     if any(s.answer_at is not None for s in scored):
         signals["signal/format"] = _mean([has_answer(s) for s in scored])
@@ -37,41 +42,57 @@ def hacking_signals(samples: Sequence[Sample]) -> dict[str, float]:
     return signals
 
 
-def is_right(sample: Sample) -> bool:
+def is_right(sample: Trajectory) -> bool:
     """Above one half, as in the evaluation."""
     return (sample.reward or 0.0) > 0.5
 
 
-def has_answer(sample: Sample) -> bool:
+def has_answer(sample: Trajectory) -> bool:
     """An answer stands in the right format, as the verifier's parser sees it."""
     return sample.answer_at is not None and sample.answer_at >= 0
 
 
-def length_reward_correlation(samples: Sequence[Sample]) -> float:
+def length_reward_correlation(samples: Sequence[Trajectory]) -> float:
     """Pearson's correlation of length in tokens and reward; NaN where one of them is the same for all."""
     try:
-        return correlation([float(len(s.response_ids)) for s in samples], [s.reward or 0.0 for s in samples])
+        return correlation([float(len(s)) for s in samples], [s.reward or 0.0 for s in samples])
     except StatisticsError:  # fewer than two, or no spread
         return math.nan
 
 
-def repetition(responses: Sequence[Sequence[int]], n: int = NGRAM) -> float:
-    """Share of the n-grams of token ids that stood earlier in the same response; NaN where there are none."""
+def repetition(responses: Sequence[Tensor], n: int = NGRAM) -> float:
+    """Share of the n-grams of token ids ([.] each response's) that stood earlier in the same response; NaN where there
+    are none."""
     total = repeated = 0
-    for ids in responses:
-        grams = list(zip(*(ids[i:] for i in range(n)), strict=False))
-        total += len(grams)
-        repeated += len(grams) - len(set(grams))
+    for tokens in responses:
+        grams = len(tokens) - n + 1
+        if grams > 0:
+            total += grams
+            repeated += grams - _distinct_grams(tokens, n)
     return repeated / total if total else math.nan
 
 
-def tokens_before_answer(sample: Sample) -> float:
+def _distinct_grams(tokens: Tensor, n: int) -> int:
+    """Every n-gram becomes one int64, in the number system whose digits are token ids; numpy sorts these in a tenth of
+    torch's time."""
+    ids = tokens.numpy().astype(np.int64)
+    grams, base = len(ids) - n + 1, int(ids.max()) + 1
+    numbers, end = ids[:grams], base  # numbers are below `end`
+    for i in range(1, n):
+        if end * base > INT64_MAX:  # there is no room for one more digit, but for that of a number's rank there is
+            numbers, end = np.unique(numbers, return_inverse=True)[1], grams
+        numbers, end = numbers * base + ids[i : i + grams], end * base
+    ordered = np.sort(numbers)
+    return 1 + int(np.count_nonzero(ordered[1:] != ordered[:-1]))
+
+
+def tokens_before_answer(sample: Trajectory) -> float:
     """Tokens before the answer begins: the response's tokens times the share of its text that stands before it.
 
     Only of a sample that has an answer.
     """
     assert sample.answer_at is not None
-    return len(sample.response_ids) * sample.answer_at / len(sample.text)
+    return len(sample) * sample.answer_at / len(sample.text)
 
 
 def _mean(values: Sequence[float]) -> float:

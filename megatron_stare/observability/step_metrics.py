@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from megatron_stare.batch import RolloutBatch, Sample
 from megatron_stare.observability.memory import tree_pss_bytes
 from megatron_stare.observability.signals import hacking_signals
+from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.records.trajectory import Trajectory
 
 MEMORY_EVERY_S = 10.0  # reading every process's page tables takes milliseconds
 
@@ -56,7 +57,7 @@ _memory = _MemoryProbe()
 
 
 def step_metrics(
-    batch: RolloutBatch, samples: Sequence[Sample], trainer: Mapping[str, float], watch: Stopwatch
+    batch: RolloutBatch, samples: Sequence[Trajectory], trainer: Mapping[str, float], watch: Stopwatch
 ) -> dict[str, float]:
     """Every metric of the step, by name."""
     scored = batch.scored

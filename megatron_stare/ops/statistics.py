@@ -128,7 +128,7 @@ def _segment_sums(requests: Mapping[str, SegmentSum], group: ProcessGroup | None
 def _select(
     requests: Mapping[str, TopK | Quantile], counts: Mapping[str, Tensor], group: ProcessGroup | None
 ) -> Statistics:
-    """A TopK is one order statistic, a Quantile two, so all of them are one call of the select."""
+    """A TopK is one order statistic, a Quantile one or two, so all of them are one call of the select."""
     keys, masks, k = [], [], []
     for name, request in requests.items():
         n = counts[name]
@@ -140,11 +140,11 @@ def _select(
         else:
             # ties need no order here: equal values are equal answers
             key = ordering_key(request.x.detach(), torch.zeros_like(request.mask, dtype=torch.int64))
-            place = _place(request, n)
-            keys += [key, key]
-            masks += [request.mask, request.mask]
+            places = _places(request, n)
+            keys += [key] * len(places)
+            masks += [request.mask] * len(places)
             # the j-th smallest from 0 is the (n - j)-th largest
-            k += [n - place.floor().to(n.dtype), n - place.ceil().to(n.dtype)]
+            k += [n - place.to(n.dtype) for place in places]
     counted = torch.stack(k)
     found = kth_largest(keys, masks, counted, group)
     answers: Statistics = {}
@@ -155,9 +155,9 @@ def _select(
             answers[name] = Threshold(key=found[row], k=counted[row], n=counts[name], value=value)
             row += 1
         else:
-            low, high = value_of_key(found[row]).to(torch.float64), value_of_key(found[row + 1]).to(torch.float64)
-            answers[name] = _interpolate(request, counts[name], low, high)
-            row += 2
+            end = row + len(_places(request, counts[name]))
+            answers[name] = _interpolate(request, counts[name], value_of_key(found[row:end]).to(torch.float64))
+            row = end
     return answers
 
 
@@ -166,10 +166,25 @@ def _place(request: Quantile, n: Tensor) -> Tensor:
     return (n - 1).clamp_min(0).to(torch.float64) * request.q
 
 
-def _interpolate(request: Quantile, n: Tensor, low: Tensor, high: Tensor) -> Tensor:
+def _places(request: Quantile, n: Tensor) -> list[Tensor]:
+    """The whole places among the sorted values that the quantile is made of."""
+    place = _place(request, n)
+    match request.interpolation:
+        case "linear":
+            return [place.floor(), place.ceil()]
+        case "lower":
+            return [place.floor()]
+        case "higher":
+            return [place.ceil()]
+        case "nearest":
+            return [place.round()]  # half to even
+
+
+def _interpolate(request: Quantile, n: Tensor, values: Tensor) -> Tensor:
+    """The quantile from the values [.] at its places."""
+    value = values[0]
     if request.interpolation == "linear":
         place = _place(request, n)
+        low, high = values
         value = torch.where(low == high, low, low + (high - low) * (place - place.floor()))
-    else:
-        value = low if request.interpolation == "lower" else high
     return torch.where(n > 0, value, float("nan"))

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from megatron_stare.batch import RolloutBatch
+import torch
+
 from megatron_stare.config.schema import Config
 from megatron_stare.models import read_shape
-from megatron_stare.orchestration.groups import EngineGroup, TrainerGroup
+from megatron_stare.orchestration.groups import TrainerGroup
 from megatron_stare.rollout.agreement import (
     CANARY_TOKENS,
     agreement_metrics,
     canary_batch,
-    canary_differences,
     canary_verdict,
     limit_of,
     require_agreement,
-    rollout_difference,
     rollout_verdict,
     summary,
 )
+from megatron_stare.rollout.pool import EnginePool
 
 
 class AgreementWatch:
     """Compares after every weight sync and every log-prob pass. Silent where rollouts do not come from servers: for
     an engine in process the metrics of the update say how far its log-probs are off."""
 
-    def __init__(self, config: Config, trainers: TrainerGroup, engines: EngineGroup) -> None:
+    def __init__(self, config: Config, trainers: TrainerGroup, engines: EnginePool) -> None:
         self._on = engines.served
         # without the log-prob pass there is nothing to compare rollouts with, and the canary alone watches
         self._has_scores = not config.skips_log_prob_pass
@@ -45,15 +45,15 @@ class AgreementWatch:
         if not self._on or not self._canary.size:
             return
         sequences = [part.tolist() for part in self._canary.tokens.split(self._canary.lengths.tolist())]
-        differences = canary_differences(
-            self._canary, self._trainers.log_probs(self._canary, 1.0), self._engines.score(sequences)
-        )
+        by_server = self._engines.prompt_log_probs(sequences)
+        log_probs = torch.tensor([[x for sequence in server for x in sequence] for server in by_server])
+        differences = self._trainers.compare_with(self._canary, log_probs, 1.0)
         self._newest = dict(summary(differences))
         if verdict := canary_verdict(differences, self._limit):
             largest = max((d.largest for d in differences), key=lambda x: (x != x, x))  # NaN is the largest
             require_agreement("log-probs of the canary", largest, self._limit, verdict, "weight sync")
 
-    def after_score(self, batch: RolloutBatch, step: int) -> dict[str, float]:
+    def after_score(self, step: int) -> dict[str, float]:
         """The metrics of a rollout batch that the trainer has just scored, and of the canary before it.
 
         Raises:
@@ -63,9 +63,8 @@ class AgreementWatch:
             return {}
         if not self._has_scores:
             return dict(self._newest)
-        sampled = rollout_difference(batch, self._trainers.log_probs(batch))
+        sampled = self._trainers.compare()
         if not sampled.agrees(self._limit):
-            unscaled = rollout_difference(batch, self._trainers.log_probs(batch, 1.0))
-            verdict = rollout_verdict(sampled, unscaled, self._temperature, self._limit)
+            verdict = rollout_verdict(sampled, self._trainers.compare(1.0), self._temperature, self._limit)
             require_agreement("log-probs of sampled tokens", sampled.largest, self._limit, verdict, f"step {step}")
-        return {**agreement_metrics(sampled, batch.weight_versions[batch.sampled], step), **self._newest}
+        return {**agreement_metrics(sampled, step), **self._newest}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from megatron_stare.config.schema import Config
-from megatron_stare.orchestration.groups import EngineGroup
+from megatron_stare.rollout.pool import EnginePool
 
 
 class Colocation:
     """Releases after a step's last rollout, resumes before its weight sync. Silent without `sglang.colocated`."""
 
-    def __init__(self, config: Config, engines: EngineGroup) -> None:
+    def __init__(self, config: Config, engines: EnginePool) -> None:
         self._on = config.sglang.colocated
         self._engines = engines
         self._released = False

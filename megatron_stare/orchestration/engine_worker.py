@@ -1,4 +1,4 @@
-"""A rollout engine as a worker: takes weights as the trainer streams them, in flat buckets of known layout."""
+"""A rollout engine as a worker: takes requests, gives what is finished, takes weights as the trainer streams them."""
 
 from __future__ import annotations
 
@@ -9,39 +9,56 @@ from torch import Tensor
 from megatron_stare.batch import SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
-from megatron_stare.rollout.build import engine_of
-from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, ModelInfo, ServedEngine
+from megatron_stare.rollout.build import make_replica
+from megatron_stare.rollout.engine import Engine, GenerateRequest, GenerateResult, ModelInfo, ServedEngine
 from megatron_stare.weights.stream_plan import BucketLayout
 
 
 class EngineWorker:
-    """Holds one engine. Its calls are those of `rollout.engine.ServedEngine`."""
+    """Holds one engine: replica `number` of the run. Made in two steps, so that all replicas start together."""
 
-    def __init__(self, config: Config) -> None:
-        self._engine = engine_of(config)
+    def __init__(self, config: Config, number: int) -> None:
+        self._replica = make_replica(config, number)
+        self._brought_up: Engine | None = None
         self._layouts: Sequence[BucketLayout] = ()
 
-    def expect_buckets(self, layouts: Sequence[BucketLayout]) -> None:
-        """What the buckets of every weight update from now on hold."""
-        self._layouts = layouts
+    def bring_up(self) -> ModelInfo:
+        """Waits until the engine can take weights. Raises UserError where it does not come up."""
+        self._brought_up = self._replica.engine()
+        return self._brought_up.model_info()
 
-    def is_served(self) -> bool:
-        """Whether the calls of a ServedEngine will be answered."""
-        return isinstance(self._engine, ServedEngine)
+    @property
+    def _engine(self) -> Engine:
+        if self._brought_up is None:
+            raise RuntimeError("the engine has not been brought up")
+        return self._brought_up
 
     @property
     def _served(self) -> ServedEngine:
         if not isinstance(self._engine, ServedEngine):
             raise UserError(
-                f"{type(self._engine).__name__} has no servers to score with or to put aside", where="rollout.engine"
+                f"{type(self._engine).__name__} has no server to ask for log-probs or to put aside",
+                where="rollout.engine",
             )
         return self._engine
 
-    def generate(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[GenerateResult]:
-        return self._engine.generate(requests, params)
+    def advance(
+        self, requests: Sequence[GenerateRequest], params: SamplingParams, wait_s: float
+    ) -> list[GenerateResult]:
+        """Takes requests, then gives what is finished; see Engine.submit and Engine.collect."""
+        if requests:
+            self._engine.submit(requests, params)
+        return self._engine.collect(wait_s)
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        return self._served.score(sequences)
+    def abort(self) -> None:
+        self._engine.abort()
+
+    def prompt_log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return self._served.prompt_log_probs(sequences)
+
+    def expect_buckets(self, layouts: Sequence[BucketLayout]) -> None:
+        """What the buckets of every weight update from now on hold."""
+        self._layouts = layouts
 
     def begin_weight_update(self, version: int) -> None:
         self._engine.begin_weight_update(version)
@@ -66,4 +83,6 @@ class EngineWorker:
         return self._engine.model_info()
 
     def close(self) -> None:
-        self._engine.close()
+        if self._brought_up is not None:
+            self._brought_up.close()
+        self._replica.close()

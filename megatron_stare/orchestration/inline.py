@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.orchestration.engine_worker import EngineWorker
-from megatron_stare.orchestration.groups import EngineGroup, TrainerGroup, plan_rules
-from megatron_stare.orchestration.workers import Handle, Workers
-from megatron_stare.rollout.build import engine_workers, requests_per_call
+from megatron_stare.orchestration.groups import TrainerGroup, plan_rules
+from megatron_stare.rollout.build import replica_count
+from megatron_stare.rollout.pool import EnginePool
+from megatron_stare.workers import Handle, Workers
 
 
 class InlineWorkers(Workers):
@@ -30,6 +32,10 @@ class InlineWorkers(Workers):
     def wait(self, handles: Sequence[Handle], on_done: Callable[[int], None] | None = None) -> list[Any]:
         return list(handles)  # all finished when they were started
 
+    async def result(self, handle: Handle) -> Any:
+        await asyncio.sleep(0)  # what was found is dealt with before the next call, which takes the thread
+        return handle
+
     def share(self, value: Any) -> Handle:
         return value
 
@@ -45,9 +51,13 @@ class InlineRunner:
         self._rendezvous = tempfile.TemporaryDirectory()
         trainer = Trainer(config, 0, f"file://{Path(self._rendezvous.name) / 'ranks'}")
         self.trainers = TrainerGroup(InlineWorkers([trainer]), plan_rules(config))
-        self.engines = EngineGroup(
-            InlineWorkers([EngineWorker(config) for _ in range(engine_workers(config))]), requests_per_call(config)
-        )
+        engines = InlineWorkers([EngineWorker(config, number) for number in range(replica_count(config))])
+        try:
+            self.engines = EnginePool(engines)
+        except BaseException:
+            engines.close()  # servers that were started
+            self.trainers.close()
+            raise
 
     def close(self) -> None:
         self.engines.close()

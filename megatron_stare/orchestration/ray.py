@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -22,9 +23,10 @@ from megatron_stare.errors import ConfigError, UserError
 from megatron_stare.interruption import raise_if_received, uninterrupted
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.orchestration.engine_worker import EngineWorker
-from megatron_stare.orchestration.groups import EngineGroup, TrainerGroup, plan_rules
-from megatron_stare.orchestration.workers import Handle, Workers
-from megatron_stare.rollout.build import engine_workers, requests_per_call
+from megatron_stare.orchestration.groups import TrainerGroup, plan_rules
+from megatron_stare.rollout.build import replica_count
+from megatron_stare.rollout.pool import EnginePool
+from megatron_stare.workers import Handle, Workers
 
 LOOPBACK = "127.0.0.1"
 CONNECT_S = 10.0
@@ -71,6 +73,10 @@ class RayWorkers(Workers):
     def wait(self, handles: Sequence[Handle], on_done: Callable[[int], None] | None = None) -> list[Any]:
         return get(handles, self._what, self._timeout_s, on_done)
 
+    async def result(self, handle: Handle) -> Any:
+        with _worker_errors(self._what, self._timeout_s):
+            return await asyncio.wait_for(asyncio.wrap_future(handle.future()), self._timeout_s)
+
     def share(self, value: Any) -> Handle:
         return ray.put(value)
 
@@ -87,7 +93,7 @@ def get(
 ) -> list[Any]:
     """ray.get whose errors are the worker's own, or say which workers were lost."""
     number = {handle: i for i, handle in enumerate(handles)}
-    try:
+    with _worker_errors(what, timeout_s):
         # one by one as they finish, so that a rank's error is seen though another waits for it in a collective
         pending = list(handles)
         while pending:
@@ -98,6 +104,13 @@ def get(
             if on_done is not None:
                 on_done(number[done[0]])
         return ray.get(list(handles))
+
+
+@contextlib.contextmanager
+def _worker_errors(what: str, timeout_s: float) -> Iterator[None]:
+    """Turns Ray's errors into the worker's own, or into one that says which workers were lost."""
+    try:
+        yield
     except RayTaskError as error:
         cause = error.cause
         if isinstance(cause, UserError):
@@ -108,7 +121,7 @@ def get(
             f"a {what} process died: {str(error).splitlines()[0]}",
             fix="its last words are in /tmp/ray/session_latest/logs; out of memory is the usual cause",
         ) from error
-    except GetTimeoutError as error:
+    except (GetTimeoutError, asyncio.TimeoutError) as error:
         raise WorkerLostError(f"a {what} did not answer within {timeout_s:.0f} s", where="runtime.timeout_s") from error
 
 
@@ -212,7 +225,7 @@ class RayRunner:
             start_ray(config)
             check_gpus(config)
             self.trainers = TrainerGroup(self._trainers(config), plan_rules(config))
-            self.engines = EngineGroup(self._engines(config), requests_per_call(config))
+            self.engines = EnginePool(self._engines(config))
         except BaseException:
             self.close()
             raise
@@ -239,8 +252,9 @@ class RayRunner:
 
     def _engines(self, config: Config) -> Workers:
         timeout = config.runtime.timeout_s
-        actors, workers = self._actors(engine_workers(config), config.rollout.threads, "rollout engine", timeout)
-        get([actor.build.remote(EngineWorker, config) for actor in actors], "rollout engine", timeout)
+        actors, workers = self._actors(replica_count(config), config.rollout.threads, "rollout engine", timeout)
+        builds = [actor.build.remote(EngineWorker, config, number) for number, actor in enumerate(actors)]
+        get(builds, "rollout engine", timeout)
         return workers
 
     def close(self) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_stare.orchestration.workers import Handle, Workers
 from megatron_stare.weights.stream_plan import BucketLayout
+from megatron_stare.workers import Handle, Workers
 
 
 class WeightStream:

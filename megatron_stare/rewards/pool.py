@@ -1,8 +1,8 @@
 """Scores answers in worker processes that may hang, crash or be killed without harm to the run.
 
-The driver hands in (response, answer) pairs after rollout and gets one Score each, in the same order. Workers are
-independent processes (`rewards/process.py`) that answer one by one over a socket; this side keeps a deadline for the
-answer each worker is at. Imports no torch, so it can live in any process.
+Whoever has answers hands them in all at once (`RewardPool.score`) or as they come (`verdicts.py`) and gets one Score
+each. Workers are independent processes (`rewards/process.py`) that answer one by one over a socket; this side keeps a
+deadline for the answer each worker is at. Imports no torch, so it can live in any process.
 """
 
 from __future__ import annotations
@@ -48,13 +48,19 @@ class _Slot:
 
 
 @dataclass
-class _Batch:
-    """One call of `score`: what is still to be handed out, and what is known."""
+class Answers:
+    """Answers that belong together: what is still to be handed out, and what is known."""
 
-    texts: Sequence[tuple[str, str]] = ()
+    texts: list[tuple[str, str]] = field(default_factory=list)
     queue: deque[int] = field(default_factory=deque)
     scores: dict[int, Score] = field(default_factory=dict)
     failed: list[Score] = field(default_factory=list)  # those of `scores` that are not ok, as they came
+
+    def add(self, response: str, answer: str) -> int:
+        """One more; returns its number."""
+        self.texts.append((response, answer))
+        self.queue.append(len(self.texts) - 1)
+        return len(self.texts) - 1
 
     def know(self, item: int, score: Score) -> None:
         """Takes an answer's score."""
@@ -91,14 +97,14 @@ class RewardPool:
     def __init__(self, verifier: str, workers: int, timeout_s: float) -> None:
         self._verifier = verifier
         self._timeout_s = timeout_s
-        self._selector = selectors.DefaultSelector()
+        self._selector = selectors.EpollSelector()
         self._slots: list[_Slot] = []
         self._closed = False
         try:
             for _ in range(workers):
                 self._slots.append(_Slot(*self._start()))
                 self._watch(self._slots[-1])
-            nothing = _Batch()
+            nothing = Answers()
             while not all(slot.ready for slot in self._slots):
                 self._advance(nothing)
         except BaseException:
@@ -126,19 +132,45 @@ class RewardPool:
             ConfigError: a worker could not be started again.
             ValueError: the pool is closed.
         """
+        answers = Answers()
+        for response, answer in texts:
+            answers.add(response, answer)
+        while len(answers.scores) < len(texts):
+            self.turn(answers, most_failures)
+        return [answers.scores[item] for item in range(len(texts))]
+
+    def turn(self, answers: Answers, most_failures: int | None = None, *, wait: bool = True) -> None:
+        """Hands answers to idle workers and takes what workers have to say.
+
+        Args:
+            most_failures: see `score`.
+            wait: until a worker speaks, ends or is out of time; False: only what is known already.
+
+        Raises:
+            As `score`; an exception, Ctrl-C included, closes the pool.
+        """
         if self._closed:
             raise ValueError("the reward pool is closed")
-        batch = _Batch(texts, deque(range(len(texts))))
         try:
-            while len(batch.scores) < len(texts):
-                self._hand_out(batch)
-                self._advance(batch)
-                if most_failures is not None and len(batch.failed) > most_failures:
-                    raise TooManyFailuresError(batch.failed, len(batch.scores))
+            self._hand_out(answers)
+            self._advance(answers, wait)
+            self._hand_out(answers)  # to those that are idle now: whoever does not wait may not come back at once
+            for slot in self._slots:
+                self._watch(slot)
+            if most_failures is not None and len(answers.failed) > most_failures:
+                raise TooManyFailuresError(answers.failed, len(answers.scores))
         except BaseException:
             self.close()
             raise
-        return [batch.scores[item] for item in range(len(texts))]
+
+    def fileno(self) -> int:
+        """Readable when a `turn` has something to do; for event loops."""
+        return self._selector.fileno()
+
+    def seconds_left(self) -> float | None:
+        """Until a worker is out of time, which a `turn` must then be told of; None: none is at work."""
+        deadline = min((slot.deadline for slot in self._slots), default=math.inf)
+        return None if deadline == math.inf else max(0.0, deadline - time.monotonic())
 
     def close(self) -> None:
         """Kills the workers; when it returns there is none. May be called again."""
@@ -154,10 +186,10 @@ class RewardPool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _hand_out(self, batch: _Batch) -> None:
+    def _hand_out(self, answers: Answers) -> None:
         """Gives every idle worker a share of what is left; shares shrink towards the end, so that none waits long."""
         for slot in self._slots:
-            if not batch.queue:
+            if not answers.queue:
                 return
             if not slot.ready or slot.items:
                 continue
@@ -165,29 +197,30 @@ class RewardPool:
                 self._stop(slot)
                 self._replace(slot)
                 continue
-            share = max(1, min(_CHUNK, len(batch.queue) // (2 * len(self._slots))))
-            slot.items.extend(batch.queue.popleft() for _ in range(share))
+            share = max(1, min(_CHUNK, len(answers.queue) // (2 * len(self._slots))))
+            slot.items.extend(answers.queue.popleft() for _ in range(share))
             slot.deadline = time.monotonic() + self._timeout_s
-            slot.process.send([batch.texts[item] for item in slot.items])
+            slot.process.send([answers.texts[item] for item in slot.items])
 
-    def _advance(self, batch: _Batch) -> None:
+    def _advance(self, answers: Answers, wait: bool = True) -> None:
         """Waits until a worker speaks, ends or is out of time, and deals with it."""
         now = time.monotonic()
         for slot in self._slots:
             self._watch(slot)
         deadline = min(slot.deadline for slot in self._slots)
-        ready = self._selector.select(None if deadline == math.inf else max(0.0, deadline - now))
+        left = None if deadline == math.inf else max(0.0, deadline - now)
+        ready = self._selector.select(left if wait else 0.0)
         events = {key.fd: mask for key, mask in ready}
         for slot in self._slots:
             mask = events.get(slot.process.fileno(), 0)
             if mask & selectors.EVENT_WRITE:
                 slot.process.flush()
             if mask & selectors.EVENT_READ:
-                self._hear(slot, batch)
+                self._hear(slot, answers)
             elif slot.deadline <= now:  # of before the wait: what came in time is heard first, even if we were slow
-                self._give_up(slot, batch)
+                self._give_up(slot, answers)
 
-    def _hear(self, slot: _Slot, batch: _Batch) -> None:
+    def _hear(self, slot: _Slot, answers: Answers) -> None:
         messages, ended = slot.process.receive()
         for message in messages:
             if "ready" in message:
@@ -195,25 +228,25 @@ class RewardPool:
             elif "failed" in message:
                 raise ConfigError(**message["failed"])
             else:
-                batch.know(slot.items.popleft(), _score(message))
+                answers.know(slot.items.popleft(), _score(message))
             slot.deadline = time.monotonic() + self._timeout_s if slot.items else math.inf
         if ended:
             fate = self._stop(slot)
             if not slot.ready:
                 raise ConfigError(f"the worker of {self._verifier!r} {fate} as it started", where=_WHERE)
-            self._lose(slot, batch, Score(None, "crash", f"the worker {fate}"))
+            self._lose(slot, answers, Score(None, "crash", f"the worker {fate}"))
 
-    def _give_up(self, slot: _Slot, batch: _Batch) -> None:
+    def _give_up(self, slot: _Slot, answers: Answers) -> None:
         if not slot.ready:
             raise ConfigError(f"verifier {self._verifier!r} did not load in {_START_LIMIT_S:g} s", where=_WHERE)
         self._stop(slot)
-        self._lose(slot, batch, Score(None, "timeout", f"no verdict within {self._timeout_s:g} s"))
+        self._lose(slot, answers, Score(None, "timeout", f"no verdict within {self._timeout_s:g} s"))
 
-    def _lose(self, slot: _Slot, batch: _Batch, score: Score) -> None:
+    def _lose(self, slot: _Slot, answers: Answers, score: Score) -> None:
         """Blames the answer the worker was at, returns the others to the front of the queue, starts a new worker."""
         if slot.items:
-            batch.know(slot.items.popleft(), score)
-        batch.queue.extendleft(reversed(slot.items))
+            answers.know(slot.items.popleft(), score)
+        answers.queue.extendleft(reversed(slot.items))
         self._replace(slot)
 
     def _stop(self, slot: _Slot) -> str:

@@ -2,23 +2,20 @@
 
 Two comparisons: the tokens of every rollout, at the run's temperature, as they were sampled; and after every weight
 sync a canary, sequences that never change, at temperature 1. Blame rests on what one of them shows and the other does
-not. Shape legend: N response positions of a batch laid end to end, in canonical order.
+not. The log-probs are compared on the ranks that hold the trainer's (megatron/differences.py), and judged here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from megatron_stare.batch import RolloutBatch
 from megatron_stare.errors import UserError
+from megatron_stare.records.log_prob_difference import LogProbDifference, Sizes
+from megatron_stare.records.rollout_batch import RolloutBatch
 
 LIMITS = {"float32": 1e-3, "bfloat16": 0.5}  # nats, of the token that differs most
-QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
-POSITIONS = (0, 1, 8, 64, 512, 4096)  # where the ranges of positions begin that are reported by themselves
 CANARY_TOKENS = 64  # of its longest sequence
 _AGREES = 0.1  # share of the limit under which two log-probs count as the same, when blame is sought
 
@@ -27,56 +24,20 @@ class AgreementError(UserError):
     """Engine and trainer do not compute the same log-probs, so the ratios of training would be wrong."""
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Engine minus trainer, nats, where both scored a token.
-
-    positions: [n] int64 tokens before it in its response, or in its canary sequence.
-    sequences: [n] int64 which sequence it is of.
-    """
-
-    values: Tensor  # [n]
-    positions: Tensor
-    sequences: Tensor
-
-    @property
-    def largest(self) -> float:
-        """NaN where one is not a number."""
-        return float(self.values.abs().amax()) if self.values.numel() else 0.0
-
-    def agrees(self, limit: float) -> bool:
-        return self.largest <= limit  # False for NaN too
-
-
-def rollout_difference(batch: RolloutBatch, trainer: Tensor) -> Difference:
-    """Of the sampled tokens of a batch. `trainer`: [N] log-probs of the log-prob pass."""
-    sequences = torch.repeat_interleave(torch.arange(batch.size), batch.response_lengths)
-    starts = batch.response_lengths.cumsum(0) - batch.response_lengths
-    positions = torch.arange(sequences.numel()) - starts[sequences]
-    kept = batch.sampled
-    return Difference((batch.rollout_log_probs - trainer)[kept], positions[kept], sequences[kept])
-
-
-def agreement_metrics(difference: Difference, versions: Tensor, step: int) -> dict[str, float]:
+def agreement_metrics(difference: LogProbDifference, step: int) -> dict[str, float]:
     """The sizes of the differences: by quantile, and their maxima by position and by age of the weights in steps.
 
     Args:
-        versions: [n] int64 weight version of every token.
         step: whose rollout it is; tokens of the weights before it have age 1.
     """
-    size = difference.values.abs().double()
-    if not size.numel():
+    if not difference.everywhere.tokens:
         return {}
-    ordered = size.sort().values  # torch.quantile takes at most 16 million
-    metrics = {f"agreement/{name}": float(ordered[round(q * (size.numel() - 1))]) for name, q in QUANTILES.items()}
-    for first, end in zip(POSITIONS, (*POSITIONS[1:], None), strict=True):
-        inside = difference.positions >= first
-        if end is not None:
-            inside &= difference.positions < end
-        if inside.any():
-            metrics[f"agreement/max_from_position_{first}"] = float(size[inside].amax())
-    for version in versions.unique().tolist():
-        metrics[f"agreement/max_of_age_{step - version}"] = float(size[versions == version].amax())
+    metrics = {f"agreement/{name}": size for name, size in difference.quantiles.items()}
+    metrics["agreement/max"] = difference.largest
+    for first, sizes in difference.from_position.items():
+        metrics[f"agreement/max_from_position_{first}"] = sizes.largest
+    for version, sizes in difference.of_version.items():
+        metrics[f"agreement/max_of_age_{step - version}"] = sizes.largest
     return metrics
 
 
@@ -89,43 +50,25 @@ def canary_batch(vocab_size: int, sequences: int, longest: int) -> RolloutBatch:
     lengths = torch.linspace(longest, max(2, longest // 4), sequences).long()
     responses = lengths - 1
     total = int(responses.sum())
+    tokens = torch.randint(vocab_size, (int(lengths.sum()),), generator=generator)
     return RolloutBatch(
-        tokens=torch.randint(vocab_size, (int(lengths.sum()),), generator=generator),
+        tokens=tokens.to(torch.int32),
+        loss_mask=torch.ones(total, dtype=torch.bool),
+        rollout_log_probs=torch.zeros(total),
+        run_versions=torch.zeros(sequences, dtype=torch.int64),
+        run_lengths=responses,
+        runs=torch.ones(sequences, dtype=torch.int64),
         prompt_lengths=torch.ones(sequences, dtype=torch.int64),
         response_lengths=responses,
-        sampled=torch.ones(total, dtype=torch.bool),
-        rollout_log_probs=torch.zeros(total),
-        weight_versions=torch.zeros(total, dtype=torch.int64),
         groups=torch.arange(sequences),
         rewards=torch.zeros(sequences, dtype=torch.float64),
         scored=torch.ones(sequences, dtype=torch.bool),
         truncated=torch.zeros(sequences, dtype=torch.bool),
-        advantages=torch.zeros(sequences),
     )
 
 
-def canary_differences(
-    canary: RolloutBatch, trainer: Tensor, engines: Sequence[Sequence[Sequence[float]]]
-) -> list[Difference]:
-    """One an engine.
-
-    Args:
-        trainer: [N] log-probs at temperature 1.
-        engines: log-probs by engine, then by sequence of the canary.
-    """
-    found = []
-    for scored in engines:
-        log_probs = torch.tensor([x for sequence in scored for x in sequence])
-        found.append(rollout_difference(_with_log_probs(canary, log_probs), trainer))
-    return found
-
-
-def _with_log_probs(canary: RolloutBatch, log_probs: Tensor) -> RolloutBatch:
-    return RolloutBatch(**{**vars(canary), "rollout_log_probs": log_probs})
-
-
-def canary_verdict(differences: Sequence[Difference], limit: float) -> str | None:
-    """What the canary shows; None: engines and trainer agree."""
+def canary_verdict(differences: Sequence[LogProbDifference], limit: float) -> str | None:
+    """What the canary shows, by engine; None: engines and trainer agree."""
     wrong = [i for i, difference in enumerate(differences) if not difference.agrees(limit)]
     if not wrong:
         return None
@@ -133,18 +76,17 @@ def canary_verdict(differences: Sequence[Difference], limit: float) -> str | Non
         return f"the weights of engine {wrong[0]} are to blame: the other engines agree with the trainer"
     worst = differences[wrong[0]]
     small = limit * _AGREES
-    if _largest(worst, worst.positions == 0) <= small:
+    if _first_position(worst).largest <= small:
         return (
             "positions are to blame (RoPE's base or scaling, or the attention mask): the first position, which attends "
             "to nothing else, agrees, later ones do not"
         )
-    longest = worst.sequences == worst.sequences[worst.positions.argmax()]
-    if _largest(worst, longest) <= small:
+    if worst.longest.largest <= small:
         return "padding is to blame: the longest sequence agrees, which nothing pads, shorter ones do not"
     return "the weights are to blame: the engine computes with others than the trainer, in all positions"
 
 
-def rollout_verdict(sampled: Difference, unscaled: Difference, temperature: float, limit: float) -> str:
+def rollout_verdict(sampled: LogProbDifference, unscaled: LogProbDifference, temperature: float, limit: float) -> str:
     """What is to blame for sampled log-probs that differ although the canary agrees.
 
     Args:
@@ -154,13 +96,12 @@ def rollout_verdict(sampled: Difference, unscaled: Difference, temperature: floa
     small = limit * _AGREES
     if temperature != 1.0 and unscaled.largest <= small:
         return f"the temperature is to blame: the engine samples at 1, the trainer divides by {temperature:g}"
-    if float(sampled.values.amin()) >= -small:
+    if sampled.lowest >= -small:
         return (
             "the sampling support is to blame: the engine finds every sampled token as likely as the trainer or "
             "likelier, as top-k, top-p or min-p make them"
         )
-    wrong = sampled.values.abs() > limit
-    if not wrong[sampled.positions == 0].any() and wrong.any():
+    if _first_position(sampled).largest_number <= limit < sampled.everywhere.largest_number:
         return (
             "the engine's cache or batching is to blame: the canary agrees, and so do first tokens; later ones do not"
         )
@@ -170,9 +111,8 @@ def rollout_verdict(sampled: Difference, unscaled: Difference, temperature: floa
     )
 
 
-def _largest(difference: Difference, where: Tensor) -> float:
-    chosen = difference.values[where].abs()
-    return float(chosen.amax()) if chosen.numel() else 0.0
+def _first_position(difference: LogProbDifference) -> Sizes:
+    return difference.from_position.get(0, Sizes(0, 0, 0.0))
 
 
 def limit_of(configured: float | None, dtype: str) -> float:
@@ -192,6 +132,6 @@ def require_agreement(what: str, largest: float, limit: float, verdict: str, whe
     )
 
 
-def summary(differences: Sequence[Difference]) -> Mapping[str, float]:
+def summary(differences: Sequence[LogProbDifference]) -> Mapping[str, float]:
     """The canary's metric: the largest difference of all engines."""
     return {"agreement/canary_max": max((d.largest for d in differences), default=0.0)}

@@ -1,53 +1,108 @@
-"""From the name in the configuration (`rollout.engine`) to an engine."""
+"""From the name in the configuration (`rollout.engine`) to the run's engines, one replica each."""
 
 from __future__ import annotations
 
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 
 from megatron_stare.config.schema import Config
+from megatron_stare.errors import ConfigError
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.registry import resolve
 from megatron_stare.rollout.engine import Engine
 
-SGLANG = "sglang"
 ENGINES = {
     "local": "megatron_stare.rollout.local.LocalEngine",
-    SGLANG: "megatron_stare.rollout.sglang.engine.SGLangEngine",  # built by sglang.build: it takes servers
+    "sglang": "megatron_stare.rollout.sglang.build.SGLangReplica",
 }
+WHERE = "rollout.engine"
 
 
-def make_engine(name: str, **kwargs: Any) -> Engine:
-    """A new, DIRTY engine in this process.
+class Replica(ABC):
+    """An engine on its way up. Making one starts what takes long, so that all of a run's replicas start together.
 
     Args:
-        name: a key of ENGINES, or the dotted path of an Engine.
-        kwargs: its constructor's arguments.
+        number: of the replica among those of the run.
 
     Raises:
-        ConfigError: no such engine.
+        UserError: it cannot be started.
     """
-    engine: Engine = resolve(name, ENGINES, "rollout.engine")(**kwargs)
-    return engine
+
+    @abstractmethod
+    def __init__(self, config: Config, number: int) -> None: ...
+
+    @abstractmethod
+    def engine(self) -> Engine:
+        """The engine, DIRTY. Waits until it can take weights. Raises UserError where it does not come up."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends what was started. Closing twice is allowed, and after the engine that it became."""
+
+    @classmethod
+    @abstractmethod
+    def check(cls, config: Config, shape: ModelShape) -> None:
+        """Raises ConfigError for what can be known to be wrong before anything is started."""
+
+    @classmethod
+    def count(cls, config: Config) -> int:
+        """How many replicas a run has."""
+        return config.rollout.engines
 
 
-def engine_of(config: Config) -> Engine:
-    """The engine that a run's configuration asks for, DIRTY; see make_engine and sglang.build."""
-    if config.rollout.engine == SGLANG:
-        from megatron_stare.rollout.sglang.build import build_engine
+class InProcess(Replica):
+    """An engine that is an object of its worker's process: ours, or a user's own, a subclass of Engine that is made
+    with `model_path`, `max_batch` and `threads`."""
 
-        return build_engine(config)
-    return make_engine(
-        config.rollout.engine,
-        model_path=config.model.path,
-        max_batch=config.rollout.max_batch,
-        threads=config.rollout.threads,
-    )
+    def __init__(self, config: Config, number: int, kind: type[Engine]) -> None:
+        made: Callable[..., Engine] = kind  # every subclass has a constructor of its own
+        self._made = partial(
+            made,
+            model_path=config.model.path,
+            max_batch=config.rollout.max_batch,
+            threads=config.rollout.threads,
+        )
+
+    def engine(self) -> Engine:
+        return self._made()
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+    @classmethod
+    def check(cls, config: Config, shape: ModelShape) -> None:
+        """Whatever it needs, the trainer needs too."""
 
 
-def engine_workers(config: Config) -> int:
-    """How many workers host the run's engines: one engine speaks for all SGLang servers, which balance its load."""
-    return 1 if config.rollout.engine == SGLANG else config.rollout.engines
+def resolve_engine(name: str) -> type[Engine] | type[Replica]:
+    """What a name or dotted path stands for.
+
+    Raises:
+        ConfigError: there is no such class, or it is neither an Engine nor a Replica.
+    """
+    kind = resolve(name, ENGINES, WHERE)
+    if not (isinstance(kind, type) and issubclass(kind, (Engine, Replica))):
+        raise ConfigError(f"{name!r} is not a subclass of megatron_stare.rollout.engine.Engine", where=WHERE)
+    return kind
 
 
-def requests_per_call(config: Config) -> int | None:
-    """Requests an engine is given at a time; None: all, as SGLang's servers take the next when one is answered."""
-    return None if config.rollout.engine == SGLANG else config.rollout.max_batch
+def make_replica(config: Config, number: int) -> Replica:
+    """Replica `number` of a run. Raises UserError where it cannot be started."""
+    kind = resolve_engine(config.rollout.engine)
+    return InProcess(config, number, kind) if issubclass(kind, Engine) else kind(config, number)
+
+
+def check_engine(config: Config, shape: ModelShape) -> None:
+    """Raises ConfigError for an engine that does not exist, or could not run as it is configured."""
+    _kind(config).check(config, shape)
+
+
+def replica_count(config: Config) -> int:
+    """How many replicas a run has."""
+    return _kind(config).count(config)
+
+
+def _kind(config: Config) -> type[Replica]:
+    kind = resolve_engine(config.rollout.engine)
+    return InProcess if issubclass(kind, Engine) else kind

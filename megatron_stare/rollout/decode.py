@@ -1,6 +1,6 @@
 """Decodes one batch of requests with a transformers model: prefill, then a token a step until every row is finished.
 
-Called by LocalEngine with requests it has checked; returns the responses as plain lists.
+Called by LocalEngine with requests it has checked; returns the responses as columns.
 
 Shape legend: B rows of the batch, b rows still in it, P longest prompt, R longest response.
 """
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,8 +25,8 @@ _COMPACT_BELOW = 0.5  # share of live rows under which the finished ones are dro
 
 @dataclass(frozen=True)
 class Decoded:
-    ids: list[int]
-    log_probs: list[float]  # nats
+    ids: Tensor  # [n] int32
+    log_probs: Tensor  # [n] float32, nats
     finish_reason: FinishReason
 
 
@@ -39,31 +40,35 @@ class _Prompts:
 
 
 def decode_batch(model: Any, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[Decoded]:
-    """The responses of `requests`, decoded together; at most `params.max_new_tokens` tokens each.
+    """The responses of `requests`, decoded together; at most `params.max_new_tokens` tokens each, or fewer where a
+    request says so.
 
     The noise of a row is keyed on its request, so neither its companions nor the dropping of finished rows changes what
     is drawn from a given distribution. (The distribution itself moves by float rounding, about 1e-7, with the shape of
     the matrix products.)
     """
     keys = row_keys(params.seed, params.step, [r.prompt_cursor for r in requests], [r.sample_index for r in requests])
+    starts = np.array([r.start for r in requests])
+    limits = torch.tensor([min(r.max_new_tokens or params.max_new_tokens, params.max_new_tokens) for r in requests])
+    longest = int(limits.max())
     stop = torch.tensor(params.stop_token_ids, dtype=torch.int64)
-    ids = torch.zeros(len(requests), params.max_new_tokens, dtype=torch.int64)  # [B, R]
-    log_probs = torch.zeros(len(requests), params.max_new_tokens)  # [B, R]
-    lengths = torch.full((len(requests),), params.max_new_tokens)  # [B]
+    ids = torch.zeros(len(requests), longest, dtype=torch.int32)  # [B, R]
+    log_probs = torch.zeros(len(requests), longest)  # [B, R]
+    lengths = limits.clone()  # [B]
     stopped = torch.zeros(len(requests), dtype=torch.bool)  # [B]
 
     rows = torch.arange(len(requests))  # [b] which request each row of the running batch is
-    logits, cache, positions, mask = _prefill(model, requests, params.max_new_tokens)
-    for step in range(params.max_new_tokens):
-        noise = None if params.greedy else uniforms(keys, step)[rows]
-        tokens, token_log_probs = choose_tokens(logits, params.temperature, noise)
+    logits, cache, positions, mask = _prefill(model, requests, longest)
+    for step in range(longest):
+        noise = None if params.greedy else uniforms(keys, starts + step)[rows]
+        tokens, token_log_probs = choose_tokens(logits, params.temperature, noise, params.top_p)
         # finished rows that are still in the batch write on; what they write lies beyond their length
-        ids[rows, step], log_probs[rows, step] = tokens, token_log_probs
-        ends = torch.isin(tokens, stop) & ~stopped[rows]
+        ids[rows, step], log_probs[rows, step] = tokens.to(torch.int32), token_log_probs
+        ends = torch.isin(tokens, stop) & ~stopped[rows] & (step < limits[rows])
         lengths[rows[ends]] = step + 1
         stopped[rows[ends]] = True
-        live = (~stopped[rows]).nonzero()[:, 0]
-        if step + 1 == params.max_new_tokens or not live.numel():
+        live = (~stopped[rows] & (step + 1 < limits[rows])).nonzero()[:, 0]
+        if not live.numel():
             break
         if live.numel() < _COMPACT_BELOW * rows.numel():
             rows, tokens = rows[live], tokens[live]
@@ -72,7 +77,10 @@ def decode_batch(model: Any, requests: Sequence[GenerateRequest], params: Sampli
         positions = positions + 1
         seen = None if mask is None else mask[:, : cache.get_seq_length() + 1]
         logits = _forward(model, tokens[:, None], positions, seen, cache)
-    return _split(ids, log_probs, lengths, stopped)
+    return [
+        Decoded(ids[i, :n].clone(), log_probs[i, :n].clone(), "stop" if ended else "length")
+        for i, (n, ended) in enumerate(zip(lengths.tolist(), stopped.tolist(), strict=True))
+    ]
 
 
 def _prefill(
@@ -115,8 +123,3 @@ def _forward(model: Any, ids: Tensor, positions: Tensor, mask: Tensor | None, ca
         use_cache=True,
         logits_to_keep=1,
     ).logits[:, -1]
-
-
-def _split(ids: Tensor, log_probs: Tensor, lengths: Tensor, stopped: Tensor) -> list[Decoded]:
-    rows = zip(ids.tolist(), log_probs.tolist(), lengths.tolist(), stopped.tolist(), strict=True)
-    return [Decoded(i[:n], p[:n], "stop" if s else "length") for i, p, n, s in rows]

@@ -1,7 +1,8 @@
-"""What a rollout engine is: the records it takes and returns, and the calls it answers, shaped after SGLang's protocol.
+"""What a rollout engine is: one replica of the policy that samples responses, and the records it takes and returns.
 
-Requests come from collect.py, results go back to it. Weights come from the weight sync, under Hugging Face names.
-LocalEngine (local.py) answers in process.
+An engine lives in a worker of its own. Requests come from the pool (pool.py), results go back to it; weights come from
+the weight sync, under Hugging Face names. LocalEngine (local.py) computes in its worker's process, others speak for a
+server.
 """
 
 from __future__ import annotations
@@ -14,27 +15,33 @@ from torch import Tensor
 
 from megatron_stare.batch import FinishReason, SamplingParams
 from megatron_stare.errors import UserError
+from megatron_stare.records.trajectory import VersionRuns
 from megatron_stare.rollout.state import EngineState
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One response wanted. `prompt_cursor` and `sample_index` key its sampling noise (sampling.py)."""
+    """Tokens wanted: a response, or the next part of one.
 
-    rid: str  # unique among the requests of a call
-    input_ids: tuple[int, ...]
+    `prompt_cursor`, `sample_index` and the position in the response key its sampling noise (sampling.py).
+    """
+
+    rid: str  # unique among the requests under way
+    input_ids: tuple[int, ...]  # all that stands before what is wanted
     prompt_cursor: int
     sample_index: int
+    start: int = 0  # tokens of the response that are among `input_ids`
+    max_new_tokens: int | None = None  # at most as many as the sampling parameters allow; None: as many
 
 
 @dataclass(frozen=True)
 class GenerateResult:
-    """One response. The three lists are equally long; the stop token, where there is one, is in all of them."""
+    """What was sampled, n tokens; the stop token, where there is one, is among them."""
 
     rid: str
-    output_ids: list[int]
-    output_log_probs: list[float]  # nats, of the temperature-scaled distribution
-    weight_versions: list[int]  # of the weights that sampled each token
+    output_ids: Tensor  # [n] int32
+    output_log_probs: Tensor  # [n] float32, nats, of the temperature-scaled distribution
+    versions: VersionRuns  # of the weights that sampled the tokens
     finish_reason: FinishReason
     prompt_tokens: int
 
@@ -45,13 +52,17 @@ class GenerateResult:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What an engine holds."""
+    """What an engine holds, and how it wants its requests."""
 
     weight_version: int | None  # None unless the state is HEALTHY: no other weights are those of a version
     state: EngineState
     vocab_size: int  # of the model's config, which may exceed the tokenizer's
     context_length: int  # tokens, prompt and response together
     stop_token_ids: tuple[int, ...]  # of the model's folder; the tokenizer's are not known here
+    # How many requests it is given at a time; None: all that wait, at once. Such an engine decodes together what it is
+    # given, and what stands in a batch moves the last bits: what it is given must not depend on the clock.
+    capacity: int | None = None
+    served: bool = False  # the calls of a ServedEngine are answered
 
 
 class WeightUpdateError(UserError):
@@ -62,15 +73,27 @@ class Engine(ABC):
     """Samples responses with the weights it was sent. Starts DIRTY; one caller at a time."""
 
     @abstractmethod
-    def generate(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[GenerateResult]:
-        """One result a request, in the order of the requests.
+    def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> None:
+        """Takes requests, which are checked first: none is taken if one is wrong.
 
-        A response depends on the weights, the request and `params`, not on what else is in the call.
+        A response depends on the weights, the request and `params`, not on what else is under way.
 
         Raises:
-            UserError: a prompt or a sampling field is out of range; checked before anything is sampled.
+            UserError: a prompt or a sampling field is out of range.
             EngineStateError: the engine is not HEALTHY.
         """
+
+    @abstractmethod
+    def collect(self, wait_s: float) -> list[GenerateResult]:
+        """What has been finished since the last call, in any order; each request is answered once.
+
+        Args:
+            wait_s: after which it returns though nothing is finished; an engine in process does not look at it.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Forgets all requests under way; none of them is answered any more."""
 
     @abstractmethod
     def begin_weight_update(self, version: int) -> None:
@@ -112,17 +135,22 @@ class Engine(ABC):
     def close(self) -> None:
         """Frees the model; the engine is DEAD. Closing twice is allowed."""
 
+    def generate(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[GenerateResult]:
+        """One result a request, in the order of the requests; waits for the last of them."""
+        self.submit(requests, params)
+        found: dict[str, GenerateResult] = {}
+        while len(found) < len(requests):
+            found |= {result.rid: result for result in self.collect(wait_s=1.0)}
+        return [found[request.rid] for request in requests]
+
 
 class ServedEngine(Engine):
-    """An engine in front of servers: they compute apart from the trainer, so their arithmetic is compared with its own
-    step by step, and they can be put aside while it trains."""
+    """An engine in front of a server: it computes apart from the trainer, so its arithmetic is compared with the
+    trainer's step by step, and it can be put aside while the trainer computes."""
 
     @abstractmethod
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """Every server's log-probs, at temperature 1, of all tokens but the first of every sequence.
-
-        Returns:
-            By server, then by sequence.
+    def prompt_log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs, at temperature 1, of all tokens but the first of every sequence.
 
         Raises:
             EngineStateError: the engine is not HEALTHY.
@@ -146,4 +174,4 @@ class ServedEngine(Engine):
 
     @abstractmethod
     def memory_mb(self) -> float | None:
-        """What the servers hold now, 10^6 bytes; None where that is not known."""
+        """What the server holds now, 10^6 bytes; None where that is not known."""

@@ -7,7 +7,7 @@ driver through engine.py.
 
 from __future__ import annotations
 
-import math
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -61,24 +61,37 @@ class LocalEngine(Engine):
         self._state = EngineState.DIRTY
         self._version: int | None = None
         self._ledger: WeightLedger | None = None
+        self._waiting: deque[tuple[GenerateRequest, SamplingParams]] = deque()
 
-    def generate(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[GenerateResult]:
-        """See Engine. Raises NonFiniteError where the logits are not finite."""
+    def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> None:
         require(self._state, EngineState.HEALTHY, "generate")
         check_params(params)
         check_requests(requests, params, self.model_info())
-        # prompts of like length together: less padding, and equal prompts meet and are run once
-        order = sorted(range(len(requests)), key=lambda i: (len(requests[i].input_ids), requests[i].input_ids, i))
-        results: dict[int, GenerateResult] = {}
+        self._waiting.extend((request, params) for request in requests)
+
+    def collect(self, wait_s: float) -> list[GenerateResult]:
+        """The next `max_batch` of what was submitted, in the order it came; see Engine.
+
+        Raises NonFiniteError where the logits are not finite.
+        """
+        chunk = [self._waiting.popleft() for _ in range(min(self._max_batch, len(self._waiting)))]
+        if not chunk:
+            return []
+        params = chunk[0][1]
+        while chunk[-1][1] != params:  # of another call: they are for another batch
+            self._waiting.appendleft(chunk.pop())
+        # equal prompts meet in a batch and are run once
+        requests = sorted((request for request, _ in chunk), key=lambda r: (len(r.input_ids), r.input_ids))
         with torch.inference_mode():
-            for start in range(0, len(order), self._max_batch):
-                chunk = order[start : start + self._max_batch]
-                decoded = decode_batch(self._model, [requests[i] for i in chunk], params)
-                results |= {i: self._result(requests[i], d) for i, d in zip(chunk, decoded, strict=True)}
-        return [results[i] for i in range(len(requests))]
+            decoded = decode_batch(self._model, requests, params)
+        return [self._result(request, each) for request, each in zip(requests, decoded, strict=True)]
+
+    def abort(self) -> None:
+        self._waiting.clear()
 
     def begin_weight_update(self, version: int) -> None:
         self._state = advance(self._state, EngineState.UPDATING)
+        self._waiting.clear()
         self._version = None
         self._ledger = WeightLedger(version, {name: p.shape for name, p in self._parameters.items()})
 
@@ -122,7 +135,7 @@ class LocalEngine(Engine):
         self._state, self._ledger = advance(self._state, EngineState.DIRTY), None
 
     def _result(self, request: GenerateRequest, decoded: Decoded) -> GenerateResult:
-        if not all(map(math.isfinite, decoded.log_probs)):
+        if not bool(decoded.log_probs.isfinite().all()):
             raise NonFiniteError(
                 f"the model's logits are not finite (weights of version {self._version})",
                 where=f"request {request.rid}",
@@ -133,7 +146,7 @@ class LocalEngine(Engine):
             rid=request.rid,
             output_ids=decoded.ids,
             output_log_probs=decoded.log_probs,
-            weight_versions=[self._version] * len(decoded.ids),
+            versions=((self._version, len(decoded.ids)),) if len(decoded.ids) else (),
             finish_reason=decoded.finish_reason,
             prompt_tokens=len(request.input_ids),
         )

@@ -18,9 +18,11 @@ from torch import Tensor
 from megatron_stare.algorithms import METHODS
 from megatron_stare.algorithms.entropy_bonus import USED
 from megatron_stare.algorithms.method import Method
-from megatron_stare.batch import Prompt, RolloutBatch, Sample, TokenBatch
+from megatron_stare.batch import Prompt, TokenBatch
 from megatron_stare.methods import build_method
 from megatron_stare.ops.statistics import gather_statistics
+from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.records.trajectory import Trajectory, sampled_trajectory
 
 # by prompt: the rewards of its responses; None: the verifier failed
 REWARDS: list[list[float | None]] = [
@@ -103,7 +105,7 @@ def rollout_batch() -> RolloutBatch:
     """Rewards as above. Every response has a tool observation within it; failed answers stand with a reward that would
     count if it were read."""
     generator = torch.Generator().manual_seed(5)
-    samples: list[Sample] = []
+    samples: list[Trajectory] = []
     for cursor, rewards in enumerate(REWARDS):
         prompt = Prompt(cursor, str(cursor), "", "", (1, 2))
         for number, reward in enumerate(rewards):
@@ -111,13 +113,14 @@ def rollout_batch() -> RolloutBatch:
             start = int(torch.randint(1, n - 2, (), generator=generator))
             mask = [not start <= t < start + 2 for t in range(n)]
             finish = "length" if len(samples) in TRUNCATED else "stop"
-            sample = Sample(prompt, number, [2] * n, [0.0] * n, [0] * n, finish, loss_mask=mask)  # type: ignore[arg-type]
+            sample = sampled_trajectory(prompt, number, [2] * n, [0.0] * n, finish_reason=finish)  # type: ignore[arg-type]
+            sample.loss_mask = torch.tensor(mask)
             # of a prompt that is always solved the failed answer reads as wrong, of one that never is as right
             others = {x for x in rewards if x is not None}
             sample.reward = reward if reward is not None else 1.0 - min(others)
             sample.reward_status = "ok" if reward is not None else "crash"
             samples.append(sample)
-    return RolloutBatch.from_samples(samples, step=4)
+    return RolloutBatch.from_trajectories(samples, step=4)
 
 
 def scores_of(number: int, read: str) -> Scores:

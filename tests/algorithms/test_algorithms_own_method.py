@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import random_batch, save_model
+from steps import score
 from token_batches import by_sequence, loss_and_gradient, token_batch
 from torch import Tensor
 
@@ -14,8 +15,6 @@ from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.methods import build_method
-from megatron_stare.ops.plan import plan_mini_batches
-from megatron_stare.orchestration.groups import plan_rules
 from megatron_stare.preflight import check
 
 NAME = "my_method.MyMethod"
@@ -47,9 +46,7 @@ def test_it_weighs_by_surprisal_and_is_exact_over_micro_batches() -> None:
 def _step(rank: int, init: str, config: Config) -> tuple[dict[str, float] | None, dict[str, Tensor]]:
     """One training step on this rank: the step's metrics, and this rank's part of the new weights."""
     trainer = Trainer(config, rank, init)
-    batch = random_batch(seed=3, size=10)
-    batch.advantages = trainer.method.response_advantages(batch)
-    trainer.score(batch, plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), plan_rules(config)))
+    score(trainer, trainer.method.judge(random_batch(seed=3, size=10)))
     trainer.measure(trainer.method.initial_state())
     reported = trainer.update()
     weights = trainer.export()

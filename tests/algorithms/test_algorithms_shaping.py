@@ -10,8 +10,10 @@ from shaped_by_hand import advantages, penalties
 
 from megatron_stare.algorithms.policy import PolicyGradient
 from megatron_stare.algorithms.shaping import informative_groups
-from megatron_stare.batch import Prompt, RolloutBatch, Sample
+from megatron_stare.batch import Prompt
 from megatron_stare.methods import build_method
+from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.records.trajectory import Trajectory, sampled_trajectory
 
 BATCHES = 30
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -28,16 +30,16 @@ def batch_of(seed: int) -> RolloutBatch:
     def chance(p: float) -> bool:
         return bool(torch.rand((), generator=generator) < p)
 
-    samples: list[Sample] = []
+    samples: list[Trajectory] = []
     for cursor, size in enumerate(torch.randint(1, 9, (5,), generator=generator).tolist()):
         prompt, solved = Prompt(cursor, str(cursor), "", "", (1,)), 0.2 + 0.2 * cursor
         for number in range(size):
             n = int(torch.randint(1, 41, (), generator=generator))
             finish = "length" if chance(0.2) else "stop"
-            sample = Sample(prompt, number, [2] * n, [0.0] * n, [0] * n, finish)  # type: ignore[arg-type]
+            sample = sampled_trajectory(prompt, number, [2] * n, [0.0] * n, finish_reason=finish)  # type: ignore[arg-type]
             sample.reward, sample.reward_status = float(chance(solved)), "timeout" if chance(0.25) else "ok"
             samples.append(sample)
-    return RolloutBatch.from_samples(samples)
+    return RolloutBatch.from_trajectories(samples)
 
 
 @pytest.mark.parametrize("case", SETTINGS)

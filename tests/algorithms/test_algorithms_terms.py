@@ -21,7 +21,9 @@ from megatron_stare.algorithms.gtpo import Gtpo
 from megatron_stare.algorithms.kl import ReferenceKl, kl_estimate
 from megatron_stare.algorithms.shaping import LengthPenalty, Overlong
 from megatron_stare.algorithms.twenty_entropy import TwentyEntropy
-from megatron_stare.batch import Prompt, RolloutBatch, Sample
+from megatron_stare.batch import Prompt
+from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.records.trajectory import sampled_trajectory
 from megatron_stare.statistics import Count, scalar
 
 MIXED = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
@@ -255,12 +257,12 @@ def test_a_steered_bonus_keeps_its_state_without_a_number() -> None:
 
 def rollout(lengths: list[int], rewards: list[float], truncated: list[bool]) -> RolloutBatch:
     prompt = Prompt(cursor=0, id="p", text="", answer="", token_ids=(1,))
-    return RolloutBatch.from_samples(
-        [
-            Sample(prompt, i, [2] * n, [0.0] * n, [0] * n, "length" if cut else "stop", reward=r, reward_status="ok")
-            for i, (n, r, cut) in enumerate(zip(lengths, rewards, truncated, strict=True))
-        ]
-    )
+    made = []
+    for i, (n, reward, cut) in enumerate(zip(lengths, rewards, truncated, strict=True)):
+        one = sampled_trajectory(prompt, i, [2] * n, [0.0] * n, finish_reason="length" if cut else "stop")
+        one.reward, one.reward_status = reward, "ok"
+        made.append(one)
+    return RolloutBatch.from_trajectories(made)
 
 
 CUT = rollout([10, 20, 20, 5], [1.0, 0.0, 1.0, 0.0], [False, True, True, False])
@@ -279,13 +281,18 @@ def test_what_a_truncated_response_counts_for(setting: Any, loss: list[bool], mo
     assert method.carries_loss(CUT).tolist() == loss
     assert method.enters_moments(CUT).tolist() == moments
     want = method.advantages(CUT.rewards, CUT.groups, torch.tensor(moments))
-    assert torch.equal(method.response_advantages(CUT), want)
+    judged = method.judge(CUT)
+    assert judged.advantages is not None and torch.equal(judged.advantages, want)
+    assert judged.carries_loss is not None and judged.carries_loss.tolist() == loss
 
 
 def test_overlong_punishment_comes_before_the_advantage() -> None:
     method = Dapo(overlong=Overlong(max_length=20, cache=10, factor=2.0))
     assert method.shaped_rewards(CUT).tolist() == [1.0, -2.0, -1.0, 0.0]
-    assert method.response_advantages(CUT)[0] > 0 > method.response_advantages(CUT)[2]
+    judged = method.judge(CUT)
+    assert judged.advantages is not None and judged.advantages[0] > 0 > judged.advantages[2]
+    assert judged.penalties is not None and judged.penalties.tolist() == [0.0, -2.0, -2.0, 0.0]
+    assert torch.equal(judged.rewards, CUT.rewards)
 
 
 def test_grop_punishes_long_correct_answers_of_easy_prompts() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import random_batch, save_model
-from steps import plan_of
+from steps import plan_of, score
 from torch import Tensor
 
 from megatron_stare.batch import TokenBatch
@@ -41,11 +41,11 @@ def one_rank(rank: int, init: str, config: Config) -> dict[str, Any]:
     batch = random_batch(SEED, SIZE)
     batch.step = 1
     plan = plan_of(config, batch)
-    worker.score(batch, plan)
+    score(worker, batch, plan)
     worker.measure(worker.method.initial_state())
     before = worker.step.measured.tokens if worker.step.measured is not None else None
     result = worker.update()
-    worker.score(batch, plan)
+    score(worker, batch, plan)
     after = worker.step.measured.tokens.entropy if worker.step.measured is not None else None
     worker.close()
     return {"metrics": result[0] if result else None, "before": before, "after": after}

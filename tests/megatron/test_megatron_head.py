@@ -10,17 +10,17 @@ import pytest
 import torch
 from models import random_batch, save_model
 from ranks import RankPool
-from steps import plan_of
+from steps import score as score_on
 from torch import Tensor
 
-from megatron_stare.batch import RolloutBatch
 from megatron_stare.config.schema import Config, ModelConfig, ParallelConfig
 from megatron_stare.megatron import layout as parallel_layout
+from megatron_stare.megatron.batching.microbatch import RankBatch
+from megatron_stare.megatron.batching.sequence_layout import WholeSequences
 from megatron_stare.megatron.cpu_backend import device
 from megatron_stare.megatron.export import main_grad
 from megatron_stare.megatron.head import Head
 from megatron_stare.megatron.head_choice import choose_head, largest_logits
-from megatron_stare.megatron.microbatch import RankBatch
 from megatron_stare.megatron.model import build_policy, load_hf
 from megatron_stare.megatron.passes import accumulate_gradients, score
 from megatron_stare.megatron.trainer import Trainer
@@ -28,6 +28,7 @@ from megatron_stare.models import cost_of, read_shape
 from megatron_stare.ops import linear_head, vocab_parallel
 from megatron_stare.ops.linear_head import Mode
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
+from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.weights.hf_folder import HfFolder
 
 MODES = ["materialised", "gradient_in_forward", "recompute"]
@@ -57,7 +58,7 @@ def test_the_size_of_the_logits(tmp_path: Path) -> None:
 
 def with_observations(batch: RolloutBatch) -> RolloutBatch:
     """Every third token of a response was not sampled."""
-    return replace(batch, sampled=torch.arange(len(batch.sampled)) % 3 != 1)
+    return replace(batch, loss_mask=torch.arange(len(batch.loss_mask)) % 3 != 1)
 
 
 def _seen(rank: int, init: str, path: str, mode: Mode, dtype: Any) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def _seen(rank: int, init: str, path: str, mode: Mode, dtype: Any) -> dict[str, 
     plan = plan_micro_batches(
         batch.lengths.tolist(), PlanRules(data_parallel=1, budget=40, packed=True, cost=cost_of(shape))
     )
-    rank_batch = RankBatch(batch, plan, 0, device(), packed=True)
+    rank_batch = RankBatch(batch.share(plan.samples_of(0)), plan, 0, device(), WholeSequences(packed=True))
     head = Head(shape.vocab_size, 1.0, layout, mode=mode, chunk=4)
     met: list[Tensor] = []
 
@@ -94,7 +95,7 @@ def _seen(rank: int, init: str, path: str, mode: Mode, dtype: Any) -> dict[str, 
         "largest": max(len(logits) for logits in met),
         "dtypes": {logits.dtype for logits in met},
         "ratio_is_one": torch.equal(log_prob, logged["lp"]),
-        "sampled": int(batch.sampled.sum()),
+        "sampled": int(batch.loss_mask.sum()),
         "index": rank_batch.index,
         "gradient": main_grad(weight).clone(),
     }
@@ -138,7 +139,7 @@ def _gradients(rank: int, init: str, config: Config) -> tuple[dict[str, Tensor],
     """Of two updates, of which the second one's ratios are not 1; and the notes."""
     trainer = Trainer(config, rank, init)
     batch = random_batch(8, 8)
-    trainer.score(batch, plan_of(config, batch))
+    score_on(trainer, batch)
     trainer.measure(trainer.method.initial_state())
     gradients = {}
     for number in range(2):

@@ -20,9 +20,11 @@ from test_megatron_parity import as_saved
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_stare.batch import Prompt, RolloutBatch, Sample
+from megatron_stare.batch import Prompt
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.records.trajectory import Trajectory, sampled_trajectory
 
 pytestmark = pytest.mark.distributed
 VOCAB, TEMPERATURE, STEPS, EPOCHS, PROMPTS, MINI_BATCH = 37, 0.8, 2, 2, 4, 2
@@ -40,19 +42,20 @@ def batch_of(step: int) -> RolloutBatch:
     def draw(low: int, high: int) -> int:
         return int(torch.randint(low, high, (), generator=generator))
 
-    samples: list[Sample] = []
+    samples: list[Trajectory] = []
     for cursor, rewards in enumerate(REWARDS):
         prompt = Prompt(cursor, str(cursor), "", "", tuple(draw(2, VOCAB) for _ in range(2 + cursor)))
         for number, reward in enumerate(rewards):
             n = draw(4, 11)
             rollout = [-draw(100, 500) / 100 for _ in range(n)]
             finish = "length" if len(samples) == TRUNCATED else "stop"
-            sample = Sample(prompt, number, [draw(2, VOCAB) for _ in range(n)], rollout, [0] * n, finish)  # type: ignore[arg-type]
+            ids = [draw(2, VOCAB) for _ in range(n)]
+            sample = sampled_trajectory(prompt, number, ids, rollout, finish_reason=finish)  # type: ignore[arg-type]
             if cursor == 3:
-                sample.loss_mask = [t != 2 for t in range(n)]
+                sample.loss_mask = torch.arange(n) != 2
             sample.reward, sample.reward_status = reward, "ok" if reward is not None else "timeout"
             samples.append(sample)
-    return RolloutBatch.from_samples(samples, step=step)
+    return RolloutBatch.from_trajectories(samples, step=step)
 
 
 def config_of(path: Path, algorithm: dict[str, Any], clip_grad: float, **sections: Any) -> Config:

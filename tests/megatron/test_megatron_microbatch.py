@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from test_megatron_methods import MINI_BATCH, batch_of
 
-from megatron_stare.megatron.microbatch import RankBatch
+from megatron_stare.megatron.batching.microbatch import RankBatch
+from megatron_stare.megatron.batching.sequence_layout import WholeSequences
 from megatron_stare.ops.plan import PlanRules, plan_mini_batches
 
 DATA = 2
@@ -15,25 +16,33 @@ DATA = 2
 
 def test_tool_observations_and_failed_answers_carry_no_loss() -> None:
     batch = batch_of(1)
-    batch.advantages = torch.arange(batch.size, dtype=torch.float64)
     rules = PlanRules(data_parallel=DATA, budget=24, packed=True, mini_batch_prompts=MINI_BATCH)
     plan = plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), rules)
-    carries, shaped = batch.scored & ~batch.truncated, batch.rewards - 0.25
+    carries, judged_against = batch.scored & ~batch.truncated, batch.scored
+    batch = replace(
+        batch,
+        advantages=torch.arange(batch.size, dtype=torch.float64),
+        carries_loss=carries,
+        enters_moments=judged_against,
+        penalties=torch.full((batch.size,), -0.25, dtype=torch.float64),
+    )
     lengths = [
         int(x.sum()) if carry else 0
-        for x, carry in zip(batch.sampled.split(batch.response_lengths.tolist()), carries.tolist(), strict=True)
+        for x, carry in zip(batch.loss_mask.split(batch.response_lengths.tolist()), carries.tolist(), strict=True)
     ]
     assert 0 < lengths.count(0) < batch.size
     starts = (batch.response_lengths.cumsum(0) - batch.response_lengths).tolist()
     seen: list[int] = []
     for rank in range(DATA):
-        part = RankBatch(batch, plan, rank, torch.device("cpu"), packed=True)
+        share = batch.share(plan.samples_of(rank))
+        part = RankBatch(share, plan, rank, torch.device("cpu"), WholeSequences(packed=True))
         scores = torch.zeros(len(part.index))
-        tokens = part.token_batch(scores, scores, carries, shaped)
+        tokens = part.token_batch(scores, scores)
         seen += tokens.index.tolist()
         rows = list(zip(tokens.index.tolist(), tokens.sequence.tolist(), tokens.position.tolist(), strict=True))
         assert all(index == starts[sample] + position for index, sample, position in rows)
         assert tokens.mask.tolist() == [bool(carries[sample]) for _, sample, _ in rows]
+        assert tokens.in_moments.tolist() == [bool(judged_against[sample]) for _, sample, _ in rows]
         assert tokens.advantage.tolist() == [float(sample) for _, sample, _ in rows]
         assert tokens.num_sequences == sum(n > 0 for n in lengths)
         assert tokens.sequence_lengths is not None and tokens.sequence_lengths.tolist() == lengths
@@ -41,11 +50,19 @@ def test_tool_observations_and_failed_answers_carry_no_loss() -> None:
         for number in range(2):
             mine = set(plan.samples(number))
             assert {int(batch.groups[i]) // MINI_BATCH for i in mine} == {number}
-            few = part.tokens_of(number, tokens, carries)
+            few = part.tokens_of(number, tokens)
             assert few.mask.tolist() == [bool(carries[sample]) and sample in mine for _, sample, _ in rows]
             want = [n if i in mine else 0 for i, n in enumerate(lengths)]
             assert few.sequence_lengths is not None and few.sequence_lengths.tolist() == want
             assert few.num_sequences == sum(n > 0 for n in want)
-            same = replace(few, mask=tokens.mask, sequence_lengths=tokens.sequence_lengths, num_sequences=0)
+            judged = [bool(judged_against[sample]) and sample in mine for _, sample, _ in rows]
+            assert few.in_moments.tolist() == judged
+            same = replace(
+                few,
+                mask=tokens.mask,
+                moments_mask=tokens.moments_mask,
+                sequence_lengths=tokens.sequence_lengths,
+                num_sequences=0,
+            )
             assert vars(same) == vars(replace(tokens, num_sequences=0))  # nothing else is the mini-batch's own
-    assert sorted(seen) == batch.sampled.nonzero().squeeze(1).tolist()  # every sampled token on one rank
+    assert sorted(seen) == batch.loss_mask.nonzero().squeeze(1).tolist()  # every sampled token on one rank

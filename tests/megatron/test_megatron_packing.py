@@ -9,7 +9,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_stare.megatron.attention import SdpaCoreAttention
-from megatron_stare.megatron.packing import PADDING_LIMIT, pack
+from megatron_stare.megatron.batching.packing import PADDING_LIMIT, pack
 
 CPU = torch.device("cpu")
 

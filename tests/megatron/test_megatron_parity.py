@@ -15,19 +15,20 @@ from models import FAMILIES, PARITY, random_batch, save_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_stare.batch import RolloutBatch
-from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_stare.config.schema import BatchConfig, Config, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_stare.megatron import layout as parallel_layout
+from megatron_stare.megatron.batching.microbatch import RankBatch
+from megatron_stare.megatron.batching.sequence_layout import sequence_layout
 from megatron_stare.megatron.cpu_backend import backend, device
 from megatron_stare.megatron.export import export_gradients, export_hf
 from megatron_stare.megatron.head import Head
-from megatron_stare.megatron.microbatch import RankBatch
 from megatron_stare.megatron.model import build_policy, load_hf
 from megatron_stare.megatron.optimizer import build_optimizer
 from megatron_stare.megatron.passes import accumulate_gradients, score
 from megatron_stare.models import cost_of, read_shape
 from megatron_stare.ops.linear_head import Mode
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
+from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.weights.hf_folder import HfFolder
 
 TEMPERATURE = 0.8
@@ -61,9 +62,9 @@ def step_of(
         cost=cost_of(shape),
     )
     plan = plan_micro_batches(batch.lengths.tolist(), rules)
-    multiple = layout.tp if parallel.sequence else 1
-    uniform = parallel.virtual_pipeline > 1
-    rank_batch = RankBatch(batch, plan, layout.dp_rank, device(), packed=packed, multiple=multiple, uniform=uniform)
+    config = Config(model=ModelConfig(path=path), parallel=parallel, batch=BatchConfig(packed=packed))
+    share = batch.share(plan.samples_of(layout.dp_rank))
+    rank_batch = RankBatch(share, plan, layout.dp_rank, device(), sequence_layout(config, layout))
     head = Head(shape.vocab_size, TEMPERATURE, layout, entropy_gradient=True, mode=mode, chunk=CHUNK)
     log_prob, entropy = score(model, rank_batch, head)
     total = int(batch.response_lengths.sum())
@@ -93,7 +94,7 @@ def truth(path: Path, batch: RolloutBatch) -> tuple[Tensor, Tensor, dict[str, Te
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     log_probs, entropies, start = [], [], 0
     for prompt, response in zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), strict=True):
-        tokens = batch.tokens[start : start + prompt + response]
+        tokens = batch.tokens[start : start + prompt + response].long()
         start += prompt + response
         log_p = (model(tokens[None]).logits[0, prompt - 1 : -1] / TEMPERATURE).log_softmax(1)
         log_probs.append(log_p.gather(1, tokens[prompt:, None]).squeeze(1))

@@ -17,9 +17,9 @@ from steps import plan_of, take_step
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_stare.batch import RolloutBatch
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.records.rollout_batch import RolloutBatch
 
 pytestmark = pytest.mark.distributed
 SEED, SIZE, GROUPS, MINI_BATCH, EPOCHS = 8, 8, 4, 2, 2  # every group of this batch teaches something
@@ -56,42 +56,47 @@ def config_of(path: Path, **sections: Any) -> Config:
     return Config.model_validate(tree)
 
 
-def batch_of(seed: int) -> RolloutBatch:
-    """With rollout log-probs of their own, for selections to read."""
+def batch_of(seed: int, *, observations: bool = False) -> RolloutBatch:
+    """With rollout log-probs of their own, for selections to read; and some tokens that no policy sampled."""
     batch = random_batch(seed, SIZE)
     generator = torch.Generator().manual_seed(seed)
     batch.rollout_log_probs = -4 * torch.rand(batch.rollout_log_probs.shape, generator=generator)
+    if observations:
+        batch.loss_mask = torch.arange(len(batch.loss_mask)) % 4 != 1
     return batch
 
 
 def one_step(
-    rank: int, init: str, config: Config
+    rank: int, init: str, config: Config, observations: bool = False
 ) -> tuple[dict[str, Tensor], list[dict[str, float]], dict[str, float]]:
     """This rank's weights after one step, and what it reported."""
     trainer = Trainer(config, rank, init)
-    metrics, state = take_step(trainer, batch_of(SEED))
+    metrics, state = take_step(trainer, batch_of(SEED, observations=observations))
     weights = trainer.export()
     trainer.close()
     return weights, metrics, state
 
 
-def run(ranks: RankPool, config: Config) -> tuple[dict[str, Tensor], list[dict[str, float]], dict[str, float]]:
+def run(
+    ranks: RankPool, config: Config, *, observations: bool = False
+) -> tuple[dict[str, Tensor], list[dict[str, float]], dict[str, float]]:
     """The whole policy, the metrics of every update, and the method's state for the next step."""
-    results = ranks.run(one_step, config.parallel.world_size, config)
+    results = ranks.run(one_step, config.parallel.world_size, config, observations)
     weights = {name: weight for part, _, _ in results for name, weight in part.items()}
     (reported,) = [(metrics, state) for _, metrics, state in results if metrics]
     return weights, *reported
 
 
 def log_probs(policy: Any, batch: RolloutBatch) -> list[Tensor]:
-    """[n] of every sample."""
+    """[n] of the loss mask of every sample."""
     ends = batch.lengths.cumsum(0).tolist()
-    cut = [batch.tokens[end - n : end] for end, n in zip(ends, batch.lengths.tolist(), strict=True)]
+    cut = [batch.tokens[end - n : end].long() for end, n in zip(ends, batch.lengths.tolist(), strict=True)]
     prompts = batch.prompt_lengths.tolist()
     logits = [policy(tokens[None]).logits[0, p - 1 : -1] for tokens, p in zip(cut, prompts, strict=True)]
+    kept = batch.loss_mask.split(batch.response_lengths.tolist())
     return [
-        x.log_softmax(-1).gather(1, tokens[p:, None]).squeeze(1)
-        for x, tokens, p in zip(logits, cut, prompts, strict=True)
+        x.log_softmax(-1).gather(1, tokens[p:, None]).squeeze(1)[mask]
+        for x, tokens, p, mask in zip(logits, cut, prompts, kept, strict=True)
     ]
 
 
@@ -105,14 +110,13 @@ def weights_by_hand(read: Tensor, advantage: Tensor) -> Tensor:
     return weight
 
 
-def by_hand(path: Path, config: Config, surprisal: str, scope: str) -> dict[str, Tensor]:
+def by_hand(path: Path, config: Config, surprisal: str, scope: str, batch: RolloutBatch) -> dict[str, Tensor]:
     """The policy after the same updates. An update's batch is that of its mini-batch: threshold, N, and all."""
     policy = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
-    batch = batch_of(SEED)
     assert batch.advantages is not None
     with torch.no_grad():
         old = log_probs(policy, batch)
-    rollout = batch.rollout_log_probs.split(batch.response_lengths.tolist())
+    rollout = batch.rollout_log_probs[batch.loss_mask].split(batch.loss_lengths.tolist())
     plan = plan_of(config, batch)
     for _, number in itertools.product(range(EPOCHS), range(GROUPS // MINI_BATCH)):
         now = log_probs(policy, batch)
@@ -139,15 +143,27 @@ def by_hand(path: Path, config: Config, surprisal: str, scope: str) -> dict[str,
 
 
 @pytest.mark.parametrize(
-    ("surprisal", "scope"),
-    [("old", "global"), ("current", "global"), ("rollout", "global"), ("current", "micro_batch")],
+    ("surprisal", "scope", "observations"),
+    [
+        ("old", "global", False),
+        ("current", "global", False),
+        ("rollout", "global", False),
+        ("current", "micro_batch", False),
+        ("rollout", "global", True),
+    ],
 )
-def test_updates_equal_those_by_hand(ranks: RankPool, tmp_path: Path, surprisal: str, scope: str) -> None:
+def test_updates_equal_those_by_hand(
+    ranks: RankPool, tmp_path: Path, surprisal: str, scope: str, observations: bool
+) -> None:
     save_model(tmp_path, "qwen2")
     config = config_of(tmp_path, statistics={"surprisal": surprisal, "scope": scope})
-    weights, metrics, _ = run(ranks, config)
+    weights, metrics, _ = run(ranks, config, observations=observations)
     assert len(metrics) == UPDATES
-    want = by_hand(tmp_path, config, surprisal, scope)
+    batch = batch_of(SEED, observations=observations)
+    want = by_hand(tmp_path, config, surprisal, scope, batch)
+    plan = plan_of(config, batch)
+    for number, row in enumerate(metrics):
+        assert row["loss/tokens"] == batch.loss_lengths[plan.samples(number % len(plan.mini_batches))].sum()
     assert weights.keys() == want.keys()
     for name, weight in want.items():
         torch.testing.assert_close(weights[name].double(), weight, atol=2e-5, rtol=1e-4, msg=name)

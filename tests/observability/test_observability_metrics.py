@@ -10,9 +10,10 @@ import sys
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_stare.batch import Prompt, Sample
+from megatron_stare.batch import Prompt
 from megatron_stare.errors import DataError
 from megatron_stare.observability.metrics import MetricsWriter, read_metrics
+from megatron_stare.records.trajectory import sampled_trajectory
 
 
 def lines(path):
@@ -21,7 +22,9 @@ def lines(path):
 
 def sample(cursor, index=0, text="4"):
     prompt = Prompt(cursor=cursor, id=f"p{cursor}", text="2+2=", answer="4", token_ids=(1, 2))
-    return Sample(prompt, index, [5, 6], [-0.1, -0.2], [3, 3], "stop", text=text, reward=1.0, reward_status="ok")
+    made = sampled_trajectory(prompt, index, [5, 6], [-0.1, -0.2], version=3)
+    made.text, made.reward, made.reward_status = text, 1.0, "ok"
+    return made
 
 
 def test_a_step_is_on_disk_when_log_returns(tmp_path):

@@ -3,8 +3,11 @@
 import math
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megatron_stare.batch import Prompt, Sample
+from megatron_stare.batch import Prompt
 from megatron_stare.observability.signals import (
     FEW_TOKENS,
     hacking_signals,
@@ -12,12 +15,13 @@ from megatron_stare.observability.signals import (
     repetition,
     tokens_before_answer,
 )
+from megatron_stare.records.trajectory import sampled_trajectory
 
 
 def sample(length=4, reward=1.0, text="", answer_at=None, status="ok", ids=None):
     ids = list(range(length)) if ids is None else ids
-    made = Sample(Prompt(0, "0", "", ""), 0, ids, [0.0] * len(ids), [0] * len(ids), "stop", text)
-    made.reward, made.reward_status, made.answer_at = reward, status, answer_at
+    made = sampled_trajectory(Prompt(0, "0", "", ""), 0, ids, [0.0] * len(ids))
+    made.text, made.reward, made.reward_status, made.answer_at = text, reward, status, answer_at
     return made
 
 
@@ -41,11 +45,27 @@ def test_length_and_reward():
     ],
 )
 def test_repetition(responses, share):
-    assert repetition(responses) == pytest.approx(share)
+    assert repetition(columns(responses)) == pytest.approx(share)
+
+
+def columns(responses):
+    return [torch.tensor(ids, dtype=torch.int32) for ids in responses]
+
+
+@given(
+    st.lists(st.lists(st.sampled_from([0, 1, 2, 151_000, 2**31 - 1]), max_size=40), max_size=4),
+    st.integers(1, 6),
+)
+def test_repetition_equals_counting_tuples(responses, n):
+    """Ids of a large vocabulary: n of them do not fit in 64 bits."""
+    grams = [[tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)] for ids in responses]
+    total = sum(map(len, grams))
+    got = repetition(columns(responses), n)
+    assert got == (total - sum(len(set(each)) for each in grams)) / total if total else math.isnan(got)
 
 
 def test_no_n_grams():
-    assert math.isnan(repetition([[1, 2, 3], []]))
+    assert math.isnan(repetition(columns([[1, 2, 3], []])))
 
 
 def test_tokens_before_the_answer():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 from megatron_stare.ops.statistics import answer, gather_statistics
 from megatron_stare.statistics import (
     Count,
+    Interpolation,
     Max,
     Mean,
     Quantile,
@@ -27,7 +30,7 @@ from megatron_stare.statistics import (
     value_of_key,
 )
 
-INTERPOLATIONS = ("linear", "lower", "higher")
+INTERPOLATIONS = get_args(Interpolation)
 
 floats = st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0, 1.0, 1.0, 2.5])
 

@@ -7,6 +7,7 @@ group costs more than an example.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -21,7 +22,19 @@ from megatron_stare.algorithms.stare import Stare
 from megatron_stare.batch import TokenBatch
 from megatron_stare.ops.select import kth_largest
 from megatron_stare.ops.statistics import answer, gather_statistics
-from megatron_stare.statistics import Count, Max, Mean, Quantile, Request, SegmentSum, Statistics, Sum, Threshold, TopK
+from megatron_stare.statistics import (
+    Count,
+    Interpolation,
+    Max,
+    Mean,
+    Quantile,
+    Request,
+    SegmentSum,
+    Statistics,
+    Sum,
+    Threshold,
+    TopK,
+)
 
 RANKS, EXAMPLES, SEGMENTS = 4, 150, 5
 INT64 = torch.iinfo(torch.int64)
@@ -110,7 +123,7 @@ def drawn(number: int) -> list[Example]:
 
 def asked(batch: TokenBatch, example: Example) -> dict[str, Request]:
     x, mask = batch.surprisal, batch.mask
-    quantiles = {f"quantile {how}": Quantile(x, mask, example.q, how) for how in ("linear", "lower", "higher")}
+    quantiles = {f"quantile {how}": Quantile(x, mask, example.q, how) for how in get_args(Interpolation)}
     return {
         "top": TopK(x, batch.index, mask, example.share),
         "lowest": TopK(-x, batch.index, mask, count=torch.tensor(example.count)),

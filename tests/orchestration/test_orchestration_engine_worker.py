@@ -14,9 +14,14 @@ from megatron_stare.orchestration.engine_worker import EngineWorker
 
 def test_an_engine_in_process_says_that_it_has_no_servers(tmp_path: Path) -> None:
     save_model(tmp_path, "qwen2_tied")
-    worker = EngineWorker(Config.model_validate({"model": {"path": str(tmp_path)}}))
-    assert not worker.is_served()
-    for call in (lambda: worker.score([[1, 2]]), worker.release_memory, worker.resume_memory, worker.memory_mb):
-        with pytest.raises(UserError, match="LocalEngine has no servers"):
+    worker = EngineWorker(Config.model_validate({"model": {"path": str(tmp_path)}}), 0)
+    assert not worker.bring_up().served
+    for call in (
+        lambda: worker.prompt_log_probs([[1, 2]]),
+        worker.release_memory,
+        worker.resume_memory,
+        worker.memory_mb,
+    ):
+        with pytest.raises(UserError, match="LocalEngine has no server"):
             call()
     worker.close()

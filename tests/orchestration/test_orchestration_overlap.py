@@ -16,13 +16,13 @@ from torch import Tensor
 
 from megatron_stare.config.schema import Config
 from megatron_stare.orchestration import engine_worker
-from megatron_stare.orchestration.groups import EngineGroup
 from megatron_stare.orchestration.weight_stream import WeightStream
-from megatron_stare.orchestration.workers import Workers
+from megatron_stare.rollout.pool import EnginePool
 from megatron_stare.rollout.sglang.engine import SGLangEngine
 from megatron_stare.rollout.sglang.tensor_sync import TensorSync
 from megatron_stare.weights.checksum import tensor_checksum
 from megatron_stare.weights.stream_plan import BucketLayout, Slot
+from megatron_stare.workers import Handle, Workers
 
 MODEL = str(Path(__file__).parents[2] / "assets" / "tiny-adder")
 NAMES = ("model.norm.weight", "model.layers.0.input_layernorm.weight", "model.layers.1.input_layernorm.weight")
@@ -46,6 +46,9 @@ class Threads(Workers):
 
     def wait(self, handles: Sequence[Future[Any]], on_done: Callable[[int], None] | None = None) -> list[Any]:
         return [handle.result() for handle in handles]
+
+    async def result(self, handle: Handle) -> Any:
+        return self.wait([handle])[0]
 
     def share(self, value: Any) -> Any:
         return value
@@ -78,6 +81,18 @@ class Trainer:
         """Nothing is held."""
 
 
+class UpAlready:
+    """Stands for what brings an engine up."""
+
+    def __init__(self, engine: SGLangEngine) -> None:
+        self._engine = engine
+
+    def engine(self) -> SGLangEngine:
+        return self._engine
+
+    def close(self) -> None: ...
+
+
 class SlowServer(FakeServer):
     """Takes a bucket only once the next one is being gathered."""
 
@@ -94,13 +109,13 @@ class SlowServer(FakeServer):
 
 def test_the_next_bucket_is_gathered_while_a_server_takes_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer()
-    clients = [SlowServer(trainer).client()]
-    engine = SGLangEngine(clients, TensorSync(clients), MODEL, "float32", 2, asyncio.new_event_loop())
-    monkeypatch.setattr(engine_worker, "engine_of", lambda config: engine)
+    client = SlowServer(trainer).client()
+    engine = SGLangEngine(client, TensorSync([client]), MODEL, "float32", 2, asyncio.new_event_loop())
+    monkeypatch.setattr(engine_worker, "make_replica", lambda config, number: UpAlready(engine))
     trainers = Threads([trainer])
-    engines = Threads([engine_worker.EngineWorker(Config.model_validate({"model": {"path": MODEL}}))])
+    engines = Threads([engine_worker.EngineWorker(Config.model_validate({"model": {"path": MODEL}}), 0)])
     try:
-        EngineGroup(engines, None).update_weights(7, WeightStream(trainers, LAYOUTS))
+        EnginePool(engines).update_weights(7, WeightStream(trainers, LAYOUTS))
         assert engine.model_info().weight_version == 7
     finally:
         engines.close()

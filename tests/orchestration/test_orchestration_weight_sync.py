@@ -9,8 +9,8 @@ import pytest
 from models import save_model
 
 from megatron_stare.config.schema import Config
-from megatron_stare.orchestration.groups import SyncError, check_arrived
 from megatron_stare.orchestration.inline import InlineRunner
+from megatron_stare.rollout.pool import SyncError, check_arrived
 from megatron_stare.rollout.state import EngineState
 from megatron_stare.weights.checksum import tensor_checksum
 from megatron_stare.weights.hf_folder import HfFolder
@@ -25,7 +25,7 @@ def sync_twice(rank: int, init: str, config: Config) -> dict[str, Any]:
             runner.engines.update_weights(1, runner.trainers.export())
         except SyncError as error:
             return {"error": str(error)}
-        return {"infos": runner.engines._workers.call("model_info"), "held": runner.trainers.weights()}
+        return {"infos": runner.engines.infos(), "held": runner.trainers.weights()}
     finally:
         runner.close()
 

@@ -11,13 +11,13 @@ from models import FAMILIES, save_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from megatron_stare.batch import Prompt, SamplingParams
+from megatron_stare.batch import SamplingParams
 from megatron_stare.errors import ConfigError, DataError, NonFiniteError
 from megatron_stare.rollout import decode
-from megatron_stare.rollout.build import make_engine
-from megatron_stare.rollout.collect import requests_for
+from megatron_stare.rollout.build import resolve_engine
 from megatron_stare.rollout.engine import GenerateRequest, WeightUpdateError
 from megatron_stare.rollout.local import LocalEngine
+from megatron_stare.rollout.sampling import choose_tokens
 from megatron_stare.rollout.state import EngineState, EngineStateError
 from megatron_stare.rollout.stop import stop_token_ids
 from megatron_stare.weights.checksum import tensor_checksum
@@ -82,7 +82,7 @@ def pair(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     config = CONFIGS[request.param]
     config.save_pretrained(folder)
-    model, engine = reference_model(config), make_engine("local", model_path=str(folder), max_batch=64)
+    model, engine = reference_model(config), LocalEngine(str(folder), max_batch=64)
     sync(engine, model)
     return engine, model
 
@@ -96,17 +96,16 @@ def tied(tmp_path):
 
 def requests(prompts=6, samples=4, lengths=(3, 9)):
     rnd = random.Random(prompts)
-    return requests_for(
-        [
-            Prompt(cursor, str(cursor), "", "", tuple(rnd.randrange(2, VOCAB) for _ in range(rnd.randint(*lengths))))
-            for cursor in range(prompts)
-        ],
-        samples,
-    )
+    drawn = [tuple(rnd.randrange(2, VOCAB) for _ in range(rnd.randint(*lengths))) for _ in range(prompts)]
+    return [GenerateRequest(f"{c}:{i}", ids, c, i) for c, ids in enumerate(drawn) for i in range(samples)]
+
+
+def ids_of(result):
+    return result.output_ids.tolist()
 
 
 def tokens_of(results):
-    return {r.rid: r.output_ids for r in results}
+    return {r.rid: ids_of(r) for r in results}
 
 
 @pytest.mark.parametrize("lengths", [(7, 7), (3, 9)], ids=["equal", "mixed"])
@@ -114,19 +113,19 @@ def test_log_probs_are_those_of_a_full_forward_pass(pair, lengths):
     engine, model = pair
     wanted = requests(lengths=lengths)
     for request, result in zip(wanted, engine.generate(wanted, PARAMS), strict=True):
-        ids = torch.tensor([[*request.input_ids, *result.output_ids]])
+        ids = torch.tensor([[*request.input_ids, *ids_of(result)]])
         with torch.no_grad():
             log_probs = torch.log_softmax(
                 model(ids).logits[0, len(request.input_ids) - 1 : -1] / PARAMS.temperature, -1
             )
-        expected = log_probs.gather(-1, torch.tensor(result.output_ids)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(result.output_log_probs), expected, atol=1e-5, rtol=0)
+        expected = log_probs.gather(-1, result.output_ids.long()[:, None])[:, 0]
+        torch.testing.assert_close(result.output_log_probs, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_takes_its_checkpoint_and_says_what_transformers_does(tmp_path, family):
     model = save_model(tmp_path, family)
-    engine = make_engine("local", model_path=str(tmp_path), max_batch=64)
+    engine = LocalEngine(str(tmp_path), max_batch=64)
     checksums = sync(engine, model)
     assert checksums == {name: tensor_checksum(t) for name, t in load_file(tmp_path / "model.safetensors").items()}
     wanted = requests(prompts=3, samples=2)
@@ -148,7 +147,7 @@ def test_greedy_is_transformers_greedy(pair):
                 do_sample=False, max_new_tokens=PARAMS.max_new_tokens, eos_token_id=STOP, pad_token_id=0
             ),
         )
-        assert result.output_ids == want[0, len(request.input_ids) :].tolist()
+        assert ids_of(result) == want[0, len(request.input_ids) :].tolist()
 
 
 def test_the_companions_of_a_request_do_not_matter(pair):
@@ -156,7 +155,7 @@ def test_the_companions_of_a_request_do_not_matter(pair):
     wanted = requests()
     together = tokens_of(engine.generate(wanted, PARAMS))
     assert len({tuple(t) for t in together.values()}) > len(wanted) // 2  # the samples of a group differ
-    alone = {r.rid: engine.generate([r], PARAMS)[0].output_ids for r in wanted}
+    alone = {r.rid: ids_of(engine.generate([r], PARAMS)[0]) for r in wanted}
     assert alone == together
     shuffled = random.Random(1).sample(wanted, len(wanted))
     results = engine.generate(shuffled, PARAMS)
@@ -190,11 +189,11 @@ def test_responses_end_at_a_stop_token_or_at_the_limit(pair):
     results = engine.generate(requests(prompts=10), replace(PARAMS, stop_token_ids=(STOP, 5)))
     assert {r.finish_reason for r in results} == {"stop", "length"}
     for r in results:
-        assert not {STOP, 5} & set(r.output_ids[:-1])
-        assert (r.output_ids[-1] in (STOP, 5)) == (r.finish_reason == "stop")
+        assert not {STOP, 5} & set(ids_of(r)[:-1])
+        assert (ids_of(r)[-1] in (STOP, 5)) == (r.finish_reason == "stop")
         assert r.finish_reason == "stop" or r.completion_tokens == PARAMS.max_new_tokens
-        assert len(r.output_log_probs) == len(r.weight_versions) == r.completion_tokens
-        assert set(r.weight_versions) == {1}
+        assert len(r.output_log_probs) == r.completion_tokens
+        assert r.versions == ((1, r.completion_tokens),)
 
 
 def test_without_stop_tokens_every_response_fills_the_limit(pair):
@@ -203,7 +202,7 @@ def test_without_stop_tokens_every_response_fills_the_limit(pair):
     wanted = requests(prompts=2, samples=2)
     results = engine.generate(wanted, long)
     assert {(r.completion_tokens, r.finish_reason) for r in results} == {(CONTEXT - 9, "length")}
-    assert tokens_of(results) == {r.rid: engine.generate([r], long)[0].output_ids for r in wanted}
+    assert tokens_of(results) == {r.rid: ids_of(engine.generate([r], long)[0]) for r in wanted}
     assert engine.generate([], PARAMS) == []
 
 
@@ -239,7 +238,7 @@ def test_a_new_engine_is_dirty_and_a_sync_heals_it(tied):
     assert checksums == {name: tensor_checksum(p) for name, p in model.named_parameters()}
     assert "lm_head.weight" not in checksums
     assert (engine.model_info().state, engine.model_info().weight_version) == (EngineState.HEALTHY, 7)
-    assert engine.generate(requests(), PARAMS)[0].weight_versions[0] == 7
+    assert engine.generate(requests(), PARAMS)[0].versions[0][0] == 7
 
 
 def test_buckets_in_bfloat16_arrive_whole(tied):
@@ -265,7 +264,7 @@ def test_a_missing_tensor_leaves_the_engine_dirty_until_a_complete_sync(tied):
     with pytest.raises(EngineStateError, match="complete weight sync"):
         engine.generate(requests(), PARAMS)
     sync(engine, reference_model(CONFIGS["qwen2-tied"], seed=5), version=3)
-    assert {v for r in engine.generate(requests(), PARAMS) for v in r.weight_versions} == {3}
+    assert {v for r in engine.generate(requests(), PARAMS) for v, _ in r.versions} == {3}
 
 
 @pytest.mark.parametrize(
@@ -350,5 +349,67 @@ def test_a_model_without_stop_ids_or_config_is_refused(tmp_path):
 
 
 def test_engines_are_found_by_name():
+    assert resolve_engine("local") is LocalEngine
     with pytest.raises(ConfigError, match="did you mean 'local'"):
-        make_engine("locl", model_path=".")
+        resolve_engine("locl")
+    with pytest.raises(ConfigError, match="not a subclass"):
+        resolve_engine("collections.OrderedDict")
+
+
+def test_a_response_in_two_parts_is_the_response_at_one_go(pair):
+    """The noise belongs to the place in the response, so what is asked for later is drawn as if it had been at once."""
+    engine, _ = pair
+    wanted = requests(prompts=6, samples=2)
+    whole = tokens_of(engine.generate(wanted, PARAMS))
+    first = engine.generate([replace(r, max_new_tokens=5) for r in wanted], PARAMS)
+    assert {len(r.output_ids) for r in first if r.finish_reason == "length"} == {5}
+    going_on = [(w, ids_of(r)) for w, r in zip(wanted, first, strict=True) if r.finish_reason == "length"]
+    assert len(going_on) > 4
+    rest = engine.generate(
+        [replace(w, input_ids=(*w.input_ids, *ids), start=5, max_new_tokens=11) for w, ids in going_on], PARAMS
+    )
+    for (request, ids), result in zip(going_on, rest, strict=True):
+        assert ids + ids_of(result) == whole[request.rid]
+
+
+def test_rows_with_limits_of_their_own_end_there_and_change_nobody(pair):
+    engine, _ = pair
+    wanted = requests(prompts=5, samples=2)
+    free = tokens_of(engine.generate(wanted, PARAMS))
+    limited = [replace(r, max_new_tokens=3 + i % 7) for i, r in enumerate(wanted)]
+    for request, result in zip(limited, engine.generate(limited, PARAMS), strict=True):
+        assert ids_of(result) == free[request.rid][: request.max_new_tokens]
+        assert (result.finish_reason == "stop") == (ids_of(result)[-1] == STOP)
+
+
+def test_top_p_draws_from_the_fewest_tokens_that_reach_it():
+    """By hand: 0.5 and 0.3 reach 0.7 together, 0.5 alone does not; of equally likely tokens the lower id is in."""
+    logits = torch.tensor([[0.3, 0.5, 0.15, 0.05], [0.25, 0.25, 0.25, 0.25]]).log()
+    noise = torch.linspace(0, 0.999, 200, dtype=torch.float64)
+    for row, top_p, expected in (
+        (0, 0.7, {0, 1}),
+        (0, 0.5, {1}),
+        (0, 0.81, {0, 1, 2}),
+        (1, 0.5, {0, 1}),
+        (0, 1.0, {0, 1, 2, 3}),
+    ):
+        tokens, log_probs = choose_tokens(logits[row].expand(200, 4), 1.0, noise, top_p)
+        assert set(tokens.tolist()) == expected, (row, top_p)
+        # log-probs are those of the whole distribution, which is what the trainer computes
+        torch.testing.assert_close(log_probs, logits[row][tokens])
+    tokens, _ = choose_tokens(logits[0].expand(200, 4), 1.0, noise, 0.7)
+    assert float((tokens == 1).double().mean()) == pytest.approx(0.5 / 0.8, abs=0.01)  # renormalised
+
+
+def test_what_is_submitted_is_answered_once_and_forgotten_when_told(pair):
+    engine, _ = pair
+    wanted = requests(prompts=4, samples=1)
+    engine.submit(wanted[:2], PARAMS)
+    engine.submit(wanted[2:], replace(PARAMS, greedy=True))  # another call: decoded by itself
+    assert {r.rid for r in engine.collect(0)} == {r.rid for r in wanted[:2]}
+    greedy = engine.collect(0)
+    assert tokens_of(greedy) == tokens_of(engine.generate(wanted[2:], replace(PARAMS, greedy=True)))
+    assert engine.collect(0) == []
+    engine.submit(wanted, PARAMS)
+    engine.abort()
+    assert engine.collect(0) == []

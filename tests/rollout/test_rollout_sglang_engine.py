@@ -38,16 +38,19 @@ UPDATE = [
 
 
 @pytest.fixture
-def fakes():
-    return [FakeServer("one"), FakeServer("two")]
+def fake():
+    return FakeServer("one")
+
+
+def over(fake, loop, **settings):
+    client = fake.client()
+    return SGLangEngine(client, TensorSync([client]), MODEL, "float32", 2, loop, **settings)
 
 
 @pytest.fixture
-def engine(fakes):
-    clients = [fake.client() for fake in fakes]
-    made = SGLangEngine(clients, TensorSync(clients), MODEL, "float32", 2, asyncio.new_event_loop())
-    for fake in fakes:
-        fake.calls.clear()
+def engine(fake):
+    made = over(fake, asyncio.new_event_loop())
+    fake.calls.clear()
     yield made
     made.close()
 
@@ -69,14 +72,14 @@ def shape(value):
     return [shape(v) for v in value[:1]] if isinstance(value, list) else type(value)
 
 
-def test_the_fake_answers_as_the_real_server_did(engine, fakes):
+def test_the_fake_answers_as_the_real_server_did(engine, fake):
     """Field by field; the fake may leave out what nobody reads."""
     sync(engine)
     engine.generate(requests(1), PARAMS)
     engine.release_memory()
     engine.resume_memory()
     real = RECORDED["answers"] | {"/generate": RECORDED["generate"]["stop"]["answer"]}
-    told = dict(fakes[0].answers)
+    told = dict(fake.answers)
     assert real.keys() <= told.keys() | {"/abort_request"}
     for path in told.keys() - {"/weights_checker"}:
         assert contains(shape(real[path]), shape(told[path])), path
@@ -84,8 +87,8 @@ def test_the_fake_answers_as_the_real_server_did(engine, fakes):
     assert rank.keys() <= real_rank.keys()
     assert {len(c) for c in rank["checksums"].values()} == {len(c) for c in real_rank["checksums"].values()}
     sync(engine, 2)
-    assert engine.score([(3, 4, 5)]) == [[[-0.25, -0.25]]] * 2
-    assert contains(shape(RECORDED["score"]["answer"]), shape(fakes[0].answers["/generate"]))
+    assert engine.prompt_log_probs([(3, 4, 5)]) == [[-0.25, -0.25]]
+    assert contains(shape(RECORDED["score"]["answer"]), shape(fake.answers["/generate"]))
 
 
 def contains(real, told):
@@ -96,34 +99,32 @@ def contains(real, told):
     return real is told
 
 
-def test_an_update_goes_through_its_stages_in_order(engine, fakes):
+def test_an_update_goes_through_its_stages_in_order(engine, fake):
     assert engine.model_info().state is EngineState.DIRTY
     assert sync(engine).keys() == dict(BUCKET).keys()
-    assert [fake.calls for fake in fakes] == [UPDATE, UPDATE]
+    assert fake.calls == UPDATE
     assert engine.model_info().weight_version == 1
 
 
 @pytest.mark.parametrize("stage", UPDATE)
-def test_a_failure_anywhere_leaves_the_engine_dirty_until_a_full_sync(engine, fakes, stage):
+def test_a_failure_anywhere_leaves_the_engine_dirty_until_a_full_sync(engine, fake, stage):
     sync(engine)
-    fakes[1].broken = {stage}
+    fake.broken = {stage}
     with pytest.raises(SGLangError, match=stage):
         sync(engine, 2)
     assert engine.model_info().state is EngineState.DIRTY
     with pytest.raises(EngineStateError, match="complete weight sync"):
         engine.generate(requests(1), PARAMS)
-    fakes[1].broken = set()
+    fake.broken = set()
     sync(engine, 3)
-    assert engine.generate(requests(4), PARAMS)[3].weight_versions == [3, 3]
+    assert engine.generate(requests(4), PARAMS)[3].versions == ((3, 2),)
 
 
-def test_servers_with_wrong_weights_are_not_resumed(engine, fakes):
-    fakes[0].lose = "model.norm.weight"
+def test_servers_with_wrong_weights_are_not_resumed(engine, fake):
+    fake.lose = "model.norm.weight"
     with pytest.raises(WeightUpdateError, match=r"http://one: .* model\.norm\.weight has other values"):
         sync(engine)
-    assert all(
-        "/continue_generation" not in fake.calls and "/update_weight_version" not in fake.calls for fake in fakes
-    )
+    assert "/continue_generation" not in fake.calls and "/update_weight_version" not in fake.calls
 
 
 def test_a_tensor_is_sent_once(engine):
@@ -134,82 +135,93 @@ def test_a_tensor_is_sent_once(engine):
     assert engine.model_info().state is EngineState.DIRTY
 
 
-def test_requests_are_spread_and_answered_in_order(engine, fakes):
+def test_a_request_is_answered_once_and_at_most_two_are_under_way(engine, fake):
     sync(engine)
-    for fake in fakes:
-        fake.calls.clear()
+    fake.calls.clear()
     results = engine.generate(requests(10), PARAMS)
     assert [r.rid for r in results] == [f"{i}:0" for i in range(10)]
-    assert all(fake.calls.count("/generate") >= 2 for fake in fakes)
-    assert sum(fake.calls.count("/generate") for fake in fakes) == 10
+    assert fake.calls.count("/generate") == 10
+    assert fake.most_under_way == engine.model_info().capacity == 2
+    assert engine.collect(0) == []
 
 
-def test_a_refused_request_ends_the_others(engine, fakes):
+def test_a_refused_request_ends_the_others(engine, fake):
     sync(engine)
-    fakes[0].broken = {"/generate"}
+    fake.broken = {"/generate"}
     with pytest.raises(SGLangError, match="/generate is broken"):
         engine.generate(requests(10), PARAMS)
-    assert all("/abort_request" in fake.calls for fake in fakes)
+    assert "/abort_request" in fake.calls
+    fake.broken = set()
+    assert engine.collect(0) == []  # none of the ten is answered later
+    assert [r.rid for r in engine.generate(requests(3), PARAMS)] == ["0:0", "1:0", "2:0"]
 
 
-def test_ids_outside_the_vocabulary_never_leave(engine, fakes):
+def test_what_is_aborted_is_not_answered(engine, fake):
     sync(engine)
-    for fake in fakes:
-        fake.calls.clear()
+    engine.submit(requests(4), PARAMS)
+    engine.abort()
+    assert "/abort_request" in fake.calls
+    assert engine.collect(0) == []
+
+
+def test_ids_outside_the_vocabulary_never_leave(engine, fake):
+    sync(engine)
+    fake.calls.clear()
     with pytest.raises(DataError, match="outside the model's vocabulary of 16"):
         engine.generate([*requests(3), GenerateRequest("9:0", (16,), 9, 0)], PARAMS)
-    assert [fake.calls for fake in fakes] == [[], []]
+    assert fake.calls == []
 
 
-def test_a_server_of_another_release_is_refused(fakes):
-    fakes[1]._info = lambda _: {"version": "0.5.5", "max_total_num_tokens": 100}
-    clients = [fake.client() for fake in fakes]
+def test_a_server_of_another_release_is_refused(fake):
+    fake._info = lambda _: {"version": "0.5.5", "max_total_num_tokens": 100}
     loop = asyncio.new_event_loop()
-    with pytest.raises(SGLangError, match=r"http://two: the server runs SGLang 0\.5\.5"):
-        SGLangEngine(clients, TensorSync(clients), MODEL, "float32", 2, loop)
+    with pytest.raises(SGLangError, match=r"http://one: the server runs SGLang 0\.5\.5"):
+        over(fake, loop)
     loop.close()
 
 
-def test_released_memory_comes_back_without_weights(engine, fakes):
+def test_released_memory_comes_back_without_weights(engine, fake):
     sync(engine)
-    for fake in fakes:
-        fake.calls.clear()
+    fake.calls.clear()
     engine.release_memory()
-    assert [fake.calls for fake in fakes] == [["/pause_generation", "/flush_cache", "/release_memory_occupation"]] * 2
+    assert fake.calls == ["/pause_generation", "/flush_cache", "/release_memory_occupation"]
     with pytest.raises(EngineStateError, match="resume its memory"):
         engine.generate(requests(1), PARAMS)
     with pytest.raises(EngineStateError, match="RELEASED"):
         engine.begin_weight_update(2)
     engine.resume_memory()
-    assert [fake.calls[-1] for fake in fakes] == ["/resume_memory_occupation"] * 2
+    assert fake.calls[-1] == "/resume_memory_occupation"
     with pytest.raises(EngineStateError, match="complete weight sync"):
         engine.generate(requests(1), PARAMS)
     sync(engine, 2)
-    assert engine.generate(requests(1), PARAMS)[0].weight_versions == [2, 2]
+    assert engine.generate(requests(1), PARAMS)[0].versions == ((2, 2),)
 
 
-def test_a_busy_server_is_not_told_to_release(engine, fakes):
+def test_a_busy_server_is_not_told_to_release(engine, fake):
     sync(engine)
-    fakes[1].broken = {"/flush_cache"}  # what the real one answers while a request is under way
+    fake.broken = {"/flush_cache"}  # what the real one answers while a request is under way
     with pytest.raises(SGLangError, match="/flush_cache is broken"):
         engine.release_memory()
-    assert all("/release_memory_occupation" not in fake.calls for fake in fakes)
+    assert "/release_memory_occupation" not in fake.calls
 
 
 @pytest.mark.parametrize(
-    ("sglang", "message"),
+    ("sglang", "device", "message"),
     [
-        ({"colocated": True}, "http://two was started without --enable-memory-saver"),
-        ({"seeds": True}, "http://one was started without --enable-deterministic-inference"),
+        ({"colocated": True}, "cuda", "http://one was started without --enable-memory-saver"),
+        ({"seeds": True}, "cpu", "http://one was started without --enable-deterministic-inference"),
     ],
 )
-def test_a_server_that_cannot_do_what_is_asked_for_is_refused(fakes, sglang, message):
-    fakes[1].device = "cuda"  # a CPU server has no memory saver, and need not have one
-    flags = server_flags(Config.model_validate({"model": {"path": MODEL}, "sglang": sglang}))
-    clients = [fake.client() for fake in fakes]
+def test_a_server_that_cannot_do_what_is_asked_for_is_refused(fake, sglang, device, message):
+    fake.device = device  # a CPU server has no memory saver, and need not have one
+    asked = {"model": {"path": MODEL}, "rollout": {"engine": "sglang"}, "sglang": sglang}
+    flags = server_flags(Config.model_validate(asked))
     loop = asyncio.new_event_loop()
     with pytest.raises(ConfigError, match=message):
-        SGLangEngine(clients, TensorSync(clients), MODEL, "float32", 2, loop, flags=flags)
+        over(fake, loop, flags=flags)
+    fake.device = "cpu"
+    if device == "cuda":
+        over(fake, loop, flags=flags)
     loop.close()
 
 

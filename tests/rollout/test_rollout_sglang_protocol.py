@@ -18,10 +18,10 @@ from megatron_stare.rollout.sglang.protocol import (
     SGLangError,
     check_version,
     generate_body,
-    prompt_log_probs,
     result_of,
     sampling_seed,
-    weight_versions,
+    scored_prompt,
+    version_runs,
 )
 from megatron_stare.rollout.sglang.stop_probe import check_stop
 
@@ -85,23 +85,28 @@ def test_recorded_answers_are_read(name):
     found = result_of(exchange["answer"], request, params["stop_token_ids"], "http://server")
     assert found.completion_tokens == exchange["answer"]["meta_info"]["completion_tokens"]
     assert found.finish_reason == exchange["means"]
-    assert len(found.output_log_probs) == len(found.weight_versions) == len(found.output_ids)
-    assert max(found.output_log_probs, default=0.0) <= 0.0
+    reported = exchange["answer"]["meta_info"]["output_token_logprobs"] or []
+    assert found.output_ids.tolist() == exchange["answer"]["output_ids"] == [entry[1] for entry in reported]
+    torch.testing.assert_close(found.output_log_probs, torch.tensor([entry[0] for entry in reported]), atol=0, rtol=0)
+    assert sum(tokens for _, tokens in found.versions) == len(found.output_ids)
+    assert max(found.output_log_probs.tolist(), default=0.0) <= 0.0
 
 
 def test_recorded_scores_are_read():
     body, reply = RECORDED["score"]["body"], RECORDED["score"]["answer"]
-    found = prompt_log_probs(reply, body["input_ids"], "http://server")
+    found = scored_prompt(reply, body["input_ids"], "http://server")
     assert len(found) == len(body["input_ids"]) - 1
     assert max(found) <= 0.0
     with pytest.raises(SGLangError, match="was to be scored"):
-        prompt_log_probs(reply, [3, 15, 5], "http://server")
+        scored_prompt(reply, [3, 15, 5], "http://server")
 
 
 def test_versions_are_those_of_the_spans():
     spans = [{"version": "7", "start": 0, "end": 2}, {"version": "8", "start": 2, "end": 3}]
-    assert read(answer([4, 5, STOP], spans=spans)).weight_versions == [7, 7, 8]
-    assert weight_versions({"weight_versions": None}, 0, "") == []
+    assert read(answer([4, 5, STOP], spans=spans)).versions == ((7, 2), (8, 1))
+    assert version_runs({"weight_versions": None}, 0, "") == ()
+    empty = [{"version": "6", "start": 0, "end": 0}, {"version": "7", "start": 0, "end": 2}]
+    assert read(answer([4, STOP], spans=empty)).versions == ((7, 2),)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from megatron_stare.batch import Prompt, RolloutBatch, Sample
+from megatron_stare.batch import Prompt
 from megatron_stare.config.schema import Config
 from megatron_stare.preflight import check
+from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.records.trajectory import sampled_trajectory
 
 VOCAB, LENGTH = 61, 24
 TRAINER = "megatron_stare.megatron.trainer.Trainer"
@@ -87,7 +89,7 @@ def fixed_batch(seed: int) -> RolloutBatch:
     for i in range(16):
         prompt = Prompt(i // 4, str(i // 4), "", "", tuple(draw(2, VOCAB) for _ in range(3 + i // 4)))
         ids = [draw(2, VOCAB) for _ in range(draw(2, LENGTH))]
-        sample = Sample(prompt, i % 4, ids, [-draw(1, 400) / 100 for _ in ids], [0] * len(ids), "stop")
+        sample = sampled_trajectory(prompt, i % 4, ids, [-draw(1, 400) / 100 for _ in ids])
         sample.reward, sample.reward_status = float(i // 4 == 3 or i % 3 == 0), "crash" if i == 5 else "ok"
         samples.append(sample)
-    return RolloutBatch.from_samples(samples, step=1)
+    return RolloutBatch.from_trajectories(samples, step=1)

@@ -60,9 +60,10 @@ def one_rank(config: Config, case: Case, rank: int, init: str, scores: Scores | 
 
 
 def _step(worker: Trainer, config: Config, case: Case, scores: Scores | None) -> dict[str, Any]:
-    method, batch = build_method(config.algorithm), fixed_batch(case.seed)
-    batch.advantages = method.response_advantages(batch)
-    worker.score(batch, plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), plan_rules(config)))
+    method = build_method(config.algorithm)
+    batch = method.judge(fixed_batch(case.seed))
+    plan = plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), plan_rules(config))
+    worker.score(batch.share(plan.samples_of(worker.data_rank())), plan)
     found: dict[str, Any] = {"given": {}, "selected": {}, "near": {}, "scores": None}
     measured = worker.step.measured
     state = method.initial_state()

@@ -1,4 +1,4 @@
-"""From a run's configuration to its SGLang engine: servers started or attached to, clients, and the weight sync."""
+"""From a run's configuration to an SGLang engine: a server started or attached to, its client, and the weight sync."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from urllib.parse import urlsplit
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, unknown_name
 from megatron_stare.models.shape import ModelShape
+from megatron_stare.rollout.build import Replica
 from megatron_stare.rollout.sglang.broadcast import BroadcastSync
-from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
+from megatron_stare.rollout.sglang.client import SGLangClient
 from megatron_stare.rollout.sglang.disk_sync import DiskSync
 from megatron_stare.rollout.sglang.engine import NEVER_FILLED, SGLangEngine
 from megatron_stare.rollout.sglang.server import ServerOptions, ServerProcess
@@ -28,45 +29,52 @@ CPU_WIDTHS = 32  # what SGLang pads a feed-forward layer to a multiple of, on CP
 API_KEY_VARIABLE = "SGLANG_API_KEY"  # of servers that are attached to
 
 
-def build_engine(config: Config) -> SGLangEngine:
-    """A new, DIRTY engine over `rollout.engines` servers started here, or over those of `sglang.urls`.
+class SGLangReplica(Replica):
+    """One of a run's servers on its way up, or attached to; see Replica."""
 
-    Raises:
-        UserError: a server does not start, does not answer, or is not one that a run can use. None is left behind.
-    """
-    loop = asyncio.new_event_loop()
-    with contextlib.ExitStack() as stack:
-        stack.callback(loop.close)
-        processes = []
-        if not config.sglang.urls:
-            # all are started before the first is waited for
-            for _ in range(config.rollout.engines):
-                processes.append(ServerProcess(server_options(config)))
-                stack.callback(processes[-1].close)
-        clients = _clients(config, processes)
-        stack.callback(lambda: loop.run_until_complete(everywhere(*(client.close() for client in clients))))
-        for process, client in zip(processes, clients, strict=False):
-            process.wait_ready(client, loop.run_until_complete)
-        engine = SGLangEngine(
-            clients,
-            make_sync(config.sglang.sync, clients, config.model.path, config.runtime.timeout_s),
-            config.model.path,
-            config.model.dtype,
-            config.rollout.max_batch,
-            loop,
-            processes,
-            server_flags(config),
-        )
-        stack.pop_all()  # the engine's from here on
-        return engine
+    def __init__(self, config: Config, number: int) -> None:
+        self._config = config
+        self._process: ServerProcess | None = None
+        if config.sglang.urls:
+            url, key = config.sglang.urls[number], os.environ.get(API_KEY_VARIABLE)
+        else:
+            self._process = ServerProcess(server_options(config))
+            url, key = self._process.url, self._process.api_key
+        self._client = SGLangClient(url, key, config.runtime.timeout_s)
 
+    def engine(self) -> SGLangEngine:
+        """See Replica. Waits until the server answers; nothing is left behind where it does not, or cannot be used."""
+        config, loop = self._config, asyncio.new_event_loop()
+        with contextlib.ExitStack() as stack:
+            stack.callback(loop.close)
+            stack.callback(self.close)
+            stack.callback(lambda: loop.run_until_complete(self._client.close()))
+            if self._process is not None:
+                self._process.wait_ready(self._client, loop.run_until_complete)
+            engine = SGLangEngine(
+                self._client,
+                make_sync(config.sglang.sync, [self._client], config.model.path, config.runtime.timeout_s),
+                config.model.path,
+                config.model.dtype,
+                config.rollout.max_batch,
+                loop,
+                self._process,
+                server_flags(config),
+            )
+            stack.pop_all()  # the engine's from here on
+            return engine
 
-def _clients(config: Config, processes: Sequence[ServerProcess]) -> list[SGLangClient]:
-    timeout = config.runtime.timeout_s
-    if processes:
-        return [SGLangClient(process.url, process.api_key, timeout) for process in processes]
-    key = os.environ.get(API_KEY_VARIABLE)
-    return [SGLangClient(url, key, timeout) for url in config.sglang.urls]
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
+
+    @classmethod
+    def check(cls, config: Config, shape: ModelShape) -> None:
+        check_servers(config, shape)
+
+    @classmethod
+    def count(cls, config: Config) -> int:
+        return len(config.sglang.urls) or config.rollout.engines
 
 
 def make_sync(method: str, clients: Sequence[SGLangClient], model_path: str, timeout_s: float) -> WeightSync:

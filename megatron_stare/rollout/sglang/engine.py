@@ -1,7 +1,7 @@
-"""Real SGLang servers behind the engine interface: one engine for all servers of a run.
+"""A real SGLang server behind the engine interface: one engine for one server.
 
-Requests come from the driver through an engine worker and go to the server with the fewest under way; weights come as
-buckets of the trainer's stream and go to all servers at once. The servers are started here, or attached to by URL.
+Requests come from the pool through an engine worker; weights come as buckets of the trainer's stream. The server is
+started here, or attached to by URL.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megatron_stare.rollout.sglang.protocol import (
     check_flags,
     check_version,
     generate_body,
-    prompt_log_probs,
+    prompt_body,
     result_of,
-    score_body,
+    scored_prompt,
 )
 from megatron_stare.rollout.sglang.server import ServerProcess
 from megatron_stare.rollout.sglang.stop_probe import probe_stop
@@ -43,114 +43,118 @@ NEVER_FILLED = 2
 
 
 class SGLangEngine(ServedEngine):
-    """A fleet of servers that hold the same weights.
+    """One server.
 
     Args:
-        clients: one a server, which answers already.
-        sync: brings weights to all of them.
-        model_path: Hugging Face folder the servers were started from; its config is read.
-        dtype: that the servers compute in.
-        max_running: requests a server is given at a time; the rest wait here, for whichever has room first.
-        loop: that runs the clients; this engine closes it.
-        processes: of servers that end with this engine; empty: they are others'.
-        flags: what the servers must have been started with, and the settings that ask for it; see check_flags.
+        client: of the server, which answers already.
+        sync: brings weights to it.
+        model_path: Hugging Face folder the server was started from; its config is read.
+        dtype: that the server computes in.
+        max_running: requests it is given at a time; the rest wait here.
+        loop: that runs the client; this engine closes it.
+        process: of a server that ends with this engine; None: it is someone else's.
+        flags: what the server must have been started with, and the settings that ask for it; see check_flags.
 
     Raises:
-        SGLangError: a server runs an unsupported release, or does not return stop tokens as it must.
-        ConfigError: a server was not started with one of the flags.
+        SGLangError: the server runs an unsupported release, or does not return stop tokens as it must.
+        ConfigError: the server was not started with one of the flags.
     """
 
     def __init__(
         self,
-        clients: Sequence[SGLangClient],
+        client: SGLangClient,
         sync: WeightSync,
         model_path: str,
         dtype: str,
         max_running: int,
         loop: asyncio.AbstractEventLoop,
-        processes: Sequence[ServerProcess] = (),
+        process: ServerProcess | None = None,
         flags: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         config = read_model_config(model_path)
         self._family = family_named(config.model_type, model_path)
         self._vocab_size = int(config.vocab_size)
         self._stop_token_ids = model_stop_token_ids(model_path)
-        self._clients, self._sync, self.processes = list(clients), sync, list(processes)
-        self._dtype, self._max_running, self._loop = DTYPES[dtype], max_running, loop
+        self._client, self._sync, self.process = client, sync, process
+        self._dtype, self._loop = DTYPES[dtype], loop
+        self._max_running, self._slots = max_running, asyncio.Semaphore(max_running)
         self._state, self._version = EngineState.DIRTY, -1
         self._update: WeightUpdate | None = None  # the open one, or the last
         self._calls = 0
-        infos = self._run(everywhere(*(client.server_info() for client in self._clients)))
-        for client, info in zip(self._clients, infos, strict=True):
-            check_version(str(info["version"]), client.url)
-            check_flags(info, flags, client.url)
-        held = (int(config.max_position_embeddings), *(int(info["max_total_num_tokens"]) for info in infos))
-        self._context_length = min(held) - NEVER_FILLED
-        self._run(everywhere(*(probe_stop(client, self._stop_token_ids) for client in self._clients)))
+        self._under_way: set[asyncio.Task[GenerateResult]] = set()
+        info = self._run(client.server_info())
+        check_version(str(info["version"]), client.url)
+        check_flags(info, flags, client.url)
+        self._context_length = (
+            min(int(config.max_position_embeddings), int(info["max_total_num_tokens"])) - NEVER_FILLED
+        )
+        self._run(probe_stop(client, self._stop_token_ids))
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine; the servers that were started here are looked at where it fails."""
+        """The result of a coroutine; a server that was started here is looked at where it fails."""
         try:
             return self._loop.run_until_complete(coroutine)
         except SGLangError:
-            for process in self.processes:
-                process.require_alive()
+            if self.process is not None:
+                self.process.require_alive()
             raise
 
-    def generate(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[GenerateResult]:
-        """See Engine. Sampling noise is keyed on the request only where the servers honour seeds (docs/sglang.md)."""
+    def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> None:
+        """See Engine. Sampling noise is keyed on the request only where the server honours seeds (docs/sglang.md)."""
         require(self._state, EngineState.HEALTHY, "generate")
         check_params(params)
         check_requests(requests, params, self.model_info())
-        self._calls += 1
-        return self._run(self._generate(requests, params, f"{self._version}.{self._calls}"))
+        for request in requests:
+            self._calls += 1
+            answer = self._answer(request, params, f"{self._version}.{self._calls}:{request.rid}")
+            self._under_way.add(self._loop.create_task(answer))
 
-    async def _generate(
-        self, requests: Sequence[GenerateRequest], params: SamplingParams, call: str
-    ) -> list[GenerateResult]:
-        """Consumes the requests in order, each by the first server with room; waits for the last response.
+    async def _answer(self, request: GenerateRequest, params: SamplingParams, rid: str) -> GenerateResult:
+        """Waits for a slot of the server, then for the response."""
+        async with self._slots:
+            answer = await self._client.generate(generate_body(request, params, rid))
+        return result_of(answer, request, params.stop_token_ids, self._client.url)
 
-        On an error what is under way is cancelled here and aborted there, and the error raised.
-        """
-        results: dict[int, GenerateResult] = {}
-        waiting = iter(range(len(requests)))
+    def collect(self, wait_s: float) -> list[GenerateResult]:
+        """See Engine. Requests go out, and answers come in, only while this waits."""
+        if not self._under_way:
+            return []
+        return self._run(self._first(wait_s))
 
-        async def feed(client: SGLangClient) -> None:
-            """One of a server's slots: takes the next request when the last one is answered."""
-            for i in waiting:
-                body = generate_body(requests[i], params, f"{call}:{requests[i].rid}")
-                answer = await client.generate(body)
-                results[i] = result_of(answer, requests[i], params.stop_token_ids, client.url)
-
-        slots = min(self._max_running, -(-len(requests) // len(self._clients)))
-        # slot by slot over the servers, so that few requests are spread evenly
-        tasks = [asyncio.create_task(feed(client)) for _ in range(slots) for client in self._clients]
+    async def _first(self, wait_s: float) -> list[GenerateResult]:
+        """Unblocked by the first answer or error, or after `wait_s`. An error ends the other requests."""
+        done, _ = await asyncio.wait(self._under_way, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        self._under_way -= done
         try:
-            await asyncio.gather(*tasks)
+            return [task.result() for task in done]
         except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, *(client.abort() for client in self._clients), return_exceptions=True)
+            await self._forget()
             raise
-        return [results[i] for i in range(len(requests))]
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        require(self._state, EngineState.HEALTHY, "score")
-        self._calls += 1
-        call = f"{self._version}.{self._calls}"
+    def abort(self) -> None:
+        if self._under_way:
+            self._loop.run_until_complete(self._forget())
 
-        async def one(client: SGLangClient, number: int, tokens: Sequence[int]) -> list[float]:
-            answer = await client.generate(score_body(tokens, f"{call}:{number}"))
-            return prompt_log_probs(answer, tokens, client.url)
+    async def _forget(self) -> None:
+        """Ends what is under way, here and on the server, if it still answers."""
+        tasks, self._under_way = self._under_way, set()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, self._client.abort(), return_exceptions=True)
 
-        async def by(client: SGLangClient) -> list[list[float]]:
-            return await everywhere(*(one(client, i, tokens) for i, tokens in enumerate(sequences)))
+    def prompt_log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        require(self._state, EngineState.HEALTHY, "compute log-probs")
 
-        return self._run(everywhere(*(by(client) for client in self._clients)))
+        async def one(tokens: Sequence[int], number: int) -> list[float]:
+            answer = await self._client.generate(prompt_body(tokens, f"{self._version}.{number}"))
+            return scored_prompt(answer, tokens, self._client.url)
+
+        first, self._calls = self._calls + 1, self._calls + len(sequences)
+        return self._run(everywhere(*(one(tokens, first + i) for i, tokens in enumerate(sequences))))
 
     def begin_weight_update(self, version: int) -> None:
         self._state = advance(self._state, EngineState.UPDATING)
-        self._update = WeightUpdate(self._clients, self._sync, version, self._family, self._dtype)
+        self._update = WeightUpdate([self._client], self._sync, version, self._family, self._dtype)
         self._guarded(self._update.begin())
 
     def update_weights(self, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -168,7 +172,7 @@ class SGLangEngine(ServedEngine):
         return self._update
 
     def _guarded(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a part of a weight update. Where it fails the engine is DIRTY, and its servers stay paused."""
+        """Runs a part of a weight update. Where it fails the engine is DIRTY, and its server stays paused."""
         try:
             return self._run(coroutine)
         except BaseException:
@@ -178,20 +182,27 @@ class SGLangEngine(ServedEngine):
     def release_memory(self) -> None:
         require(self._state, EngineState.HEALTHY, "release its memory")
         self._state = advance(self._state, EngineState.RELEASED)
-        self._run(release(self._clients))
+        self._run(release([self._client]))
 
     def resume_memory(self) -> None:
         require(self._state, EngineState.RELEASED, "resume its memory")
-        self._run(resume(self._clients))
+        self._run(resume([self._client]))
         self._state = advance(self._state, EngineState.DIRTY)
 
     def memory_mb(self) -> float | None:
-        """Of the servers started here, Pss; None for others'."""
-        return sum(process.memory_mb() for process in self.processes) if self.processes else None
+        """Of a server started here, Pss; None for another's."""
+        return self.process.memory_mb() if self.process is not None else None
 
     def model_info(self) -> ModelInfo:
-        version = self._version if self._state is EngineState.HEALTHY else None
-        return ModelInfo(version, self._state, self._vocab_size, self._context_length, self._stop_token_ids)
+        return ModelInfo(
+            weight_version=self._version if self._state is EngineState.HEALTHY else None,
+            state=self._state,
+            vocab_size=self._vocab_size,
+            context_length=self._context_length,
+            stop_token_ids=self._stop_token_ids,
+            capacity=self._max_running,
+            served=True,
+        )
 
     def close(self) -> None:
         if self._state is EngineState.DEAD:
@@ -201,12 +212,12 @@ class SGLangEngine(ServedEngine):
             with contextlib.suppress(SGLangError):
                 self._loop.run_until_complete(self._leave())
         finally:
-            for process in self.processes:
-                process.close()
+            if self.process is not None:
+                self.process.close()
             self._loop.close()
 
     async def _leave(self) -> None:
-        """Ends what is under way on the servers, and the connections to them."""
-        await asyncio.gather(*(client.abort() for client in self._clients), return_exceptions=True)
+        """Ends what is under way on the server, and the connections to it."""
+        await self._forget()
         await self._sync.close()
-        await everywhere(*(client.close() for client in self._clients))
+        await self._client.close()

@@ -9,9 +9,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from megatron_stare.batch import FinishReason, SamplingParams
 from megatron_stare.errors import ConfigError, UserError
+from megatron_stare.records.trajectory import VersionRuns
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult
 from megatron_stare.rollout.sampling import row_keys
 
@@ -57,22 +60,22 @@ def sampling_seed(params: SamplingParams, request: GenerateRequest) -> int:
     return int(key >> np.uint64(33))
 
 
-def sampling_fields(params: SamplingParams, seed: int) -> dict[str, Any]:
+def sampling_fields(params: SamplingParams, seed: int, max_new_tokens: int | None = None) -> dict[str, Any]:
     """Every field that shapes a response, so that no default of a server's release or model folder has a say.
 
-    The support is never cut (no top-k, top-p, min-p, penalties, bias or grammar): log-probs would then be those of
-    another distribution than the trainer's.
+    Only evaluation cuts the support, and by top-p alone (never top-k, min-p, penalties, bias or grammar): log-probs
+    would then be those of another distribution than the trainer's.
     """
     return {
         "temperature": params.temperature,
         "top_k": 1 if params.greedy else -1,
-        "top_p": 1.0,
+        "top_p": params.top_p,
         "min_p": 0.0,
         "frequency_penalty": 0.0,
         "presence_penalty": 0.0,
         "repetition_penalty": 1.0,
         "min_new_tokens": 0,
-        "max_new_tokens": params.max_new_tokens,
+        "max_new_tokens": min(max_new_tokens or params.max_new_tokens, params.max_new_tokens),
         "n": 1,
         "stop": None,
         "stop_token_ids": list(params.stop_token_ids),
@@ -96,7 +99,7 @@ def generate_body(request: GenerateRequest, params: SamplingParams, rid: str) ->
     return {
         "rid": rid,
         "input_ids": list(request.input_ids),
-        "sampling_params": sampling_fields(params, sampling_seed(params, request)),
+        "sampling_params": sampling_fields(params, sampling_seed(params, request), request.max_new_tokens),
         "return_logprob": True,
         "logprob_start_len": -1,  # log-probs of the response alone
         "top_logprobs_num": 0,
@@ -104,8 +107,8 @@ def generate_body(request: GenerateRequest, params: SamplingParams, rid: str) ->
     }
 
 
-def score_body(tokens: Sequence[int], rid: str) -> dict[str, Any]:
-    """A body of POST /generate whose answer scores `tokens`: their log-probs at temperature 1, of all but the first."""
+def prompt_body(tokens: Sequence[int], rid: str) -> dict[str, Any]:
+    """A body of POST /generate whose answer has the log-probs of `tokens`, at temperature 1, of all but the first."""
     fields = SamplingParams(temperature=1.0, max_new_tokens=1, seed=0, step=0, stop_token_ids=(), greedy=True)
     return {
         "rid": rid,
@@ -118,8 +121,8 @@ def score_body(tokens: Sequence[int], rid: str) -> dict[str, Any]:
     }
 
 
-def prompt_log_probs(answer: Mapping[str, Any], tokens: Sequence[int], where: str) -> list[float]:
-    """The log-probs, nats, of every token of a `score_body` but the first."""
+def scored_prompt(answer: Mapping[str, Any], tokens: Sequence[int], where: str) -> list[float]:
+    """The log-probs, nats, of every token of a `prompt_body` but the first."""
     entries = answer["meta_info"].get("input_token_logprobs") or []
     found = [entry for entry in entries if entry[0] is not None]  # the first token has none
     # the server scores the last id of the vocabulary rightly, but calls it 0
@@ -138,9 +141,10 @@ def result_of(
         SGLangError: lists of different lengths, a log-prob that is missing, or a token without a weight version.
     """
     meta = answer["meta_info"]
-    ids = [int(i) for i in answer["output_ids"]]
+    ids = _column(answer["output_ids"], np.int32)
     scored = meta.get("output_token_logprobs") or []
-    if [entry[1] for entry in scored] != ids:
+    log_probs, named, *_ = zip(*scored, strict=True) if scored else ((), ())
+    if not torch.equal(_column(named, np.int32), ids):
         raise SGLangError(
             f"the server returned {len(ids)} tokens and log-probs of {len(scored)} others",
             where=f"{where}, request {request.rid}",
@@ -148,32 +152,40 @@ def result_of(
     return GenerateResult(
         rid=request.rid,
         output_ids=ids,
-        output_log_probs=[float(entry[0]) for entry in scored],
-        weight_versions=weight_versions(meta, len(ids), f"{where}, request {request.rid}"),
+        output_log_probs=_column(log_probs, np.float32),
+        versions=version_runs(meta, len(ids), f"{where}, request {request.rid}"),
         finish_reason=_finish_reason(meta["finish_reason"], ids, stop_token_ids),
         prompt_tokens=int(meta["prompt_tokens"]),
     )
 
 
-def weight_versions(meta: Mapping[str, Any], tokens: int, where: str) -> list[int]:
-    """The version of the weights that sampled each of `tokens` tokens, from the spans of an answer's meta_info."""
-    versions: list[int] = []
+def _column(values: Sequence[float], dtype: type[np.generic]) -> Tensor:
+    """[n], by way of numpy, which reads Python numbers an order of magnitude faster than torch."""
+    return torch.from_numpy(np.fromiter(values, dtype, len(values)))
+
+
+def version_runs(meta: Mapping[str, Any], tokens: int, where: str) -> VersionRuns:
+    """The versions of the weights that sampled `tokens` tokens, from the spans of an answer's meta_info."""
+    runs: list[tuple[int, int]] = []
+    end = 0
     for span in meta.get("weight_versions") or []:
-        if span["start"] != len(versions) or not str(span["version"]).isdigit():
+        if span["start"] != end or span["end"] < end or not str(span["version"]).isdigit():
             break
-        versions += [int(span["version"])] * (span["end"] - span["start"])
-    if len(versions) != tokens:
+        if span["end"] > end:
+            runs.append((int(span["version"]), span["end"] - end))
+        end = span["end"]
+    if end != tokens:
         raise SGLangError(
             f"{tokens} tokens, but weight versions {meta.get('weight_versions')} (now {meta.get('weight_version')})",
             where=where,
             fix="only this project may update the server's weights",
         )
-    return versions
+    return tuple(runs)
 
 
-def _finish_reason(reported: Mapping[str, Any], ids: Sequence[int], stop_token_ids: Collection[int]) -> FinishReason:
+def _finish_reason(reported: Mapping[str, Any], ids: Tensor, stop_token_ids: Collection[int]) -> FinishReason:
     kind = reported["type"]
-    if kind == "length" and ids and ids[-1] in stop_token_ids:
+    if kind == "length" and len(ids) and int(ids[-1]) in stop_token_ids:
         return "stop"  # its last token is a stop token, and the server looks at the length first
     if kind not in ("stop", "length", "abort"):
         raise SGLangError(f"the server reports an unknown finish reason {dict(reported)}")

@@ -1,4 +1,6 @@
-"""Workers behind one interface, wherever they live. Runners implement it; groups.py speaks through it."""
+"""Workers behind one interface, wherever they live. Runners (orchestration/) implement it; whoever has work for them -
+the trainer's group, the engines' pool - speaks through it.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +26,11 @@ class Workers(ABC):
     @abstractmethod
     def wait(self, handles: Sequence[Handle], on_done: Callable[[int], None] | None = None) -> list[Any]:
         """The results, in order. Raises what a worker raised. `on_done` is told each handle's number as it finishes."""
+
+    @abstractmethod
+    async def result(self, handle: Handle) -> Any:
+        """As `wait`, of one handle, for callers in an event loop, which goes on meanwhile where workers are processes.
+        Unblocked by the result, the worker's error or end, or the limit of one call."""
 
     @abstractmethod
     def share(self, value: Any) -> Handle:

@@ -1,0 +1,8 @@
+"""What happens between a prompt and the end of its response: one turn, or several with something said in between.
+
+A user's own is one file, named in YAML by its dotted path (`rollout.environment`).
+"""
+
+ENVIRONMENTS = {
+    "single_turn": "megatron_stare.environments.single_turn.SingleTurn",
+}

@@ -1,0 +1,135 @@
+"""The contract between an environment and the rollouts, and the response as an environment lets it grow.
+
+Shape legend: n tokens of a turn or of the response so far.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_stare.batch import FinishReason, Prompt
+from megatron_stare.config.schema import Config
+from megatron_stare.environments import ENVIRONMENTS
+from megatron_stare.errors import ConfigError
+from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory, VersionRuns
+from megatron_stare.registry import resolve
+
+WHERE = "rollout.environment"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy said at one go.
+
+    text: decoded without special tokens and without the stop token.
+    finish_reason: 'length' also where the run's response length left no room for a token.
+    """
+
+    tokens: Tensor  # [n] int32
+    log_probs: Tensor  # [n] float32, nats
+    versions: VersionRuns
+    finish_reason: FinishReason
+    text: str
+
+
+class Generate(Protocol):
+    """Tokens of the policy for one trajectory."""
+
+    async def __call__(self, context: Sequence[int], max_new_tokens: int | None = None) -> Turn:
+        """Continues `context`, the prompt's tokens and the response so far, to a stop token or the length limit.
+
+        Args:
+            max_new_tokens: of this turn; None: as many as rollout.max_new_tokens leaves of the whole response.
+
+        Raises:
+            DataError: `context` does not begin with the prompt's tokens.
+        """
+        ...
+
+
+class Environment(ABC):
+    """Makes a trajectory of a prompt. One object makes all of a run's, many at the same time.
+
+    Args:
+        config: of the run.
+        tokenizer: a transformers tokenizer.
+    """
+
+    def __init__(self, config: Config, tokenizer: Any) -> None:
+        self.config, self.tokenizer = config, tokenizer
+
+    @abstractmethod
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        """The response to `prompt`; at most rollout.max_new_tokens tokens, what the environment says included."""
+
+
+class Response:
+    """A response of several turns while it grows: what was sampled carries loss, what the environment says does not."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self._prompt = prompt
+        self._tokens: list[Tensor] = []
+        self._log_probs: list[Tensor] = []
+        self._loss_mask: list[Tensor] = []
+        self._versions: list[tuple[int, int]] = []
+        self._finish_reason: FinishReason = "stop"
+        self._texts: list[str] = []
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """The prompt's tokens and all of the response so far: what the next turn continues."""
+        return (*self._prompt.token_ids, *(token for part in self._tokens for token in part.tolist()))
+
+    def sampled(self, turn: Turn) -> Turn:
+        """Appends what the policy said, and gives it back."""
+        self._append(turn.tokens, turn.log_probs, True)
+        self._versions += turn.versions
+        self._finish_reason = turn.finish_reason
+        self._texts.append(turn.text)
+        return turn
+
+    def observed(self, tokens: Iterable[int], text: str = "") -> None:
+        """Appends what the environment says: tokens that the policy is not trained on."""
+        ids = torch.tensor([*tokens], dtype=torch.int32)
+        self._append(ids, torch.zeros(len(ids)), False)
+        if len(ids):
+            self._versions.append((NOT_SAMPLED, len(ids)))
+        self._texts.append(text)
+
+    def trajectory(self) -> Trajectory:
+        """The response as it is now; its text, for the verifier, is that of all turns and observations."""
+        return Trajectory(
+            prompt=self._prompt,
+            sample_index=0,  # the rollouts know which of a prompt's it is
+            tokens=torch.cat(self._tokens),
+            log_probs=torch.cat(self._log_probs),
+            loss_mask=torch.cat(self._loss_mask),
+            versions=tuple(self._versions),
+            finish_reason=self._finish_reason,
+            text="".join(self._texts),
+        )
+
+    def _append(self, tokens: Tensor, log_probs: Tensor, carries_loss: bool) -> None:
+        self._tokens.append(tokens)
+        self._log_probs.append(log_probs)
+        self._loss_mask.append(torch.full((len(tokens),), carries_loss))
+
+
+def make_environment(name: str, config: Config, tokenizer: Any) -> Environment:
+    """The environment of a name or dotted path.
+
+    Raises:
+        ConfigError: there is none, or it is not an Environment.
+    """
+    kind = resolve(name, ENVIRONMENTS, WHERE)
+    if not (isinstance(kind, type) and issubclass(kind, Environment)):
+        raise ConfigError(
+            f"{name!r} is not a subclass of megatron_stare.environments.environment.Environment", where=WHERE
+        )
+    return kind(config, tokenizer)

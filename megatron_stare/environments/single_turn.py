@@ -1,0 +1,16 @@
+"""The prompt is answered at one go."""
+
+from __future__ import annotations
+
+from megatron_stare.batch import Prompt
+from megatron_stare.environments.environment import Environment, Generate, Response
+from megatron_stare.records.trajectory import Trajectory
+
+
+class SingleTurn(Environment):
+    """One turn, and nothing said in between."""
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        response = Response(prompt)
+        response.sampled(await generate(prompt.token_ids))
+        return response.trajectory()

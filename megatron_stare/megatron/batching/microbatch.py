@@ -1,0 +1,164 @@
+"""One rank's part of a rollout batch: micro-batches for the model, and the flat view that methods see.
+
+Shape legend: b rows and s positions of a micro-batch (packed: one row of all tokens); n response positions of a
+micro-batch, those of the loss mask; N those of this rank, micro-batch after micro-batch; B samples of the whole batch.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_stare.batch import MicroBatchPlan, TokenBatch
+from megatron_stare.megatron.batching.packing import PackedSequences
+from megatron_stare.megatron.batching.sequence_layout import Grid, SequenceLayout
+from megatron_stare.records.rollout_batch import RankShare
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What the model is fed, and which of its outputs score which response positions."""
+
+    tokens: Tensor  # [b, s] int64
+    positions: Tensor  # [b, s] int64
+    rows: Tensor  # [n] int64, rows of the flattened [b s] outputs that predict a response token of the loss mask
+    targets: Tensor  # [n] int64, the tokens they predict
+    span: slice  # where these n stand among the rank's N
+    layout: SequenceLayout
+    packing: PackedSequences | None = None
+
+
+class RankBatch:
+    """A share of a rollout batch as micro-batches, following the plan.
+
+    index, sequence, position: [N] int64 canonical number, sample and place in its response of every position here.
+    held: [N] int64 where they stand in the share's columns.
+
+    Args:
+        share: of data-parallel rank `dp_rank`.
+
+    Raises:
+        ValueError: the share is not that of the rank's samples.
+    """
+
+    def __init__(
+        self, share: RankShare, plan: MicroBatchPlan, dp_rank: int, device: torch.device, layout: SequenceLayout
+    ) -> None:
+        if share.samples.tolist() != plan.samples_of(dp_rank):
+            raise ValueError(f"data rank {dp_rank} was given the share of another")
+        self.share = share
+        self.plan = plan
+        self.device = device
+        self.layout = layout
+        self.micro_batches: list[MicroBatch] = []
+        samples = [torch.tensor(each, dtype=torch.int64) for each in plan.ranks[dp_rank]]
+        found, done = [], 0
+        for chosen, whole in zip(samples, layout.lay_out([share.lengths[each] for each in samples]), strict=True):
+            micro, where = _micro_batch(share, chosen, layout.split(whole), done, layout)
+            self.micro_batches.append(_to(replace(micro, packing=layout.describe(whole, device)), device))
+            found.append(where)
+            done += micro.rows.numel()
+        self.sequence, self.position, self.held = torch.cat(found, dim=1)
+        self.index = (share.response_lengths.cumsum(0) - share.response_lengths)[self.sequence] + self.position
+
+    def token_batch(self, log_prob: Tensor, entropy: Tensor) -> TokenBatch:
+        """The flat view of this rank's positions of a batch that was judged.
+
+        Args:
+            log_prob: [N] from the log-prob pass.
+            entropy: [N] likewise.
+        """
+        share, here = self.share, self.device
+        assert share.advantages is not None and share.carries_loss is not None
+        assert share.enters_moments is not None and share.penalties is not None
+        lengths = self._loss_lengths(share.carries_loss)
+        return TokenBatch(
+            log_prob=log_prob,
+            old_log_prob=log_prob,
+            rollout_log_prob=share.rollout_log_probs[self.held].to(here),
+            entropy=entropy,
+            advantage=share.advantages[self.sequence].to(here, torch.float32),
+            mask=share.carries_loss[self.sequence].to(here),
+            sequence=self.sequence.to(here),
+            position=self.position.to(here),
+            index=self.index.to(here),
+            num_sequences=int((lengths > 0).sum()),
+            moments_mask=share.enters_moments[self.sequence].to(here),
+            sequence_lengths=lengths.to(here),
+            groups=share.groups.to(here),
+            rewards=share.rewards.to(here),
+            penalties=share.penalties.to(here),
+            num_groups=int(share.groups.max()) + 1,
+            max_length=int(share.response_lengths.max()),
+            step=share.step,
+        )
+
+    def mini_batch(self, number: int) -> RankBatch:
+        """The micro-batches of one optimizer step alone; their spans are still those among the rank's N."""
+        part = copy.copy(self)
+        part.micro_batches = self.micro_batches[self.plan.mini_batches[number]]
+        return part
+
+    @property
+    def span(self) -> slice:
+        """Where the response positions of these micro-batches stand among the rank's N."""
+        return slice(self.micro_batches[0].span.start, self.micro_batches[-1].span.stop)
+
+    def tokens_of(self, number: int, tokens: TokenBatch) -> TokenBatch:
+        """The rank's N positions, of which only those of one mini-batch carry loss and are counted.
+
+        Args:
+            tokens: from `token_batch`.
+        """
+        assert self.share.carries_loss is not None
+        mine = torch.zeros(self.share.size, dtype=torch.bool)
+        mine[self.plan.samples(number)] = True
+        lengths = self._loss_lengths(self.share.carries_loss & mine)
+        here = mine.to(self.device)[tokens.sequence]
+        return replace(
+            tokens,
+            mask=tokens.mask & here,
+            moments_mask=tokens.in_moments & here,
+            num_sequences=int((lengths > 0).sum()),
+            sequence_lengths=lengths.to(self.device),
+        )
+
+    def _loss_lengths(self, carries_loss: Tensor) -> Tensor:
+        """[B] int64 loss positions of every sample; on the host, where the share lies."""
+        return torch.where(carries_loss, self.share.loss_lengths, 0)
+
+
+def _micro_batch(
+    share: RankShare, chosen: Tensor, grid: Grid, done: int, layout: SequenceLayout
+) -> tuple[MicroBatch, Tensor]:
+    """The micro-batch of the chosen samples, and [3, n] of its response positions: the sample, the place in the
+    response, the place in the share's columns."""
+    number = torch.cat([chosen, torch.zeros(1, dtype=torch.int64)])  # the last is what padding (-1) points to
+    real = grid.sample >= 0
+    sample, token = number[grid.sample], grid.token
+    # the output at token c predicts token c + 1
+    first, last = share.prompt_lengths[sample] - 1, share.lengths[sample] - 1
+    rows = (real & (token >= first) & (token < last)).flatten().nonzero().squeeze(1)
+    sequence, position = sample.flatten()[rows], (token - first).flatten()[rows]
+    where = torch.stack([sequence, position, share.starts(share.response_lengths)[sequence] + position])
+    kept = share.loss_mask[where[2]]
+    rows, where = rows[kept], where[:, kept]
+    source = share.starts(share.lengths)[sample] + token
+    tokens = torch.zeros(grid.sample.shape, dtype=torch.int64)
+    tokens[real] = share.tokens[source[real]].to(torch.int64)
+    targets = share.tokens[source.flatten()[rows] + 1].to(torch.int64)
+    span = slice(done, done + rows.numel())
+    return MicroBatch(tokens, token.contiguous(), rows, targets, span, layout), where
+
+
+def _to(micro: MicroBatch, device: torch.device) -> MicroBatch:
+    return replace(
+        micro,
+        tokens=micro.tokens.to(device),
+        positions=micro.positions.to(device),
+        rows=micro.rows.to(device),
+        targets=micro.targets.to(device),
+    )

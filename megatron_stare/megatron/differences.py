@@ -1,0 +1,87 @@
+"""Engine and trainer compared token by token where their log-probs lie: on the ranks, each for the positions it holds.
+
+Shape legend: N response positions of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_stare.megatron.batching.microbatch import RankBatch
+from megatron_stare.ops.statistics import answer
+from megatron_stare.records.log_prob_difference import LogProbDifference, Sizes
+from megatron_stare.statistics import Count, Max, Quantile, Request, scalar
+
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+POSITIONS = (0, 1, 8, 64, 512, 4096)  # where the ranges of positions begin that are reported by themselves
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Engine minus trainer, nats, of this rank's tokens, and what they are told apart by.
+
+    versions: of the weights that sampled them; of all ranks in `all_versions`.
+    expected: tokens of all ranks.
+    """
+
+    values: Tensor  # [N] float32
+    positions: Tensor  # [N] int64 in the response
+    longest: Tensor  # [N] bool, of the longest response of the whole batch
+    versions: Tensor  # [N] int64
+    all_versions: Sequence[int]
+    expected: int
+
+    @classmethod
+    def of(cls, batch: RankBatch, engine: Tensor, trainer: Tensor, all_versions: Sequence[int]) -> Compared:
+        """From [N] log-probs of both."""
+        share, here = batch.share, trainer.device
+        longest = int((share.response_lengths == share.response_lengths.max()).nonzero()[0])
+        return cls(
+            values=engine.to(here) - trainer.float(),
+            positions=batch.position.to(here),
+            longest=(batch.sequence == longest).to(here),
+            versions=share.weight_versions[batch.held].to(here),
+            all_versions=all_versions,
+            expected=int(share.loss_lengths.sum()),
+        )
+
+    def summary(self, group: ProcessGroup | None) -> LogProbDifference:
+        """Over the tokens of all ranks of `group`, which must call it together."""
+        size, everyone = self.values.abs(), torch.ones_like(self.values, dtype=torch.bool)
+        ranges = {
+            first: (self.positions >= first) & (self.positions < end)
+            for first, end in zip(POSITIONS, (*POSITIONS[1:], torch.iinfo(torch.int64).max), strict=True)
+        }
+        parts = {("all", 0): everyone, ("longest", 0): self.longest}
+        parts |= {("from", first): inside for first, inside in ranges.items()}
+        parts |= {("version", version): self.versions == version for version in self.all_versions}
+        number = ~size.isnan()
+        asked: dict[str, Request] = {"lowest": Max(-self.values, number)}
+        asked |= {name: Quantile(size, everyone, q, "nearest") for name, q in QUANTILES.items()}
+        for (kind, key), part in parts.items():
+            # NaN is counted apart, as a maximum over ranks need not bring it along
+            asked[f"{kind} {key} tokens"] = Count(part)
+            asked[f"{kind} {key} numbers"] = Count(part & number)
+            asked[f"{kind} {key} largest"] = Max(size, part & number)
+        answers = answer(asked, group)
+        table = torch.stack([scalar(answers, name).to(torch.float64) for name in asked]).tolist()  # one wait
+        known = dict(zip(asked, table, strict=True))
+
+        def sizes(kind: str, key: int = 0, missing: int = 0) -> Sizes:
+            tokens, numbers = (int(known[f"{kind} {key} {what}"]) for what in ("tokens", "numbers"))
+            return Sizes(tokens, tokens - numbers + missing, known[f"{kind} {key} largest"] if numbers else 0.0)
+
+        everywhere = sizes("all", missing=self.expected - int(known["all 0 tokens"]))
+        return LogProbDifference(
+            everywhere=everywhere,
+            lowest=float("nan") if everywhere.not_numbers else -known["lowest"],
+            quantiles={name: known[name] for name in QUANTILES},
+            from_position={first: each for first in ranges if (each := sizes("from", first)).tokens},
+            of_version={v: each for v in self.all_versions if (each := sizes("version", v)).tokens},
+            longest=sizes("longest"),
+        )

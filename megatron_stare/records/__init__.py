@@ -1,0 +1,1 @@
+"""The records that travel between tasks, rollouts, rewards and training: flat columns, never a Python list a token."""

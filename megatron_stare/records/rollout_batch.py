@@ -1,0 +1,200 @@
+"""The trajectories of one step as one flat batch, and each data-parallel rank's share of it. Imports torch only.
+
+Shape legend: B samples; N response positions of all samples laid end to end; T prompt and response positions of all
+samples laid end to end; R runs of tokens that one version of the weights sampled. Samples stand in canonical order:
+prompt cursor first, then sample number. In a share n, t and r are those of its own samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_stare.errors import DataError
+from megatron_stare.records.trajectory import Trajectory
+
+
+@dataclass
+class RolloutBatch:
+    """Trajectories as flat tensors, in canonical order.
+
+    The last four columns are a method's judgement; see Method.judge.
+    """
+
+    tokens: Tensor  # [T] int32, each sample's prompt then response
+    loss_mask: Tensor  # [N] bool, False on what no policy sampled
+    rollout_log_probs: Tensor  # [N] float32, nats
+    run_versions: Tensor  # [R] int64 version of the weights that sampled a run; see trajectory.NOT_SAMPLED
+    run_lengths: Tensor  # [R] int64 tokens of it; the runs cover the N positions, none lies in two samples
+    runs: Tensor  # [B] int64 runs of each sample
+    prompt_lengths: Tensor  # [B] int64
+    response_lengths: Tensor  # [B] int64
+    groups: Tensor  # [B] int64, 0..G-1
+    rewards: Tensor  # [B] float64
+    scored: Tensor  # [B] bool, False where the verifier failed
+    truncated: Tensor  # [B] bool
+    advantages: Tensor | None = None  # [B]
+    carries_loss: Tensor | None = None  # [B] bool, responses whose masked-in tokens carry loss
+    enters_moments: Tensor | None = None  # [B] bool, responses that the others are judged against
+    penalties: Tensor | None = None  # [B] float64, what shaping added to the rewards
+    step: int = 0  # keys seeded draws of methods
+    trajectories: Sequence[Trajectory] = ()  # in canonical order; stay on the driver, for what is logged
+
+    @property
+    def size(self) -> int:
+        return self.prompt_lengths.numel()
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] prompt plus response, tokens."""
+        return self.prompt_lengths + self.response_lengths
+
+    @property
+    def weight_versions(self) -> Tensor:
+        """[N] int64, the runs written out: for small batches."""
+        return torch.repeat_interleave(self.run_versions, self.run_lengths)
+
+    def first(self, samples: int) -> RolloutBatch:
+        """The batch of its first `samples` samples."""
+        columns: dict[str, Any] = dict(self._flat(range(samples)))
+        for name, x in vars(self).items():
+            if isinstance(x, Tensor) and name not in columns:
+                columns[name] = x[:samples]
+        return replace(self, **columns)
+
+    def share(self, samples: Sequence[int]) -> RankShare:
+        """What a rank that takes these samples, in ascending order, is given.
+
+        Copies, because a view of a tensor travels with all of the tensor; of all samples the batch's own columns.
+        """
+        return RankShare(
+            samples=torch.tensor(samples, dtype=torch.int64),
+            **self._flat(samples),
+            prompt_lengths=self.prompt_lengths,
+            response_lengths=self.response_lengths,
+            loss_lengths=self.loss_lengths,
+            groups=self.groups,
+            rewards=self.rewards,
+            advantages=self.advantages,
+            carries_loss=self.carries_loss,
+            enters_moments=self.enters_moments,
+            penalties=self.penalties,
+            step=self.step,
+        )
+
+    @property
+    def loss_lengths(self) -> Tensor:
+        """[B] int64 masked-in positions of every sample."""
+        parts = self.loss_mask.split(self.response_lengths.tolist())
+        return torch.tensor([int(part.count_nonzero()) for part in parts], dtype=torch.int64)
+
+    def _flat(self, samples: Sequence[int]) -> dict[str, Tensor]:
+        """The columns that are longer than B, of some of the samples."""
+        lengths, responses, runs = (x.tolist() for x in (self.lengths, self.response_lengths, self.runs))
+        return {
+            "tokens": _taken(self.tokens, lengths, samples),
+            "loss_mask": _taken(self.loss_mask, responses, samples),
+            "rollout_log_probs": _taken(self.rollout_log_probs, responses, samples),
+            "run_versions": _taken(self.run_versions, runs, samples),
+            "run_lengths": _taken(self.run_lengths, runs, samples),
+        }
+
+    @classmethod
+    def from_trajectories(cls, trajectories: Iterable[Trajectory], step: int = 0) -> RolloutBatch:
+        """Sorts into canonical order and lays end to end.
+
+        Raises:
+            DataError: the columns of a trajectory have different lengths.
+        """
+        ordered = sorted(trajectories, key=lambda t: (t.prompt.cursor, t.sample_index))
+        for each in ordered:
+            _check(each)
+        prompts = {t.prompt.cursor: torch.tensor(t.prompt.token_ids, dtype=torch.int32) for t in ordered}
+        group_of = {cursor: group for group, cursor in enumerate(prompts)}
+        runs = [run for t in ordered for run in t.versions]
+        return cls(
+            tokens=_joined([part for t in ordered for part in (prompts[t.prompt.cursor], t.tokens)], torch.int32),
+            loss_mask=_joined([t.loss_mask for t in ordered], torch.bool),
+            rollout_log_probs=_joined([t.log_probs for t in ordered], torch.float32),
+            run_versions=torch.tensor([version for version, _ in runs], dtype=torch.int64),
+            run_lengths=torch.tensor([length for _, length in runs], dtype=torch.int64),
+            runs=torch.tensor([len(t.versions) for t in ordered], dtype=torch.int64),
+            prompt_lengths=torch.tensor([len(prompts[t.prompt.cursor]) for t in ordered], dtype=torch.int64),
+            response_lengths=torch.tensor([len(t) for t in ordered], dtype=torch.int64),
+            groups=torch.tensor([group_of[t.prompt.cursor] for t in ordered], dtype=torch.int64),
+            rewards=torch.tensor([t.reward if t.reward is not None else 0.0 for t in ordered], dtype=torch.float64),
+            scored=torch.tensor([t.reward_status == "ok" for t in ordered], dtype=torch.bool),
+            truncated=torch.tensor([t.truncated for t in ordered], dtype=torch.bool),
+            step=step,
+            trajectories=ordered,
+        )
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What one data-parallel rank is given of a rollout batch: the tokens of its own samples, and the columns with one
+    number a sample whole, because counts, groups and canonical numbers are those of the whole batch."""
+
+    samples: Tensor  # [b] int64, ascending, which of the B its own are
+    tokens: Tensor  # [t] int32
+    loss_mask: Tensor  # [n] bool
+    rollout_log_probs: Tensor  # [n] float32
+    run_versions: Tensor  # [r] int64
+    run_lengths: Tensor  # [r] int64
+    prompt_lengths: Tensor  # [B] int64
+    response_lengths: Tensor  # [B] int64
+    loss_lengths: Tensor  # [B] int64, masked-in positions of every sample
+    groups: Tensor  # [B] int64
+    rewards: Tensor  # [B] float64
+    advantages: Tensor | None  # [B]
+    carries_loss: Tensor | None  # [B] bool
+    enters_moments: Tensor | None  # [B] bool
+    penalties: Tensor | None  # [B] float64
+    step: int
+
+    @property
+    def size(self) -> int:
+        """B, the samples of the whole batch."""
+        return self.prompt_lengths.numel()
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] prompt plus response, tokens."""
+        return self.prompt_lengths + self.response_lengths
+
+    @property
+    def weight_versions(self) -> Tensor:
+        """[n] int64, the runs written out."""
+        return torch.repeat_interleave(self.run_versions, self.run_lengths)
+
+    def starts(self, lengths: Tensor) -> Tensor:
+        """[B] int64 where every own sample begins in a column that holds `lengths` [B] entries of each; others: 0."""
+        own = lengths[self.samples]
+        return torch.zeros_like(lengths).index_copy_(0, self.samples, own.cumsum(0) - own)
+
+
+def _taken(column: Tensor, lengths: list[int], samples: Sequence[int]) -> Tensor:
+    """The parts of a flat column that belong to some of the samples, end to end."""
+    if len(samples) == len(lengths):
+        return column
+    parts = column.split(lengths)
+    return _joined([parts[sample] for sample in samples], column.dtype)
+
+
+def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat([torch.zeros(0, dtype=dtype), *(part.to(dtype) for part in parts)])
+
+
+def _check(trajectory: Trajectory) -> None:
+    covered = sum(length for _, length in trajectory.versions)
+    sizes = (len(trajectory.tokens), len(trajectory.log_probs), len(trajectory.loss_mask), covered)
+    if len(set(sizes)) > 1:
+        raise DataError(
+            "a trajectory has {} tokens, {} log-probs, {} entries of its loss mask and versions of {}".format(*sizes),
+            where=f"prompt {trajectory.prompt.id}, sample {trajectory.sample_index}",
+            fix="whatever appends tokens must append all four columns",
+        )

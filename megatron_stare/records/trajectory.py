@@ -1,0 +1,69 @@
+"""One response to one prompt, of one turn or of several, as columns. Imports torch only.
+
+Shape legend: n tokens of the response: those an engine sampled, and those an environment put between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_stare.batch import FinishReason, Prompt
+
+# (weight version, number of tokens) from the first token on: a response has one or two of them, its tokens thousands
+VersionRuns = tuple[tuple[int, int], ...]
+
+NOT_SAMPLED = -1  # the version of tokens that no weights sampled: an environment wrote them
+
+
+@dataclass
+class Trajectory:
+    """What an environment made of a prompt, and what a verifier made of that.
+
+    loss_mask is the environment's word on which tokens carry loss; everything after it obeys: loss, quantiles, gate,
+    counts and forecast.
+    """
+
+    prompt: Prompt
+    sample_index: int
+    tokens: Tensor  # [n] int32
+    log_probs: Tensor  # [n] float32, nats, of the temperature-scaled distribution; 0 where nothing was sampled
+    loss_mask: Tensor  # [n] bool, False where nothing was sampled
+    versions: VersionRuns  # covers all n tokens
+    finish_reason: FinishReason
+    text: str = ""
+    reward: float | None = None
+    reward_status: Literal["pending", "ok", "timeout", "crash"] = "pending"
+    answer_at: int | None = None  # character of `text` where the answer begins; -1: no answer; None: not known
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason == "length"
+
+
+def sampled_trajectory(
+    prompt: Prompt,
+    sample_index: int,
+    tokens: Iterable[int],
+    log_probs: Iterable[float],
+    version: int = 0,
+    finish_reason: FinishReason = "stop",
+) -> Trajectory:
+    """A single-turn trajectory from Python numbers, every token sampled by one version: for tools and tests."""
+    ids = torch.tensor([*tokens], dtype=torch.int32)
+    return Trajectory(
+        prompt=prompt,
+        sample_index=sample_index,
+        tokens=ids,
+        log_probs=torch.tensor([*log_probs], dtype=torch.float32),
+        loss_mask=torch.ones(len(ids), dtype=torch.bool),
+        versions=((version, len(ids)),) if len(ids) else (),
+        finish_reason=finish_reason,
+    )

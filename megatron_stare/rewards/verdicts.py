@@ -1,0 +1,72 @@
+"""Answers verified as they come, in the event loop of whoever makes them, by the worker processes of a RewardPool."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from megatron_stare.rewards.pool import Answers, RewardPool, Score
+
+
+class Verdicts:
+    """The answers of one rollout. `async with verdicts(...)` makes and ends it.
+
+    Args:
+        most_failures: answers without a reward that are borne; see RewardPool.score.
+    """
+
+    def __init__(self, pool: RewardPool, most_failures: int | None) -> None:
+        self._pool, self._most_failures = pool, most_failures
+        self._answers = Answers()
+        self._waiting: dict[int, asyncio.Future[Score]] = {}
+        self._something = asyncio.Event()
+
+    @property
+    def unfinished(self) -> bool:
+        """Answers are still without a score."""
+        return len(self._answers.scores) < len(self._answers.texts)
+
+    async def of(self, response: str, answer: str) -> Score:
+        """Waits for the answer's score; unblocked by it, or by the pool's error."""
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[self._answers.add(response, answer)] = future
+        self._something.set()
+        return await future
+
+    async def serve(self) -> None:
+        """Hands answers out and gives scores back, until it is cancelled.
+
+        Waits for an answer to come, a worker's word or the end of a worker's time; unblocked by each. Its error becomes
+        that of everyone who waits.
+        """
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._pool.fileno(), self._something.set)
+        try:
+            while True:
+                self._something.clear()
+                self._pool.turn(self._answers, self._most_failures, wait=False)
+                for item in [item for item in self._waiting if item in self._answers.scores]:
+                    self._waiting.pop(item).set_result(self._answers.scores[item])
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._something.wait(), self._pool.seconds_left())
+        except Exception as error:
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(error)
+        finally:
+            loop.remove_reader(self._pool.fileno())
+
+
+@contextlib.asynccontextmanager
+async def verdicts(pool: RewardPool, most_failures: int | None = None) -> AsyncIterator[Verdicts]:
+    """Verdicts that are given while the block runs."""
+    found = Verdicts(pool, most_failures)
+    served = asyncio.create_task(found.serve())
+    try:
+        yield found
+    finally:
+        served.cancel()
+        await asyncio.gather(served, return_exceptions=True)
+        if found.unfinished:
+            pool.close()  # workers are in the middle of answers that nobody waits for

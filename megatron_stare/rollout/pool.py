@@ -1,0 +1,245 @@
+"""All replicas of a run behind one object: who is given what, and the way in for new weights.
+
+Environments ask `Serving.generate` for tokens; the pool's workers hold an engine each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Protocol
+
+from megatron_stare.batch import SamplingParams
+from megatron_stare.errors import DataError, UserError
+from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, ModelInfo
+from megatron_stare.weights.stream_plan import BucketLayout
+from megatron_stare.workers import Handle, Workers
+
+WAIT_S = 0.1  # a replica that is at work is asked this often whether it takes more
+
+
+class SyncError(UserError):
+    """The engines do not hold the weights that were sent."""
+
+
+class Exported(Protocol):
+    """The policy's weights on their way, bucket by bucket; see orchestration/weight_stream.py."""
+
+    layouts: tuple[BucketLayout, ...]
+
+    def buckets(self) -> Iterator[tuple[Handle, list[Handle]]]: ...
+
+    def checksums(self) -> dict[str, str]: ...
+
+
+@dataclass
+class _Replica:
+    """What is under way at one replica."""
+
+    number: int
+    assigned: list[GenerateRequest] = field(default_factory=list)  # not handed over yet
+    under_way: int = 0  # assigned, or handed over and not answered
+    work: asyncio.Event = field(default_factory=asyncio.Event)  # there is something under way
+
+
+class EnginePool:
+    """The replicas, which hold the same weights between two updates.
+
+    Args:
+        workers: an engine each; brought up here, all at once.
+
+    Raises:
+        UserError: one does not come up.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._infos: list[ModelInfo] = workers.call("bring_up")
+        self._layouts: tuple[BucketLayout, ...] = ()  # of the buckets the engines know to expect
+        self.served = all(info.served for info in self._infos)  # by servers, which alone can release memory
+
+    @contextlib.asynccontextmanager
+    async def serving(self, params: SamplingParams, trajectories: int) -> AsyncIterator[Serving]:
+        """The way to the replicas for a number of trajectories that are made at the same time.
+
+        Raises what a replica raised, in whoever waits for it; what is under way at the others is then forgotten.
+        """
+        serving = Serving(self._workers, self._infos, params, trajectories)
+        try:
+            yield serving
+        except BaseException:
+            await serving.stop()
+            with contextlib.suppress(Exception):  # the first error counts; a replica that is lost cannot be asked
+                self._workers.call("abort")
+            raise
+        await serving.stop()
+
+    def infos(self) -> list[ModelInfo]:
+        """What every replica holds now."""
+        return self._workers.call("model_info")
+
+    def prompt_log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """Log-probs, at temperature 1, of all tokens but the first of every sequence; by replica, then by sequence.
+
+        Raises:
+            UserError: the engines are not served.
+        """
+        return self._workers.call("prompt_log_probs", sequences)
+
+    def release_memory(self) -> None:
+        """Every engine gives back its memory, and is of no use until `resume_memory` and a whole weight update.
+
+        Raises:
+            UserError: the engines are not served.
+        """
+        self._workers.call("release_memory")
+
+    def resume_memory(self) -> None:
+        """Every engine takes its memory again."""
+        self._workers.call("resume_memory")
+
+    def memory_mb(self) -> float | None:
+        """What the engines' own processes hold now, 10^6 bytes; None where that is not known."""
+        held = self._workers.call("memory_mb")
+        return None if None in held else sum(held)
+
+    def update_weights(self, version: int, exported: Exported) -> None:
+        """Sends the policy to every engine; only an engine that holds all of it publishes the version.
+
+        Raises:
+            SyncError: an engine holds other weights than were sent.
+        """
+        if self._layouts is not exported.layouts:
+            self._workers.call("expect_buckets", exported.layouts)
+            self._layouts = exported.layouts
+        self._workers.call("begin_weight_update", version)
+        for number, (bucket, others) in enumerate(exported.buckets()):
+            self._workers.wait([*self._workers.start("update_weights", number, bucket), *others])
+        sent = exported.checksums()
+        for engine, held in enumerate(self._workers.call("end_weight_update")):
+            check_arrived(engine, sent, held)
+
+    def close(self) -> None:
+        self._workers.close()
+
+
+class Serving:
+    """Requests of trajectories under way, from their environments to the replicas and back.
+
+    Where replicas have a capacity, each request goes at once to the one with the most room. Where they take all that
+    waits, requests wait until every trajectory that is still being made waits for tokens, and are shared out then: what
+    stands in a batch depends on the trajectories alone, not on the clock. An environment that waits for something
+    else, a tool say, keeps such replicas waiting.
+
+    Args:
+        trajectories: that will be made; each says `leave` at its end.
+    """
+
+    def __init__(self, workers: Workers, infos: Sequence[ModelInfo], params: SamplingParams, trajectories: int) -> None:
+        self._workers, self._params = workers, params
+        self._capacities = [info.capacity for info in infos]
+        self._together = None in self._capacities
+        self._live = trajectories
+        self._waiting: deque[GenerateRequest] = deque()
+        self._answers: dict[str, asyncio.Future[GenerateResult]] = {}
+        self._replicas = [_Replica(number) for number in range(len(infos))]
+        self.pumps = [asyncio.create_task(self._pump(replica)) for replica in self._replicas]
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Waits for the request's answer; unblocked by it. A replica's error is raised by its pump."""
+        answer = self._answers[request.rid] = asyncio.get_running_loop().create_future()
+        self._waiting.append(request)
+        self._assign()
+        return await answer
+
+    def leave(self) -> None:
+        """A trajectory is finished and will ask for nothing more."""
+        self._live -= 1
+        self._assign()
+
+    async def finished(self, trajectories: Sequence[asyncio.Task[None]]) -> None:
+        """Waits until all trajectories are; unblocked by the first error of one of them or of a replica, and raises
+        it."""
+        made = asyncio.ensure_future(asyncio.gather(*trajectories))
+        ended: list[asyncio.Future[Any]] = [made, *self.pumps]  # a pump ends by an error alone
+        try:
+            await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+            for each in ended:
+                if each.done():
+                    each.result()
+        finally:
+            for trajectory in trajectories:
+                trajectory.cancel()
+            await asyncio.gather(*trajectories, return_exceptions=True)
+
+    async def stop(self) -> None:
+        """Ends the pumps."""
+        for pump in self.pumps:
+            pump.cancel()
+        await asyncio.gather(*self.pumps, return_exceptions=True)
+
+    def _assign(self) -> None:
+        if self._together:
+            if not self._waiting or len(self._waiting) < self._live:
+                return
+            order = sorted(self._waiting, key=lambda request: (request.prompt_cursor, request.sample_index))
+            self._waiting.clear()
+            for replica, shard in zip(self._replicas, split_evenly(order, len(self._replicas)), strict=True):
+                self._give(replica, shard)
+            return
+        while self._waiting:
+            room = [(capacity or 0) - r.under_way for r, capacity in zip(self._replicas, self._capacities, strict=True)]
+            best = max(range(len(room)), key=lambda number: room[number])
+            if room[best] < 1:
+                return
+            self._give(self._replicas[best], [self._waiting.popleft()])
+
+    @staticmethod
+    def _give(replica: _Replica, requests: Sequence[GenerateRequest]) -> None:
+        if requests:
+            replica.assigned += requests
+            replica.under_way += len(requests)
+            replica.work.set()
+
+    async def _pump(self, replica: _Replica) -> None:
+        """Hands a replica what is assigned to it and takes what it has finished, until it is cancelled.
+
+        Waits for an assignment where nothing is under way, else for the replica; unblocked by what it has finished, or
+        after WAIT_S where it can say that nothing is, so that it is given more meanwhile.
+        """
+        while True:
+            await replica.work.wait()
+            new, replica.assigned = replica.assigned, []
+            handle = self._workers.start_on(replica.number, "advance", new, self._params, WAIT_S)
+            for result in await self._workers.result(handle):
+                if result.rid not in self._answers:
+                    raise DataError("an engine answered a request that was not made", where=f"request {result.rid}")
+                replica.under_way -= 1
+                self._answers.pop(result.rid).set_result(result)
+            if not replica.under_way:
+                replica.work.clear()
+            self._assign()
+
+
+def split_evenly(requests: Sequence[GenerateRequest], engines: int) -> list[list[GenerateRequest]]:
+    """One contiguous shard an engine; their sizes differ by at most one, and are 0 where requests are few."""
+    if engines < 1:
+        raise ValueError(f"cannot split over {engines} engines")
+    bounds = [len(requests) * i // engines for i in range(engines + 1)]
+    return [list(requests[a:b]) for a, b in pairwise(bounds)]
+
+
+def check_arrived(engine: int, sent: Mapping[str, str], held: Mapping[str, str]) -> None:
+    """Compares the checksums of what was sent with those of what an engine holds. Raises SyncError."""
+    differing = [name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name)]
+    if differing:
+        named = ", ".join(sorted(differing)[:3]) + (", ..." if len(differing) > 3 else "")
+        raise SyncError(
+            f"engine {engine} holds other values than the trainer sent in {len(differing)} of {len(sent)} tensors: "
+            f"{named}",
+            fix="the engine's memory or its weight loading is at fault; the last checkpoint is intact",
+        )

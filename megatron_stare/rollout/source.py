@@ -1,0 +1,257 @@
+"""Where training gets its rollout batches from, and takes its new weights to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+from megatron_stare.batch import Prompt, SamplingParams
+from megatron_stare.environments.environment import WHERE, Environment, Generate, Turn
+from megatron_stare.errors import DataError, WeightVersionError
+from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory, VersionRuns
+from megatron_stare.rollout.engine import GenerateRequest, GenerateResult
+from megatron_stare.rollout.pool import EnginePool, Exported, Serving
+
+Progress = Callable[[int, int], None]  # is told trajectories finished and wanted
+
+
+class Verdict(Protocol):
+    """What became of one answer; see rewards.pool.Score."""
+
+    @property
+    def reward(self) -> float | None: ...
+    @property
+    def status(self) -> Literal["ok", "timeout", "crash"]: ...
+    @property
+    def answer_at(self) -> int | None: ...
+
+
+class Judge(Protocol):
+    """Verifies answers as they come; see rewards.verdicts.Verdicts."""
+
+    async def of(self, response: str, answer: str) -> Verdict: ...
+
+
+class PromptStream(Protocol):
+    """Prompts in order; see data.source.PromptSource."""
+
+    def take(self, n: int) -> list[Prompt]: ...
+
+
+class RolloutSource(ABC):
+    """Rollout batches, one a training step, from weights that training publishes.
+
+    What the synchronous source gives for nothing, an asynchronous one must keep:
+    - every prompt of the stream is used exactly once, in the order of its cursor, also over a save and a resume;
+    - a token's weight version is that of the weights that sampled it, and none is older than the bound that was asked
+      for; at a bound of 0 every batch is the synchronous source's, bit for bit;
+    - `publish` never leaves a replica with a mixture of weights that goes on sampling;
+    - trajectories in flight, and those that wait for their step, belong to the state of the run.
+    """
+
+    @abstractmethod
+    def next(self, step: int) -> RolloutBatch:
+        """The batch that this step trains on, verified. Waits until it is whole."""
+
+    @abstractmethod
+    def publish(self, weights: Exported, version: int) -> None:
+        """Hands over new weights; when it returns, `next` samples from none older than the source allows."""
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """What makes trajectories: engines, environment, verifier, and how text and tokens belong together.
+
+    verify: opens the verifier for a number of answers; see rewards/verdicts.py.
+    """
+
+    pool: EnginePool
+    environment: Environment
+    verify: Callable[[int], contextlib.AbstractAsyncContextManager[Judge]]
+    tokenizer: Any
+
+    def make(
+        self, prompts: Sequence[Prompt], samples: int, params: SamplingParams, progress: Progress = lambda *_: None
+    ) -> list[Trajectory]:
+        """`samples` trajectories a prompt, in canonical order, verified as they come. Waits for the last verdict.
+
+        Raises:
+            DataError: an engine or an environment broke its contract.
+        """
+        return asyncio.run(self._make(prompts, samples, params, progress))
+
+    async def _make(
+        self, prompts: Sequence[Prompt], samples: int, params: SamplingParams, progress: Progress
+    ) -> list[Trajectory]:
+        wanted = [(prompt, index) for prompt in prompts for index in range(samples)]
+        found: list[Trajectory | None] = [None] * len(wanted)
+        made = 0
+
+        async def one(number: int, serving: Serving, judge: Judge) -> None:
+            """One trajectory, from its prompt to its verdict."""
+            nonlocal made
+            prompt, index = wanted[number]
+            try:
+                trajectory = await self.environment.run(prompt, self._generate(serving, prompt, index, params))
+            finally:
+                serving.leave()
+            trajectory.prompt, trajectory.sample_index = prompt, index
+            check_trajectory(trajectory, params.max_new_tokens)
+            found[number] = trajectory
+            made += 1
+            progress(made, len(wanted))
+            score = await judge.of(trajectory.text, prompt.answer)
+            trajectory.reward, trajectory.reward_status = score.reward, score.status
+            trajectory.answer_at = score.answer_at
+
+        progress(0, len(wanted))
+        async with self.verify(len(wanted)) as judge, self.pool.serving(params, len(wanted)) as serving:
+            await serving.finished([asyncio.create_task(one(i, serving, judge)) for i in range(len(wanted))])
+        return sorted((t for t in found if t is not None), key=lambda t: (t.prompt.cursor, t.sample_index))
+
+    def _generate(self, serving: Serving, prompt: Prompt, index: int, params: SamplingParams) -> Generate:
+        turns = itertools.count()
+
+        async def generate(context: Sequence[int], max_new_tokens: int | None = None) -> Turn:
+            """See environments.environment.Generate."""
+            start = len(context) - len(prompt.token_ids)
+            if tuple(context[: len(prompt.token_ids)]) != prompt.token_ids:
+                raise DataError("what is to be continued does not begin with the prompt", where=f"prompt {prompt.id}")
+            left = params.max_new_tokens - start
+            if left < 1:
+                return Turn(torch.zeros(0, dtype=torch.int32), torch.zeros(0), (), "length", "")
+            request = GenerateRequest(
+                rid=f"{prompt.cursor}:{index}:{next(turns)}",
+                input_ids=tuple(context),
+                prompt_cursor=prompt.cursor,
+                sample_index=index,
+                start=start,
+                max_new_tokens=min(left, max_new_tokens or left),
+            )
+            return self._turn(await serving.generate(request), params.stop_token_ids)
+
+        return generate
+
+    def _turn(self, result: GenerateResult, stop_token_ids: Collection[int]) -> Turn:
+        """Decoded without special tokens and without the stop token: not every one of those is special to its
+        tokenizer, and verifiers read what comes before it."""
+        check_result(result, stop_token_ids)
+        body = result.output_ids[:-1] if result.finish_reason == "stop" else result.output_ids
+        text = self.tokenizer.decode(body.tolist(), skip_special_tokens=True)
+        return Turn(result.output_ids, result.output_log_probs, result.versions, result.finish_reason, text)
+
+
+class SynchronousSource(RolloutSource):
+    """Samples a step's batch when it is asked for, from the weights that were published last.
+
+    Args:
+        sampling: for a step's number, how its trajectories are sampled.
+        idle: called when a batch is made and the engines have nothing to do until the next `publish`.
+    """
+
+    def __init__(
+        self,
+        rollouts: Rollouts,
+        prompts: PromptStream,
+        prompts_per_step: int,
+        samples_per_prompt: int,
+        sampling: Callable[[int], SamplingParams],
+        progress: Progress = lambda *_: None,
+        idle: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._rollouts, self._prompts = rollouts, prompts
+        self._prompts_per_step, self._samples_per_prompt = prompts_per_step, samples_per_prompt
+        self._sampling, self._progress, self._idle = sampling, progress, idle
+        self.version = -1  # of the newest weights
+
+    def next(self, step: int) -> RolloutBatch:
+        """See RolloutSource. Raises WeightVersionError where a token was sampled by other weights than the newest."""
+        prompts = self._prompts.take(self._prompts_per_step)
+        trajectories = self.make(prompts, self._samples_per_prompt, self._sampling(step))
+        self._idle()
+        return RolloutBatch.from_trajectories(trajectories, step)
+
+    def make(self, prompts: Sequence[Prompt], samples: int, params: SamplingParams) -> list[Trajectory]:
+        """As Rollouts.make, and every token was sampled by the newest weights, or WeightVersionError is raised."""
+        trajectories = self._rollouts.make(prompts, samples, params, self._progress)
+        check_versions(trajectories, self.version)
+        return trajectories
+
+    def publish(self, weights: Exported, version: int) -> None:
+        self._rollouts.pool.update_weights(version, weights)
+        self.version = version
+
+
+def check_result(result: GenerateResult, stop_token_ids: Collection[int]) -> None:
+    """Raises DataError where an engine breaks its contract: columns of different lengths, or a finish reason that its
+    tokens contradict."""
+    where = f"request {result.rid}"
+    ids, log_probs, versions = len(result.output_ids), len(result.output_log_probs), covered(result.versions)
+    if not ids == log_probs == versions:
+        raise DataError(
+            f"the engine returned {ids} tokens, {log_probs} log-probs and weight versions of {versions}", where=where
+        )
+    if result.finish_reason == "stop" and (not ids or int(result.output_ids[-1]) not in stop_token_ids):
+        raise DataError(
+            f"the response stopped, but its last token {result.output_ids[-1:].tolist()} is no stop token "
+            f"({sorted(stop_token_ids)})",
+            where=where,
+            fix="the engine must return the stop token with its log-prob, and stop at no other",
+        )
+
+
+def check_trajectory(trajectory: Trajectory, max_new_tokens: int) -> None:
+    """Raises DataError where an environment breaks its contract: columns of different lengths, a token that carries
+    loss though nothing sampled it, or a response longer than the run allows."""
+    where = f"{WHERE}, prompt {trajectory.prompt.id}"
+    n = len(trajectory)
+    columns = {
+        "log-probs": len(trajectory.log_probs),
+        "loss mask": len(trajectory.loss_mask),
+        "weight versions": covered(trajectory.versions),
+    }
+    for name, length in columns.items():
+        if length != n:
+            raise DataError(f"a trajectory of {n} tokens has {name} of {length}", where=where)
+    if n > max_new_tokens:
+        raise DataError(
+            f"a response of {n} tokens, what the environment says included; the run allows {max_new_tokens}",
+            where=where,
+            fix="let the environment say less, or raise rollout.max_new_tokens",
+        )
+    end = 0
+    for version, tokens in trajectory.versions:
+        if version == NOT_SAMPLED and bool(trajectory.loss_mask[end : end + tokens].any()):
+            raise DataError("a token carries loss that no weights sampled", where=where)
+        end += tokens
+
+
+def covered(versions: VersionRuns) -> int:
+    """Tokens that the runs cover."""
+    return sum(tokens for _, tokens in versions)
+
+
+def check_versions(trajectories: Sequence[Trajectory], expected_version: int) -> None:
+    """Raises WeightVersionError unless every sampled token was sampled by the weights of `expected_version`."""
+    found: Counter[int] = Counter()
+    for trajectory in trajectories:
+        for version, tokens in trajectory.versions:
+            found[version] += tokens
+    del found[NOT_SAMPLED]
+    if set(found) <= {expected_version}:
+        return
+    counts = ", ".join(f"version {version}: {count} tokens" for version, count in sorted(found.items()))
+    raise WeightVersionError(
+        f"the trainer holds version {expected_version}, but the rollout was sampled by {counts}",
+        where="rollout",
+        fix="sync the weights to every engine before generating, and drop the samples of other versions",
+    )

@@ -1,0 +1,117 @@
+"""Rebuilding the house must not move a number: the last commit before it and the working tree run side by side here.
+
+Every metric but those of the clock, every evaluation and every exported weight is the same, bit for bit. What moves on
+purpose is a commit of its own, which moves BASELINE too and says why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+
+from megatron_stare.algorithms import METHODS
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+
+ROOT = Path(__file__).parent.parent
+BASELINE = "bfc8822"
+TIMED = ("time/", "perf/", "memory/")
+TIMEOUT_S = 900
+
+SMALL = ("eval.prompts=16", "batch.prompts=4", "batch.samples_per_prompt=4", "run.steps=3")
+INLINE = ("runtime.runner=inline", "parallel.tensor=1")
+UPDATES = ("batch.mini_batch_prompts=2", "batch.epochs=2")
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The baseline's files."""
+    folder = tmp_path_factory.mktemp("baseline")
+    packed = subprocess.run(["git", "archive", BASELINE], cwd=ROOT, capture_output=True, check=True).stdout
+    with tarfile.open(fileobj=BytesIO(packed)) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def environment(root: Path) -> dict[str, str]:
+    """In which `megatron_stare` is the one below `root`, and SGLang's environment that of this checkout."""
+    sglang = os.environ.get("MEGATRON_STARE_SGLANG_PYTHON", str(ROOT / ".venv-sglang/bin/python"))
+    return {**os.environ, "PYTHONPATH": str(root), "MEGATRON_STARE_SGLANG_PYTHON": sglang}
+
+
+def outcome(root: Path, run_dir: Path, overrides: tuple[str, ...]) -> dict[str, object]:
+    """Trains the quickstart with the code below `root`, and returns what must not differ."""
+    found = subprocess.run(
+        [sys.executable, "-c", "import megatron_stare; print(megatron_stare.__file__)"],
+        cwd=root.parent, env=environment(root), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert found.stdout.startswith(f"{root}/"), "the other side's code would be compared with itself"
+    arguments = (f"model.path={root}/assets/tiny-adder", f"run.dir={run_dir}", "run.rollouts_every=1", *overrides)
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_stare.cli", "train", f"{root}/configs/quickstart.yaml", *arguments],
+        cwd=run_dir.parent, env=environment(root), capture_output=True, text=True, timeout=TIMEOUT_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = list(records(run_dir / "metrics.jsonl"))
+    assert rows, "a run without a step proves nothing"
+    return {
+        "metrics": [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in rows],
+        "evaluations": list(records(run_dir / "eval.jsonl")),
+        "rollouts": [list(records(file)) for file in sorted((run_dir / "rollouts").iterdir())],
+        "weights": hashlib.sha256((run_dir / "hf/model.safetensors").read_bytes()).hexdigest(),
+    }
+
+
+def records(file: Path) -> Iterator[dict[str, object]]:
+    return (json.loads(line) for line in file.read_text().splitlines())
+
+
+def require_same(before: Path, folder: Path, *overrides: str) -> None:
+    """One process a core, at the same time."""
+    with ThreadPoolExecutor(2) as sides:
+        was = sides.submit(outcome, before, folder / "before", overrides)
+        now = sides.submit(outcome, ROOT, folder / "now", overrides)
+        was, now = was.result(), now.result()
+    for name in was:
+        assert now[name] == was[name], name
+
+
+@pytest.mark.parametrize("placed", [INLINE, ()], ids=["inline", "ray_tp2"])
+def test_forty_steps_of_the_quickstart(before: Path, tmp_path: Path, placed: tuple[str, ...]) -> None:
+    require_same(before, tmp_path, "run.steps=40", "run.checkpoint_every=20", "eval.prompts=64", *placed)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method(before: Path, tmp_path: Path, method: str) -> None:
+    require_same(before, tmp_path, f"algorithm={method}", *SMALL, *INLINE)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (*UPDATES, "statistics.surprisal=current"),
+        (*UPDATES, "algorithm=kl_cov"),
+        ("algorithm={name: grpo, correction: {mode: mask, normalise: true}, reference_kl: {coef: 0.01}}",),
+        ("statistics={surprisal: rollout, gate: lagged}", "observability.entropy_forecast=false"),
+    ],
+    ids=["updates", "kl_cov_updates", "correction_and_reference", "lagged"],
+)
+def test_what_methods_are_combined_with(before: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    require_same(before, tmp_path, *SMALL, *INLINE, *overrides)
+
+
+@pytest.mark.sglang
+def test_sglang_with_seeds(before: Path, tmp_path: Path) -> None:
+    """One response at a time: what a server batches together depends on the clock, and moves the last bits."""
+    served = ("rollout.engine=sglang", "sglang.seeds=true", "rollout.max_batch=1")
+    require_same(before, tmp_path, *SMALL, *INLINE, *served)
