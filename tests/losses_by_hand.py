@@ -17,7 +17,7 @@ from shaped_by_hand import advantages, grpo_s, gtpo, penalties
 from torch import Tensor
 
 from megatron_stare.algorithms.draw import uniform
-from megatron_stare.batch import RolloutBatch
+from megatron_stare.records.rollout_batch import RolloutBatch
 
 LIMIT = 20.0  # of a log ratio
 # (low, high, dual) of the clipped surrogate and the aggregation, as published
@@ -75,7 +75,7 @@ def training_loss(
     carries = batch.scored if truncated == "keep" else batch.scored & ~batch.truncated
     here = torch.zeros(batch.size, dtype=torch.bool)
     here[list(samples)] = True
-    mask = batch.sampled & (carries & here)[sequence]
+    mask = batch.loss_mask & (carries & here)[sequence]
     advantage = advantages(settings, batch)[sequence]
 
     kept, counted, weight = mask, mask, torch.ones_like(scores.old)

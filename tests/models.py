@@ -163,5 +163,6 @@ def random_batch(seed: int, size: int = 6, vocab: int = 37, group: int = 2) -> A
     samples[0].reward, samples[1].reward = 1.0, 0.0  # at least one group teaches something
     batch = RolloutBatch.from_trajectories(samples)
     batch.advantages = group_advantages(batch.rewards, batch.groups, batch.scored)
-    batch.carries_loss, batch.penalties = batch.scored, torch.zeros_like(batch.rewards)
+    batch.carries_loss = batch.enters_moments = batch.scored
+    batch.penalties = torch.zeros_like(batch.rewards)
     return batch

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_stare.batch import RolloutBatch
+from megatron_stare.records.rollout_batch import RolloutBatch
 
 SPREAD = {"dr_grpo": "none"}  # of the centred rewards, as published; elsewhere 'sample'
 EPS = 1e-8

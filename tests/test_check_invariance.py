@@ -129,7 +129,7 @@ def twenty_entropy_in_float64(folder: Path, case: Case) -> tuple[dict[str, Tenso
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
     batch, start = fixed_batch(case.seed), 0
-    advantages = build_method(case.algorithm).response_advantages(batch)
+    advantages = build_method(case.algorithm).judge(batch).advantages
     rows = []
     for i, (p, n) in enumerate(zip(batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), strict=True)):
         tokens = batch.tokens[start : start + p + n]

@@ -12,16 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import random_batch, save_model
-from steps import plan_of
+from steps import score
 from token_batches import loss_and_gradient, token_batch
 
 from megatron_stare.algorithms.correction import Correction
 from megatron_stare.algorithms.grpo_s import GrpoS
 from megatron_stare.algorithms.gtpo import Gtpo
-from megatron_stare.batch import RolloutBatch, TokenBatch
+from megatron_stare.batch import TokenBatch
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.ops.statistics import gather_statistics
+from megatron_stare.records.rollout_batch import RolloutBatch
 
 VETO = Correction(level="sequence", veto=0.5)
 METHODS: dict[str, Gtpo | GrpoS] = {
@@ -166,7 +167,7 @@ def test_four_ranks_judge_alike(ranks: Any) -> None:
 def masks(rank: int, init: str, config: Config, batch: RolloutBatch) -> list[tuple[torch.Tensor, ...]]:
     """Of the rollout batch and of each update: canonical numbers, mask and in_moments of this rank's tokens."""
     trainer = Trainer(config, rank, init)
-    trainer.score(batch, plan_of(config, batch))
+    score(trainer, trainer.method.judge(batch))
     trainer.measure({})
     assert trainer.step.measured is not None
     seen = [trainer.step.measured.tokens]

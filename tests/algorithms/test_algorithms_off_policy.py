@@ -148,15 +148,15 @@ def scores_of(number: int, read: str) -> Scores:
 
 def tokens_of(method: Method, batch: RolloutBatch, scores: Scores, samples: list[int], read: str) -> TokenBatch:
     """The mini-batch as a trainer holds it before its update: the current log-prob is still the old one."""
-    advantages = method.response_advantages(batch)
+    advantages = method.judge(batch).advantages
     here = torch.zeros(batch.size, dtype=torch.bool)
     here[samples] = True
     carries = method.carries_loss(batch) & here
     sequence = torch.repeat_interleave(torch.arange(batch.size), batch.response_lengths)
-    counted = batch.sampled & carries[sequence]
+    counted = batch.loss_mask & carries[sequence]
     lengths = torch.zeros(batch.size, dtype=torch.int64).index_add_(0, sequence, counted.to(torch.int64))
     starts = batch.response_lengths.cumsum(0) - batch.response_lengths
-    index = (batch.sampled & here[sequence]).nonzero().squeeze(1)
+    index = (batch.loss_mask & here[sequence]).nonzero().squeeze(1)
 
     def rows(x: Tensor) -> Tensor:
         return x[index].float()

@@ -52,7 +52,7 @@ def test_rewards_and_advantages_equal_those_by_hand(case: str) -> None:
         want = batch.rewards + penalties(SETTINGS[case], batch)
         judged = method.enters_moments(batch)
         torch.testing.assert_close(method.shaped_rewards(batch)[judged], want[judged])
-        torch.testing.assert_close(method.response_advantages(batch), advantages(SETTINGS[case], batch))
+        torch.testing.assert_close(method.judge(batch).advantages, advantages(SETTINGS[case], batch))
         punished += int((want != batch.rewards)[judged].sum())
     assert punished > BATCHES
 

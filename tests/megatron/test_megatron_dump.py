@@ -10,7 +10,7 @@ import torch
 from models import random_batch, save_model
 from ranks import RankPool
 from safetensors.torch import load_file
-from steps import plan_of
+from steps import score
 
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
@@ -23,7 +23,7 @@ def dump(rank: int, init: str, config: Config, folder: str) -> tuple[dict[str, f
     """What a step that is dumped reports, and the weights after it."""
     trainer = Trainer(config, rank, init)
     batch = random_batch(SEED, SIZE)
-    trainer.score(batch, plan_of(config, batch))
+    score(trainer, batch)
     trainer.measure(trainer.method.initial_state())
     result = trainer.update(0, folder)
     weights = trainer.export()

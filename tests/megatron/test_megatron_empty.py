@@ -13,9 +13,9 @@ from ranks import RankPool
 from steps import take_step
 from torch import Tensor
 
-from megatron_stare.batch import RolloutBatch
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.records.rollout_batch import RolloutBatch
 
 pytestmark = pytest.mark.distributed
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from models import save_model
 from ranks import RankPool
-from steps import plan_of
+from steps import plan_of, score
 from test_megatron_methods import MINI_BATCH, batch_of, config_of
 
 from megatron_stare.config.schema import Config
@@ -27,14 +27,14 @@ def first_update(rank: int, init: str, config: Config, alone: bool) -> dict[str,
     batch = batch_of(1)
     if alone:
         batch = batch.first(int((batch.groups < MINI_BATCH).sum()))
-    batch.advantages = trainer.method.response_advantages(batch)
+    batch = trainer.method.judge(batch)
     plan = plan_of(config, batch)
-    trainer.score(batch, plan)
+    score(trainer, batch, plan)
     trainer.measure(trainer.method.initial_state())
     assert trainer.step.measured is not None
     before = trainer.step.measured.tokens
     result = trainer.update(0)
-    trainer.score(batch, plan)
+    score(trainer, batch, plan)
     after = trainer.step.measured.tokens.entropy
     trainer.close()
     return {"metrics": result[0] if result else None, "before": before, "after": after}

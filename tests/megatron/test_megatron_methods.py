@@ -95,7 +95,7 @@ def all_steps(rank: int, init: str, config: Config) -> tuple[dict[str, Tensor], 
     state, rows = trainer.method.initial_state(), []
     for step in range(1, STEPS + 1):
         batch = batch_of(step)
-        batch.advantages = trainer.method.response_advantages(batch)
+        batch = trainer.method.judge(batch)
         metrics, after = take_step(trainer, batch, state)
         rows += metrics
         state = after or state
@@ -187,7 +187,7 @@ def by_hand(
 def batch_mean(settings: dict[str, Any], batch: RolloutBatch, entropy: Tensor) -> float:
     """Mean entropy over the tokens of the rollout batch that carry loss."""
     carries = batch.scored if settings.get("truncated", "keep") == "keep" else batch.scored & ~batch.truncated
-    return entropy[batch.sampled & carries.repeat_interleave(batch.response_lengths)].mean().item()
+    return entropy[batch.loss_mask & carries.repeat_interleave(batch.response_lengths)].mean().item()
 
 
 def check(
@@ -277,7 +277,7 @@ def test_all_updates_have_the_gate_of_the_rollout_batch(ranks: RankPool, tmp_pat
     with torch.no_grad():
         _, entropy = scored(load(tmp_path), batch)
     whole, first = batch_mean(stare, batch, entropy), batch.first(int((batch.groups < MINI_BATCH).sum()))
-    part = batch_mean(stare, first, entropy[: len(first.sampled)])
+    part = batch_mean(stare, first, entropy[: len(first.loss_mask)])
     target = (whole + part) / 2  # between the rollout batch's entropy and the first mini-batch's
     assert abs(whole - part) > 1e-2
     rows = check(ranks, config_of(tmp_path, {**stare, "entropy_target": target}, 0.3))

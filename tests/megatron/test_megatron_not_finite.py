@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import random_batch, save_model
 from ranks import RankPool
-from steps import plan_of, take_step
+from steps import score, take_step
 from torch import Tensor
 
 from megatron_stare.config.schema import Config
@@ -28,7 +28,7 @@ def two_steps(
     weights = {name: weight.clone() for name, weight in trainer.export().items()}
     batch = random_batch(2, SIZE)
     assert batch.advantages is not None
-    trainer.score(batch, plan_of(config, batch))
+    score(trainer, batch)
     trainer.measure(trainer.method.initial_state())
     results = []
     if broken:
