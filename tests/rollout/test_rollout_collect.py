@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_stare.batch import Prompt
 from megatron_stare.errors import DataError, WeightVersionError
+from megatron_stare.records.trajectory import NOT_SAMPLED
 from megatron_stare.rollout.collect import check_versions, requests_for, samples_from, split_over_engines
 from megatron_stare.rollout.engine import GenerateResult
 
@@ -102,3 +103,6 @@ def test_every_token_must_be_of_the_expected_version(tokenizer):
     assert "sync the weights" in str(error.value)
     with pytest.raises(WeightVersionError):
         check_versions(sampled(result("5:0", [2, EOS])), 3)
+    (turns,) = sampled(result("5:0", [2, 3, 4, EOS]))
+    turns.versions = ((2, 1), (NOT_SAMPLED, 2), (2, 1))
+    check_versions([turns], 2)  # what an environment wrote is of no version
