@@ -30,7 +30,8 @@ def write_batch(folder: Path, batch: RolloutBatch) -> None:
     """Writes batch.safetensors.
 
     Args:
-        batch: with advantages; prompt and response positions are laid end to end, as in RolloutBatch.
+        batch: with advantages. Its columns keep their names, but `loss_mask` is called `sampled`; the versions of the
+            weights are written out, one a response position.
     """
     folder.mkdir(parents=True, exist_ok=True)
     assert batch.advantages is not None

@@ -26,7 +26,7 @@ class RolloutBatch:
     """
 
     tokens: Tensor  # [T] int32, each sample's prompt then response
-    loss_mask: Tensor  # [N] bool, False on what no policy sampled
+    loss_mask: Tensor  # [N] bool, the environments' word on which positions carry loss
     rollout_log_probs: Tensor  # [N] float32, nats
     run_versions: Tensor  # [R] int64 version of the weights that sampled a run; see trajectory.NOT_SAMPLED
     run_lengths: Tensor  # [R] int64 tokens of it; the runs cover the N positions, none lies in two samples
@@ -38,7 +38,7 @@ class RolloutBatch:
     scored: Tensor  # [B] bool, False where the verifier failed
     truncated: Tensor  # [B] bool
     advantages: Tensor | None = None  # [B]
-    carries_loss: Tensor | None = None  # [B] bool, responses whose masked-in tokens carry loss
+    carries_loss: Tensor | None = None  # [B] bool, responses whose positions of the loss mask count
     enters_moments: Tensor | None = None  # [B] bool, responses that the others are judged against
     penalties: Tensor | None = None  # [B] float64, what shaping added to the rewards
     step: int = 0  # keys seeded draws of methods
@@ -88,7 +88,7 @@ class RolloutBatch:
 
     @property
     def loss_lengths(self) -> Tensor:
-        """[B] int64 masked-in positions of every sample."""
+        """[B] int64 positions of the loss mask in every sample."""
         parts = self.loss_mask.split(self.response_lengths.tolist())
         return torch.tensor([int(part.count_nonzero()) for part in parts], dtype=torch.int64)
 
@@ -147,7 +147,7 @@ class RankShare:
     run_lengths: Tensor  # [r] int64
     prompt_lengths: Tensor  # [B] int64
     response_lengths: Tensor  # [B] int64
-    loss_lengths: Tensor  # [B] int64, masked-in positions of every sample
+    loss_lengths: Tensor  # [B] int64, positions of the loss mask in every sample
     groups: Tensor  # [B] int64
     rewards: Tensor  # [B] float64
     advantages: Tensor | None  # [B]

@@ -100,6 +100,17 @@ def log_probs(policy: Any, batch: RolloutBatch) -> list[Tensor]:
     ]
 
 
+def mean_entropy(path: Path, batch: RolloutBatch) -> float:
+    """Over the tokens of the loss mask, which the gate is moved by."""
+    policy = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    found = []
+    with torch.no_grad():
+        for tokens, prompt in zip(batch.tokens.split(batch.lengths.tolist()), batch.prompt_lengths, strict=True):
+            log_p = policy(tokens[None].long()).logits[0, prompt - 1 : -1].log_softmax(-1)
+            found.append(-(log_p.exp() * log_p).sum(-1))
+    return float(torch.cat(found)[batch.loss_mask].mean())
+
+
 def weights_by_hand(read: Tensor, advantage: Tensor) -> Tensor:
     """[n] STARE's C2, over the tokens given."""
     weight = torch.ones_like(advantage)
@@ -161,6 +172,7 @@ def test_updates_equal_those_by_hand(
     assert len(metrics) == UPDATES
     batch = batch_of(SEED, observations=observations)
     want = by_hand(tmp_path, config, surprisal, scope, batch)
+    assert metrics[0]["entropy/mean"] == pytest.approx(mean_entropy(tmp_path, batch), abs=1e-5)
     plan = plan_of(config, batch)
     for number, row in enumerate(metrics):
         assert row["loss/tokens"] == batch.loss_lengths[plan.samples(number % len(plan.mini_batches))].sum()

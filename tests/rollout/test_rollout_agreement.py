@@ -215,6 +215,11 @@ def config_of(path: Path, parallel: dict[str, int]) -> Config:
     )
 
 
+def servers_of(canary: RolloutBatch) -> Tensor:
+    """[2, N] what two servers say of the canary."""
+    return -3 * torch.rand(2, len(canary.loss_mask), generator=torch.Generator().manual_seed(9))
+
+
 def _compared(rank: int, init: str, config: Config) -> dict[str, Any]:
     """What this rank tells of the comparisons, and the log-probs they rest on."""
     trainer = Trainer(config, rank, init)
@@ -223,14 +228,15 @@ def _compared(rank: int, init: str, config: Config) -> dict[str, Any]:
     measured = trainer.step.measured
     plan = plan_of(config, canary)
     share = canary.share(plan.samples_of(trainer.data_rank()))
-    servers = torch.stack([-torch.ones(len(canary.loss_mask)), torch.zeros(len(canary.loss_mask))])
+    here = trainer._batch_of(share, plan)
     found = {
         "run": trainer.compare(VERSIONS),
         "at 1": trainer.compare(VERSIONS, 1.0),
-        "canary": trainer.compare_with(share, plan, servers, 1.0),
+        "canary": trainer.compare_with(share, plan, servers_of(canary), 1.0),
         "scores": None if measured is None else (measured.tokens.index, measured.tokens.old_log_prob),
         "kept": measured is None or trainer.step.measured is measured,
         "unscaled": trainer._log_probs(trainer.step.batch, 1.0),
+        "canary_scores": (here.index, trainer._log_probs(here, 1.0)),
     }
     trainer.close()
     return found
@@ -265,5 +271,12 @@ def test_ranks_find_what_one_process_finds(ranks: RankPool, tmp_path: Path, para
         assert found.longest.largest == float(values[first == batch.response_lengths.argmax()].abs().amax())
     assert all(each["kept"] for each in results)  # the canary and the other temperature leave the step as it was
     (canary,) = [each["canary"] for each in results if each["canary"] is not None]
-    assert len(canary) == 2
-    assert abs(canary[0].lowest - (canary[1].lowest - 1)) < 1e-5  # one server says -1 of every token, the other 0
+    sequences = canary_batch(37, 3, 16)
+    servers, trainer = servers_of(sequences), torch.full((len(sequences.loss_mask),), torch.nan)
+    for index, log_probs in (each["canary_scores"] for each in results):
+        if log_probs is not None:
+            trainer[index] = log_probs
+    place = torch.cat([torch.arange(n) for n in sequences.response_lengths.tolist()])
+    for server, found in zip(servers, canary, strict=True):
+        want = metrics_by_sorting(server - trainer, place, torch.zeros_like(place), STEP)
+        assert agreement_metrics(found, STEP) == {name: x for name, x in want.items() if "age" not in name}
