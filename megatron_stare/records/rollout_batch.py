@@ -64,7 +64,7 @@ class RolloutBatch:
         for name, x in vars(self).items():
             if isinstance(x, Tensor) and name not in columns:
                 columns[name] = x[:samples]
-        return replace(self, **columns)
+        return replace(self, trajectories=self.trajectories[:samples], **columns)
 
     def share(self, samples: Sequence[int]) -> RankShare:
         """What a rank that takes these samples, in ascending order, is given.
