@@ -1,4 +1,4 @@
-"""What a run leaves behind: processes, listening ports, files in shared memory, and its servers' temporary folders.
+"""What a run leaves behind: processes, and with them ports, files in shared memory, and its servers' temporary folders.
 
 A run is marked through its environment, which everything it starts inherits, so that other programs on the machine do
 not matter.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import uuid
+from collections.abc import Iterator
 
 import psutil
 
@@ -23,7 +23,6 @@ class Traces:
     def __init__(self) -> None:
         self._mark = uuid.uuid4().hex
         self._processes: set[psutil.Process] = set()
-        self._ports: set[int] = set()
         self._files: set[str] = set()
 
     def environment(self, inherited: dict[str, str]) -> dict[str, str]:
@@ -33,27 +32,26 @@ class Traces:
     def look(self) -> int:
         """Notes what the run's processes hold now; the number of processes that listen for SGLang's requests."""
         servers = 0
-        for process in psutil.process_iter():
+        for process in self._marked():
             with contextlib.suppress(psutil.Error, OSError):
-                variables = process.environ()
-                if variables.get(MARK) != self._mark:
-                    continue
                 self._processes.add(process)
                 listening = {c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-                self._ports |= listening
                 if "megatron_stare.rollout.sglang.serve" in process.cmdline():
                     servers += bool(listening)
-                    self._files.add(variables["TMPDIR"])
+                    self._files.add(process.environ()["TMPDIR"])
                 self._files |= {m.path for m in process.memory_maps() if m.path.startswith("/dev/shm/")}
         return servers
 
     def left(self) -> list[str]:
-        """What of it is still there, a line each."""
-        _, alive = psutil.wait_procs(list(self._processes), timeout=WAIT_S)
-        lines = [f"process {p.pid}: {' '.join(p.cmdline())[:200]}" for p in alive]
-        for port in sorted(self._ports):
-            with socket.socket() as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    lines.append(f"port {port}")
+        """What of it is still there, a line each. A port is held by a process: whatever listens at one of the run's
+        ports now that none of its processes is left, is another program's, which the kernel gave the number to."""
+        psutil.wait_procs([*self._processes, *self._marked()], timeout=WAIT_S)
+        lines = [f"process {p.pid}: {' '.join(p.cmdline())[:200]}" for p in self._marked()]
         return lines + [path for path in sorted(self._files) if os.path.exists(path)]
+
+    def _marked(self) -> Iterator[psutil.Process]:
+        """The run's processes that are alive now, zombies left out."""
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                    yield process

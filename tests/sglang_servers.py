@@ -6,7 +6,7 @@ import asyncio
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_stare.config.schema import Config
-from megatron_stare.rollout.sglang.build import ENVIRONMENT, build_engine
+from megatron_stare.rollout.sglang.build import ENVIRONMENT, SGLangReplica
 from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
 from megatron_stare.rollout.sglang.engine import SGLangEngine
 
@@ -37,20 +37,32 @@ def config(model: Path = MODEL, engines: int = 1, **sglang: object) -> Config:
 
 
 @contextmanager
-def running(model: Path = MODEL, engines: int = 1, **sglang: object) -> Iterator[SGLangEngine]:
-    """An engine over servers of its own, which end with the block."""
-    engine = build_engine(config(model, engines, **sglang))
-    try:
+def running(model: Path = MODEL, **sglang: object) -> Iterator[SGLangEngine]:
+    """An engine over a server of its own, which ends with the block."""
+    with several(1, model, **sglang) as (engine,):
         yield engine
-    finally:
-        engine.close()
 
 
 @contextmanager
-def attached(engine: SGLangEngine) -> Iterator[tuple[asyncio.AbstractEventLoop, list[SGLangClient]]]:
-    """Clients of an engine's servers beside its own, on a loop of their own."""
+def several(count: int, model: Path = MODEL, **sglang: object) -> Iterator[list[SGLangEngine]]:
+    """Engines over servers of their own, which start together and end with the block."""
+    with ExitStack() as stack:
+        replicas = [SGLangReplica(config(model, count, **sglang), number) for number in range(count)]
+        for replica in replicas:
+            stack.callback(replica.close)
+        engines = []
+        for replica in replicas:
+            engines.append(replica.engine())
+            stack.callback(engines[-1].close)
+        yield engines
+
+
+@contextmanager
+def attached(*engines: SGLangEngine) -> Iterator[tuple[asyncio.AbstractEventLoop, list[SGLangClient]]]:
+    """Clients of engines' servers beside their own, on a loop of their own."""
     loop = asyncio.new_event_loop()
-    clients = [SGLangClient(process.url, process.api_key, 120) for process in engine.processes]
+    processes = [engine.process for engine in engines if engine.process is not None]
+    clients = [SGLangClient(process.url, process.api_key, 120) for process in processes]
     try:
         yield loop, clients
     finally:

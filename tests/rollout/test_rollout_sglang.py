@@ -20,7 +20,7 @@ from megatron_stare.batch import SamplingParams
 from megatron_stare.errors import DataError
 from megatron_stare.models.qwen2 import FAMILY as QWEN2
 from megatron_stare.rollout.engine import GenerateRequest, WeightUpdateError
-from megatron_stare.rollout.sglang.build import build_engine, make_sync
+from megatron_stare.rollout.sglang.build import SGLangReplica, make_sync
 from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
 from megatron_stare.rollout.sglang.protocol import SGLangError, generate_body, result_of
 from megatron_stare.rollout.sglang.tensor_sync import TensorSync
@@ -35,9 +35,18 @@ PARAMS = SamplingParams(temperature=0.8, max_new_tokens=24, seed=1, step=1, stop
 
 
 @pytest.fixture(scope="module")
-def engine():
-    with servers.running(engines=2) as running:
+def engines():
+    with servers.several(2) as running:
         yield running
+
+
+@pytest.fixture
+def engine(engines):
+    return engines[0]
+
+
+def ids_of(result):
+    return result.output_ids.tolist()
 
 
 def requests(count, prompt=(3, 14, 4, 14, 5, 15)):
@@ -51,14 +60,14 @@ def test_log_probs_are_those_of_transformers(engine):
     model = AutoModelForCausalLM.from_pretrained(servers.MODEL, dtype=torch.float32)
     worst = 0.0
     for request, result in zip(requests(64), results, strict=True):
-        ids = torch.tensor([[*request.input_ids, *result.output_ids]])
+        ids = torch.tensor([[*request.input_ids, *ids_of(result)]])
         with torch.no_grad():
             logits = model(ids).logits[0, len(request.input_ids) - 1 : -1] / PARAMS.temperature
         want = torch.log_softmax(logits, -1).gather(-1, ids[0, len(request.input_ids) :, None])[:, 0]
-        worst = max(worst, float((want - torch.tensor(result.output_log_probs)).abs().max()))
-        assert result.weight_versions == [3] * len(result.output_ids)
-        assert (result.finish_reason == "stop") == (result.output_ids[-1] == STOP)
-        assert STOP not in result.output_ids[:-1]
+        worst = max(worst, float((want - result.output_log_probs).abs().max()))
+        assert result.versions == ((3, len(result.output_ids)),)
+        assert (result.finish_reason == "stop") == (ids_of(result)[-1] == STOP)
+        assert STOP not in ids_of(result)[:-1]
     assert worst < 1e-4
     assert sum(r.finish_reason == "stop" for r in results) > 32  # the model knows how to end
 
@@ -66,21 +75,16 @@ def test_log_probs_are_those_of_transformers(engine):
 def test_prompt_scores_are_those_of_transformers(engine):
     servers.sync(engine, 4, servers.weights())
     model = AutoModelForCausalLM.from_pretrained(servers.MODEL, dtype=torch.float32)
-    assert_scores_are_those_of(model, engine, servers=2)
+    assert_log_probs_are_those_of(model, engine)
 
 
-def assert_scores_are_those_of(model, engine, servers):
+def assert_log_probs_are_those_of(model, engine):
     sequences = [(3, 14, 4, 15, 7), (3, 4, 5)]
-    by_server = engine.score(sequences)
-    assert len(by_server) == servers
-    for scored in by_server:
-        for tokens, found in zip(sequences, scored, strict=True):
-            ids = torch.tensor([tokens])
-            with torch.no_grad():
-                log_probs = torch.log_softmax(model(ids).logits[0, :-1], -1)
-            torch.testing.assert_close(
-                torch.tensor(found), log_probs.gather(-1, ids[0, 1:, None])[:, 0], atol=1e-5, rtol=0
-            )
+    for tokens, found in zip(sequences, engine.prompt_log_probs(sequences), strict=True):
+        ids = torch.tensor([tokens])
+        with torch.no_grad():
+            log_probs = torch.log_softmax(model(ids).logits[0, :-1], -1)
+        torch.testing.assert_close(torch.tensor(found), log_probs.gather(-1, ids[0, 1:, None])[:, 0], atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow
@@ -91,7 +95,7 @@ def test_models_of_every_family_arrive_whole(tmp_path, family):
     model = save_model(tmp_path, family, **widths)
     with servers.running(tmp_path) as engine:
         servers.sync(engine, 1, servers.weights(tmp_path))
-        assert_scores_are_those_of(model, engine, servers=1)
+        assert_log_probs_are_those_of(model, engine)
 
 
 def test_what_would_kill_a_server_is_refused_before_it_is_sent(engine):
@@ -107,8 +111,8 @@ def test_what_would_kill_a_server_is_refused_before_it_is_sent(engine):
 
 
 @pytest.mark.parametrize("method", ["tensor", "disk", "distributed"])
-def test_every_sync_method_brings_all_weights_to_all_servers(engine, method):
-    with servers.attached(engine) as (loop, clients):
+def test_every_sync_method_brings_all_weights_to_all_servers(engines, method):
+    with servers.attached(*engines) as (loop, clients):
         sync = make_sync(method, clients, str(servers.MODEL), timeout_s=120)
         for version, token in ((11, A), (12, B)):
             update = WeightUpdate(clients, sync, version, QWEN2, torch.float32)
@@ -118,8 +122,8 @@ def test_every_sync_method_brings_all_weights_to_all_servers(engine, method):
             )
             for client, answer in zip(clients, answers, strict=True):
                 result = result_of(answer, requests(1)[0], (STOP,), client.url)
-                assert result.output_ids == [token] * PARAMS.max_new_tokens
-                assert result.weight_versions == [version] * PARAMS.max_new_tokens
+                assert ids_of(result) == [token] * PARAMS.max_new_tokens
+                assert result.versions == ((version, PARAMS.max_new_tokens),)
         loop.run_until_complete(sync.close())
 
 
@@ -130,7 +134,7 @@ async def whole(update, tensors):
     return await update.end()
 
 
-def test_versions_match_tokens_over_swaps_in_the_middle_of_responses(engine):
+def test_versions_match_tokens_over_swaps_in_the_middle_of_responses(engines):
     """One version can only say A, the other only B: a token's version is what it says, or the spans are wrong."""
     params = replace(PARAMS, max_new_tokens=100)
     says = {20: A, 21: B, 22: A}
@@ -150,15 +154,13 @@ def test_versions_match_tokens_over_swaps_in_the_middle_of_responses(engine):
         answers = await asyncio.gather(*under_way)
         return [result_of(answer, request, (STOP,), "") for answer, request in zip(answers, wanted, strict=True)]
 
-    with servers.attached(engine) as (loop, clients):
+    with servers.attached(*engines) as (loop, clients):
         results = loop.run_until_complete(story(clients))
     for result in results:
-        assert result.output_ids == [says[version] for version in result.weight_versions]
-        assert result.weight_versions == sorted(result.weight_versions)
+        assert ids_of(result) == [says[version] for version, tokens in result.versions for _ in range(tokens)]
+        assert list(result.versions) == sorted(result.versions)
         assert len(result.output_ids) == 100
-    assert len({version for result in results for version in result.weight_versions}) > 1, (
-        "no swap fell into a response"
-    )
+    assert max(len(result.versions) for result in results) > 1, "no swap fell into a response"
 
 
 async def first_tokens(client, params, rid):
@@ -178,19 +180,19 @@ def test_one_element_changed_in_one_server_is_caught(engine):
                     other[5, 7] += 1e-3
                     await one_server.send([(name, other)])
 
-    one_server = TensorSync(engine._sync._clients[1:])
+    one_server = TensorSync(engine._sync._clients)
     honest, engine._sync = engine._sync, OneElementOff(engine._sync._clients)
     try:
         with pytest.raises(WeightUpdateError, match=r"layers\.1\.mlp\.gate_up_proj\.weight has other values") as error:
             servers.sync(engine, 30, tensors)
     finally:
         engine._sync = honest
-    assert engine.processes[1].url in str(error.value)
+    assert engine.process.url in str(error.value)
     assert engine.model_info().state is EngineState.DIRTY
     with pytest.raises(EngineStateError, match="complete weight sync"):
         engine.generate(requests(1), PARAMS)
     servers.sync(engine, 31, tensors)
-    assert engine.generate(requests(1), PARAMS)[0].weight_versions[0] == 31
+    assert engine.generate(requests(1), PARAMS)[0].versions[0][0] == 31
 
 
 @pytest.mark.parametrize("lost", ["model.norm.weight", "model.layers.0.self_attn.k_proj.weight"])
@@ -216,13 +218,13 @@ def test_memory_is_released_and_comes_back_without_weights(engine):
     assert engine.model_info().state is EngineState.DIRTY
     servers.sync(engine, 46, servers.says_only(B))
     (result,) = engine.generate(requests(1), PARAMS)
-    assert result.output_ids == [B] * PARAMS.max_new_tokens
-    assert set(result.weight_versions) == {46}
+    assert ids_of(result) == [B] * PARAMS.max_new_tokens
+    assert result.versions == ((46, PARAMS.max_new_tokens),)
 
 
 def test_nobody_without_the_key_is_served(engine):
     async def ask():
-        stranger = SGLangClient(engine.processes[0].url, None, 30)
+        stranger = SGLangClient(engine.process.url, None, 30)
         try:
             await stranger.generate(generate_body(requests(1)[0], PARAMS, "stranger"))
         finally:
@@ -233,7 +235,7 @@ def test_nobody_without_the_key_is_served(engine):
 
 
 def outputs(results):
-    return [result.output_ids for result in results]
+    return [ids_of(result) for result in results]
 
 
 def test_seeds_are_accepted_and_dropped_by_a_plain_server(engine):
@@ -251,7 +253,7 @@ def test_seeds_are_honoured_where_asked_for():
         assert outputs(engine.generate(wanted, PARAMS)) == outputs(together)
         assert outputs(engine.generate(wanted[::-1], PARAMS))[::-1] == outputs(together)
         for i in (3, 17):
-            assert engine.generate([wanted[i]], PARAMS)[0].output_ids == together[i].output_ids
+            assert ids_of(engine.generate([wanted[i]], PARAMS)[0]) == ids_of(together[i])
         other = engine.generate(wanted, replace(PARAMS, step=2))
         assert outputs(other) != outputs(together)
         assert len({tuple(ids) for ids in outputs(together)}) > 8
@@ -283,5 +285,5 @@ def test_a_server_that_does_not_start_says_so_and_leaves_nothing(tmp_path, monke
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2", "architectures": ["NoSuchModel"]}')
     with pytest.raises(SGLangError, match="its last words"):
-        build_engine(servers.config(tmp_path / "model"))
+        SGLangReplica(servers.config(tmp_path / "model"), 0).engine()
     assert not list(tmp_path.glob("megatron-stare-*"))
