@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from megatron_stare.batch import SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.rollout.engine import GenerateRequest
-from megatron_stare.rollout.sglang.build import build_engine
+from megatron_stare.rollout.sglang.build import SGLangReplica
 from megatron_stare.rollout.sglang.engine import SGLangEngine
 from megatron_stare.rollout.sglang.protocol import generate_body
 
@@ -44,7 +44,6 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--under-way", type=int, default=64, help="requests a server is given at a time")
-    parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1, help="of a server")
     parser.add_argument("--repeats", type=int, default=6)
     args = parser.parse_args()
@@ -61,7 +60,6 @@ def measure(args: argparse.Namespace) -> None:
             "model": {"path": str(MODEL)},
             "rollout": {
                 "engine": "sglang",
-                "engines": args.servers,
                 "max_prompt_tokens": 8,
                 "max_new_tokens": args.new_tokens,
                 "max_batch": args.under_way,
@@ -69,7 +67,7 @@ def measure(args: argparse.Namespace) -> None:
             },
         }
     )
-    engine = build_engine(config)
+    engine = SGLangReplica(config, 0).engine()
     try:
         say_one_token(engine)
 
@@ -112,7 +110,7 @@ def result_of(args: argparse.Namespace, pairs: list[tuple[float, float]]) -> dic
 
 
 def say_one_token(engine: SGLangEngine) -> None:
-    """Brings the servers weights that only ever say SAID."""
+    """Brings the server weights that only ever say SAID."""
     tensors = {name: torch.zeros_like(t) for name, t in load_file(MODEL / "model.safetensors").items()}
     for name, tensor in tensors.items():
         if name.endswith("norm.weight") or name == "model.embed_tokens.weight":
@@ -133,7 +131,7 @@ def tokens_per_s(call: Callable[[int], int], turn: int) -> float:
 async def bare(
     engine: SGLangEngine, requests: list[GenerateRequest], params: SamplingParams, under_way: int, turn: int
 ) -> int:
-    """Sends the requests over `under_way` connections a server; the tokens that came back."""
+    """Sends the requests over `under_way` connections; the tokens that came back."""
     bodies = [json.dumps(generate_body(r, params, f"bare{turn}-{r.rid}")).encode() for r in requests]
     waiting = iter(bodies)
     tokens = 0
@@ -159,7 +157,8 @@ async def bare(
         writer.close()
         await writer.wait_closed()
 
-    await asyncio.gather(*(connection(p.url, p.api_key) for _ in range(under_way) for p in engine.processes))
+    assert engine.process is not None
+    await asyncio.gather(*(connection(engine.process.url, engine.process.api_key) for _ in range(under_way)))
     return tokens
 
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from megatron_stare.config.schema import Config
 from megatron_stare.models.qwen2 import FAMILY as QWEN2
-from megatron_stare.rollout.sglang.build import build_engine, make_sync
+from megatron_stare.rollout.sglang.build import SGLangReplica, make_sync
 from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
 from megatron_stare.rollout.sglang.sync import Bucket, WeightSync
 from megatron_stare.rollout.sglang.update import WeightUpdate
@@ -64,9 +64,10 @@ def measure(args: argparse.Namespace, folder: str) -> None:
     buckets = buckets_of(folder, args.bucket_mb * 2**20)
     size = sum(tensor.nbytes for bucket in buckets for _, tensor in bucket)
     config = Config.model_validate({"model": {"path": folder}, "rollout": {"engine": "sglang"}})
-    engine = build_engine(config)
+    engine = SGLangReplica(config, 0).engine()
     loop = asyncio.new_event_loop()
-    clients = [SGLangClient(process.url, process.api_key, 600) for process in engine.processes]
+    assert engine.process is not None
+    clients = [SGLangClient(engine.process.url, engine.process.api_key, 600)]
     syncs = {method: make_sync(method, clients, folder, 600) for method in METHODS}
     with PlainBroadcast([sum(tensor.nbytes for _, tensor in bucket) for bucket in buckets]) as plain:
         rows: list[dict[str, float]] = []

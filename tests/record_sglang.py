@@ -105,7 +105,7 @@ def main() -> None:
         .split()
     )
     with servers.running() as engine:
-        (process,) = engine.processes
+        process = engine.process
         exchanges = asyncio.run(record(Recorder(process.url, process.api_key)))
     recorded = {"sampling_fields": fields, "sampling_fields_not_sent": INTERNAL, **exchanges}
     OUT.write_text(json.dumps(recorded, indent=1) + "\n")
