@@ -74,8 +74,13 @@ class RayWorkers(Workers):
         return get(handles, self._what, self._timeout_s, on_done)
 
     async def result(self, handle: Handle) -> Any:
+        answer = asyncio.wrap_future(handle.future())
         with _worker_errors(self._what, self._timeout_s):
-            return await asyncio.wait_for(asyncio.wrap_future(handle.future()), self._timeout_s)
+            # not asyncio.wait_for, which before Python 3.12 may lose a cancellation that comes with the answer
+            await asyncio.wait({answer}, timeout=self._timeout_s)
+            if not answer.done():
+                raise GetTimeoutError
+            return answer.result()
 
     def share(self, value: Any) -> Handle:
         return ray.put(value)
@@ -121,7 +126,7 @@ def _worker_errors(what: str, timeout_s: float) -> Iterator[None]:
             f"a {what} process died: {str(error).splitlines()[0]}",
             fix="its last words are in /tmp/ray/session_latest/logs; out of memory is the usual cause",
         ) from error
-    except (GetTimeoutError, asyncio.TimeoutError) as error:
+    except GetTimeoutError as error:
         raise WorkerLostError(f"a {what} did not answer within {timeout_s:.0f} s", where="runtime.timeout_s") from error
 
 

@@ -48,8 +48,12 @@ class Verdicts:
                 self._pool.turn(self._answers, self._most_failures, wait=False)
                 for item in [item for item in self._waiting if item in self._answers.scores]:
                     self._waiting.pop(item).set_result(self._answers.scores[item])
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._something.wait(), self._pool.seconds_left())
+                # not asyncio.wait_for, which before Python 3.12 may lose a cancellation that comes with the event
+                left = self._pool.seconds_left()
+                alarm = loop.call_later(left, self._something.set) if left is not None else None
+                await self._something.wait()
+                if alarm is not None:
+                    alarm.cancel()
         except Exception as error:
             for future in self._waiting.values():
                 if not future.done():
