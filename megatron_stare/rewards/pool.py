@@ -164,7 +164,9 @@ class RewardPool:
             raise
 
     def fileno(self) -> int:
-        """Readable when a `turn` has something to do; for event loops."""
+        """Readable when a `turn` has something to do; for event loops. Raises ValueError where the pool is closed."""
+        if self._closed:
+            raise ValueError("the reward pool is closed")
         return self._selector.fileno()
 
     def seconds_left(self) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 from megatron_stare.rewards.pool import Answers, RewardPool, Score
 
@@ -21,6 +21,7 @@ class Verdicts:
         self._answers = Answers()
         self._waiting: dict[int, asyncio.Future[Score]] = {}
         self._something = asyncio.Event()
+        self._error: Exception | None = None  # that ended `serve`
 
     @property
     def unfinished(self) -> bool:
@@ -28,7 +29,9 @@ class Verdicts:
         return len(self._answers.scores) < len(self._answers.texts)
 
     async def of(self, response: str, answer: str) -> Score:
-        """Waits for the answer's score; unblocked by it, or by the pool's error."""
+        """Waits for the answer's score; unblocked by it, or by the pool's error, which it raises."""
+        if self._error is not None:
+            raise self._error
         future = asyncio.get_running_loop().create_future()
         self._waiting[self._answers.add(response, answer)] = future
         self._something.set()
@@ -38,28 +41,37 @@ class Verdicts:
         """Hands answers out and gives scores back, until it is cancelled.
 
         Waits for an answer to come, a worker's word or the end of a worker's time; unblocked by each. Its error becomes
-        that of everyone who waits.
+        that of everyone who waits, or comes later.
         """
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._pool.fileno(), self._something.set)
         try:
-            while True:
-                self._something.clear()
-                self._pool.turn(self._answers, self._most_failures, wait=False)
-                for item in [item for item in self._waiting if item in self._answers.scores]:
-                    self._waiting.pop(item).set_result(self._answers.scores[item])
-                # not asyncio.wait_for, which before Python 3.12 may lose a cancellation that comes with the event
-                left = self._pool.seconds_left()
-                alarm = loop.call_later(left, self._something.set) if left is not None else None
-                await self._something.wait()
-                if alarm is not None:
-                    alarm.cancel()
+            with self._heard(loop):
+                while True:
+                    self._something.clear()
+                    self._pool.turn(self._answers, self._most_failures, wait=False)
+                    for item in [item for item in self._waiting if item in self._answers.scores]:
+                        self._waiting.pop(item).set_result(self._answers.scores[item])
+                    # not asyncio.wait_for, which before Python 3.12 may lose a cancellation that comes with the event
+                    left = self._pool.seconds_left()
+                    alarm = loop.call_later(left, self._something.set) if left is not None else None
+                    await self._something.wait()
+                    if alarm is not None:
+                        alarm.cancel()
         except Exception as error:
+            self._error = error
             for future in self._waiting.values():
                 if not future.done():
                     future.set_exception(error)
+
+    @contextlib.contextmanager
+    def _heard(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        """While open, workers that speak are something. Raises ValueError where the pool is closed."""
+        number = self._pool.fileno()
+        loop.add_reader(number, self._something.set)
+        try:
+            yield
         finally:
-            loop.remove_reader(self._pool.fileno())
+            loop.remove_reader(number)
 
 
 @contextlib.asynccontextmanager
