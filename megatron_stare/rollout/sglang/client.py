@@ -6,9 +6,10 @@ Nothing is unpickled that comes from a server: answers are JSON.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 from typing import Any, Literal
+
+import orjson
 
 from megatron_stare.rollout.sglang.http import HttpTransport, Transport
 from megatron_stare.rollout.sglang.protocol import SGLangError
@@ -52,7 +53,7 @@ class SGLangClient:
         return answer
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
-        content = None if body is None else json.dumps(body).encode()
+        content = None if body is None else orjson.dumps(body)
         try:
             status, answer = await asyncio.wait_for(
                 self._transport.request(method, path, self._headers, content), self._timeout_s
@@ -68,7 +69,7 @@ class SGLangClient:
 
     def _json(self, path: str, content: bytes) -> dict[str, Any]:
         try:
-            answer = json.loads(content)
+            answer = orjson.loads(content)
         except ValueError as error:
             raise SGLangError(f"{path} answered {content[:200]!r}, which is not JSON", where=self.url) from error
         if not isinstance(answer, dict):
