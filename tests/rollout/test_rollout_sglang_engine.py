@@ -231,3 +231,19 @@ def test_a_closed_engine_is_dead(engine):
     assert engine.model_info().state is EngineState.DEAD
     with pytest.raises(EngineStateError, match="DEAD"):
         engine.begin_weight_update(1)
+
+
+def test_a_caller_in_an_event_loop_is_answered(engine, fake):
+    """As the pool's is, where the engine's worker is an object of the driver."""
+    sync(engine)
+
+    async def pump():
+        engine.submit(requests(3), PARAMS)
+        found = []
+        while len(found) < 2:
+            found += engine.collect(1.0)
+        engine.abort()
+        return found
+
+    assert {tuple(result.output_ids.tolist()) for result in asyncio.run(pump())} == {(4, STOP)}
+    assert engine.collect(1.0) == []
