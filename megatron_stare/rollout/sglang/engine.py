@@ -120,8 +120,10 @@ class SGLangEngine(ServedEngine):
     async def _answer(self, request: GenerateRequest, params: SamplingParams, rid: str) -> GenerateResult:
         """Waits for a slot of the server, then for the response."""
         async with self._slots:
-            answer = await self._client.generate(generate_body(request, params, rid))
-        return result_of(answer, request, params.stop_token_ids, self._client.url)
+            return await self._client.generate_as(
+                generate_body(request, params, rid),
+                lambda answer: result_of(answer, request, params.stop_token_ids, self._client.url),
+            )
 
     def collect(self, wait_s: float) -> list[GenerateResult]:
         """See Engine. Requests go out, and answers come in, only while this waits."""
