@@ -180,9 +180,6 @@ def measure_from(args: argparse.Namespace, folder: Path, urls: list[str], sent: 
         },
         "bytes_a_rank_receives": received,
         "times_data_ranks_against_one": {dp: round(n * dp / received[1], 4) for dp, n in received.items()},
-        "digest": hashlib.sha256(
-            batch.tokens.numpy().tobytes() + batch.rollout_log_probs.numpy().tobytes()
-        ).hexdigest(),
     }
 
 

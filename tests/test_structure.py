@@ -70,7 +70,7 @@ COMPARED = {
     (
         "config/load.py",
         "jsonl",
-    ): "whether data.train and data.eval are files, whose paths are made to hold in any folder",
+    ): "whether data.path and data.eval_path are files, whose names are made to hold in any folder",
     ("config/schema.py", "sglang"): "whether the section of that name, config's own, has a reader in this run",
 }
 
