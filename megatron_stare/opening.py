@@ -15,10 +15,11 @@ from megatron_stare.environments.environment import Environment, make_environmen
 from megatron_stare.errors import ConfigError
 from megatron_stare.methods import build_method
 from megatron_stare.observability.metrics import evaluated_steps
-from megatron_stare.preflight import check, check_checkpoints, check_runner, load_tokenizer
+from megatron_stare.preflight import check, check_checkpoints, check_runner
 from megatron_stare.resuming import check_resume, find_run, resume_point
 from megatron_stare.rewards.pool import RewardPool
 from megatron_stare.rollout.stop import stop_token_ids
+from megatron_stare.rollout.text import load_tokenizer
 from megatron_stare.run_state import CONFIG, check_place
 from megatron_stare.weights.hf_folder import exported_step
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
 from megatron_stare.algorithms.method import Method
 from megatron_stare.config.load import with_absolute_paths
 from megatron_stare.config.schema import Config
 from megatron_stare.device_rules import check_device
-from megatron_stare.errors import ConfigError, DataError
+from megatron_stare.errors import ConfigError
 from megatron_stare.layout_rules import check_layout
 from megatron_stare.methods import build_method
 from megatron_stare.models import read_shape
@@ -188,11 +186,3 @@ def check_lengths(config: Config, shape: ModelShape) -> None:
             where="batch.micro_batch_tokens",
             fix=f"at least {longest}",
         )
-
-
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face folder. Raises DataError where there is none; nothing is downloaded."""
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot load the tokenizer: {error}", where=path) from error

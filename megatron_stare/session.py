@@ -79,7 +79,7 @@ class Session:
             self.agreement = AgreementWatch(config, self.trainers, self.engines)
             self.colocation = Colocation(config, self.engines)
             self.rollouts = SynchronousSource(
-                Rollouts(self.engines, inputs.environment, self._judged, self.tokenizer),
+                Rollouts(self.engines, inputs.environment, self._judged),
                 self.source,
                 config.batch.prompts,
                 config.batch.samples_per_prompt,

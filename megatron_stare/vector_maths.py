@@ -6,9 +6,9 @@ takes the AVX2 low-accuracy kernel for its chunk, once, without a word. An error
 nats in a log-prob, and an engine that caches its cosines keeps it. https://github.com/pytorch/pytorch/issues/188792
 
 The packages that compute (`algorithms`, `megatron`, `ops`, `rollout`) settle the choice when they are imported, so
-before anything in them runs: trainer ranks, engines, tools, benchmarks, and SGLang's processes, which import the
-plug-in, have done it before torch starts a thread. What is settled lies in the process's memory: a forked child
-inherits it, a spawned one imports the package again. Done twice it costs microseconds and no more.
+before anything in them runs: trainer ranks, engines, tools, benchmarks, and the processes of servers that load this
+project's plug-in, have done it before torch starts a thread. What is settled lies in the process's memory: a forked
+child inherits it, a spawned one imports the package again. Done twice it costs microseconds and no more.
 
 May go when torch's wheels carry oneMKL 2025.0 or newer, or a release that this project pins closes the issue.
 """

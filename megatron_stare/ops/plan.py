@@ -74,7 +74,8 @@ def plan_mini_batches(lengths: Sequence[int], groups: Sequence[int], rules: Plan
     Raises:
         ConfigError: a sample is longer than the budget.
     """
-    mini_batch = [group // (rules.mini_batch_prompts or max(groups) + 1) for group in groups]
+    prompts = rules.mini_batch_prompts or max(groups) + 1
+    mini_batch = [group // prompts for group in groups]
     ranks: list[tuple[tuple[int, ...], ...]] = [()] * rules.data_parallel
     sizes = []
     for number in range(max(mini_batch) + 1):
@@ -101,13 +102,16 @@ def _fill_padded(samples: list[int], lengths: Sequence[int], budget: int) -> lis
 def _fill_packed(samples: list[int], lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
     """First fit, longest first: within 11/9 of the fewest micro-batches that could hold them."""
     micro_batches: list[list[int]] = []
-    room: list[int] = []
+    room: dict[int, int] = {}  # of those into which the shortest still fits; thousands that are full are not gone over
+    shortest = lengths[samples[-1]] if samples else 0
     for sample in samples:
-        fits = next((i for i, free in enumerate(room) if free >= lengths[sample]), None)
+        fits = next((i for i, free in room.items() if free >= lengths[sample]), None)
         if fits is None:
+            fits = len(micro_batches)
             micro_batches.append([])
-            room.append(budget)
-            fits = len(room) - 1
+            room[fits] = budget
         micro_batches[fits].append(sample)
         room[fits] -= lengths[sample]
+        if room[fits] < shortest:
+            del room[fits]
     return [tuple(sorted(micro_batch)) for micro_batch in micro_batches]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
 from megatron_stare.rollout.build import make_replica
 from megatron_stare.rollout.engine import Engine, GenerateRequest, GenerateResult, ModelInfo, ServedEngine
+from megatron_stare.rollout.text import load_tokenizer, with_text
 from megatron_stare.weights.stream_plan import BucketLayout
 
 
@@ -19,6 +22,7 @@ class EngineWorker:
 
     def __init__(self, config: Config, number: int) -> None:
         self._replica = make_replica(config, number)
+        self._model_path = config.model.path
         self._brought_up: Engine | None = None
         self._layouts: Sequence[BucketLayout] = ()
 
@@ -26,6 +30,10 @@ class EngineWorker:
         """Waits until the engine can take weights. Raises UserError where it does not come up."""
         self._brought_up = self._replica.engine()
         return self._brought_up.model_info()
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self._model_path)
 
     @property
     def _engine(self) -> Engine:
@@ -45,10 +53,10 @@ class EngineWorker:
     def advance(
         self, requests: Sequence[GenerateRequest], params: SamplingParams, wait_s: float
     ) -> list[GenerateResult]:
-        """Takes requests, then gives what is finished; see Engine.submit and Engine.collect."""
+        """Takes requests, then gives what is finished, with its text; see Engine.submit and Engine.collect."""
         if requests:
             self._engine.submit(requests, params)
-        return self._engine.collect(wait_s)
+        return [with_text(result, self._tokenizer) for result in self._engine.collect(wait_s)]
 
     def abort(self) -> None:
         self._engine.abort()

@@ -88,7 +88,9 @@ class TrainerGroup:
 
     def _deal(self, method: str, batch: RolloutBatch, plan: MicroBatchPlan, *args: Any) -> list[Any]:
         """A call of every worker with the share of its data rank; each share is put where workers take it from once."""
-        shares = {rank: self._workers.share(batch.share(plan.samples_of(rank))) for rank in set(self._data_ranks)}
+        ranks = sorted(set(self._data_ranks))
+        parts = batch.shares(plan.samples_of(rank) for rank in ranks)
+        shares = {rank: self._workers.share(part) for rank, part in zip(ranks, parts, strict=True)}
         started = [
             self._workers.start_on(worker, method, shares[rank], plan, *args)
             for worker, rank in enumerate(self._data_ranks)

@@ -7,8 +7,9 @@ prompt cursor first, then sample number. In a share n, t and r are those of its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -71,12 +72,21 @@ class RolloutBatch:
 
         Copies, because a view of a tensor travels with all of the tensor; of all samples the batch's own columns.
         """
+        (share,) = self.shares([samples])
+        return share
+
+    def shares(self, ranks: Iterable[Sequence[int]]) -> Iterator[RankShare]:
+        """As `share`, of every rank; what is the same for all is counted once."""
+        loss_lengths = self.loss_lengths
+        return (self._share(samples, loss_lengths) for samples in ranks)
+
+    def _share(self, samples: Sequence[int], loss_lengths: Tensor) -> RankShare:
         return RankShare(
             samples=torch.tensor(samples, dtype=torch.int64),
             **self._flat(samples),
             prompt_lengths=self.prompt_lengths,
             response_lengths=self.response_lengths,
-            loss_lengths=self.loss_lengths,
+            loss_lengths=loss_lengths,
             groups=self.groups,
             rewards=self.rewards,
             advantages=self.advantages,
@@ -181,8 +191,8 @@ def _taken(column: Tensor, lengths: list[int], samples: Sequence[int]) -> Tensor
     """The parts of a flat column that belong to some of the samples, end to end."""
     if len(samples) == len(lengths):
         return column
-    parts = column.split(lengths)
-    return _joined([parts[sample] for sample in samples], column.dtype)
+    ends = [0, *accumulate(lengths)]
+    return _joined([column[ends[sample] : ends[sample + 1]] for sample in samples], column.dtype)
 
 
 def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

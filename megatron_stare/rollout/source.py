@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -69,7 +69,7 @@ class RolloutSource(ABC):
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What makes trajectories: engines, environment, verifier, and how text and tokens belong together.
+    """What makes trajectories: engines, environment and verifier.
 
     verify: opens the verifier for a number of answers; see rewards/verdicts.py.
     """
@@ -77,7 +77,6 @@ class Rollouts:
     pool: EnginePool
     environment: Environment
     verify: Callable[[int], contextlib.AbstractAsyncContextManager[Judge]]
-    tokenizer: Any
 
     def make(
         self, prompts: Sequence[Prompt], samples: int, params: SamplingParams, progress: Progress = lambda *_: None
@@ -137,17 +136,11 @@ class Rollouts:
                 start=start,
                 max_new_tokens=min(left, max_new_tokens or left),
             )
-            return self._turn(await serving.generate(request), params.stop_token_ids)
+            result = await serving.generate(request)
+            check_result(result, params.stop_token_ids)
+            return Turn(result.output_ids, result.output_log_probs, result.versions, result.finish_reason, result.text)
 
         return generate
-
-    def _turn(self, result: GenerateResult, stop_token_ids: Collection[int]) -> Turn:
-        """Decoded without special tokens and without the stop token: not every one of those is special to its
-        tokenizer, and verifiers read what comes before it."""
-        check_result(result, stop_token_ids)
-        body = result.output_ids[:-1] if result.finish_reason == "stop" else result.output_ids
-        text = self.tokenizer.decode(body.tolist(), skip_special_tokens=True)
-        return Turn(result.output_ids, result.output_log_probs, result.versions, result.finish_reason, text)
 
 
 class SynchronousSource(RolloutSource):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -76,3 +78,19 @@ def test_mini_batches_are_planned_one_by_one(
             found = tuple(tuple(sample - number * size for sample in micro) for micro in micro_batches[where])
             assert found == alone.ranks[rank]
         assert plan.samples(number) == list(range(number * size, (number + 1) * size))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_packing_is_first_fit_whichever_micro_batches_are_full(seed: int) -> None:
+    """The first that has room, in the order in which they were opened: as gone over without any left out."""
+    drawn = random.Random(seed)
+    lengths = [drawn.randint(1, 60) for _ in range(80)] + [60, 60, 1]
+    plan = plan_micro_batches(lengths, PlanRules(data_parallel=1, budget=64, packed=True))
+    expected: list[list[int]] = []
+    for sample in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        room = [sum(lengths[i] for i in each) + lengths[sample] <= 64 for each in expected]
+        if True not in room:
+            expected.append([])
+            room.append(True)
+        expected[room.index(True)].append(sample)
+    assert plan.ranks == (tuple(tuple(sorted(each)) for each in expected),)

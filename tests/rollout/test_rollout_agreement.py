@@ -77,7 +77,7 @@ def test_the_canary_is_the_same_in_every_run_and_ragged():
 
 def alone(batch: RolloutBatch) -> RankBatch:
     """The whole batch on one rank."""
-    plan = plan_micro_batches(batch.lengths.tolist(), PlanRules(data_parallel=1, budget=64, packed=True, hidden=8))
+    plan = plan_micro_batches(batch.lengths.tolist(), PlanRules(data_parallel=1, budget=64, packed=True))
     return RankBatch(batch.share(plan.samples_of(0)), plan, 0, torch.device("cpu"), WholeSequences(packed=True))
 
 

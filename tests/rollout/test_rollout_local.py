@@ -133,7 +133,7 @@ def test_every_family_takes_its_checkpoint_and_says_what_transformers_does(tmp_p
         ids = torch.tensor([[*request.input_ids, *result.output_ids]])
         with torch.no_grad():
             log_probs = torch.log_softmax(model(ids).logits[0, len(request.input_ids) - 1 : -1], -1)
-        assert result.output_ids == log_probs.argmax(-1).tolist()
+        assert result.output_ids.tolist() == log_probs.argmax(-1).tolist()
 
 
 def test_greedy_is_transformers_greedy(pair):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from megatron_stare.errors import ConfigError, DataError
 from megatron_stare.rollout.engine import GenerateRequest, WeightUpdateError
 from megatron_stare.rollout.sglang.build import server_flags
 from megatron_stare.rollout.sglang.engine import SGLangEngine
-from megatron_stare.rollout.sglang.protocol import SGLangError
+from megatron_stare.rollout.sglang.protocol import SGLangError, result_of
 from megatron_stare.rollout.sglang.tensor_sync import TensorSync
 from megatron_stare.rollout.state import EngineState, EngineStateError
 
@@ -231,3 +232,37 @@ def test_a_closed_engine_is_dead(engine):
     assert engine.model_info().state is EngineState.DEAD
     with pytest.raises(EngineStateError, match="DEAD"):
         engine.begin_weight_update(1)
+
+
+def test_a_caller_in_an_event_loop_is_answered(engine, fake):
+    """As the pool's is, where the engine's worker is an object of the driver."""
+    sync(engine)
+
+    async def pump():
+        engine.submit(requests(3), PARAMS)
+        found = []
+        while len(found) < 2:
+            found += engine.collect(1.0)
+        engine.abort()
+        return found
+
+    assert {tuple(result.output_ids.tolist()) for result in asyncio.run(pump())} == {(4, STOP)}
+    assert engine.collect(1.0) == []
+
+
+def test_the_collector_rests_while_an_answer_is_read_and_no_longer(engine, fake, monkeypatch):
+    """Else it goes over all that the process holds, again and again, for lists that are gone at once."""
+    looked = []
+
+    def read(*given):
+        looked.append(gc.isenabled())
+        return result_of(*given)
+
+    monkeypatch.setattr("megatron_stare.rollout.sglang.engine.result_of", read)
+    sync(engine)
+    engine.generate(requests(2), PARAMS)
+    monkeypatch.setattr(fake, "_generate", lambda _: {"output_ids": [1], "meta_info": {}})
+    with pytest.raises(SGLangError, match="log-probs of 0 others"):
+        engine.generate(requests(1), PARAMS)
+    assert looked == [False] * 3
+    assert gc.isenabled()

@@ -60,7 +60,7 @@ def test_a_connection_is_kept_for_the_next_request() -> None:
 
     assert told(server, story) == [{"told": 1}] * 2
     assert len(server.connections) == 1
-    assert server.requests[0].startswith(b"POST /a HTTP/1.1\r\n") and server.requests[0].endswith(b'\r\n\r\n{"x": [1]}')
+    assert server.requests[0].startswith(b"POST /a HTTP/1.1\r\n") and server.requests[0].endswith(b'\r\n\r\n{"x":[1]}')
     assert b"Authorization: Bearer the-key\r\n" in server.requests[0]
     assert server.requests[1].startswith(b"GET /b HTTP/1.1\r\n")
 
@@ -121,6 +121,23 @@ def test_a_refusal_keeps_the_servers_words() -> None:
     refused = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 8\r\n\r\nbad seed"
     with pytest.raises(SGLangError, match=r"/generate was refused \(400\): bad seed"):
         told(Server(refused), lambda client: client.generate({}))
+
+
+@pytest.mark.parametrize(
+    "content", [b'{"log_prob": NaN}', b'{"log_prob": -Infinity}', b'{"told": 1', b'{"told": "\xff"}', b""]
+)
+def test_what_is_not_json_is_refused_with_its_words(content: bytes) -> None:
+    """Also the numbers that JSON has not and Python's own reader takes: servers write null for them."""
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content)
+    with pytest.raises(SGLangError) as refused:
+        told(Server(answer), lambda client: client.generate({}))
+    assert f"/generate answered {content!r}, which is not JSON" in str(refused.value)
+
+
+def test_json_that_is_no_object_is_refused() -> None:
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n[1]"
+    with pytest.raises(SGLangError, match="/generate answered a list, not an object"):
+        told(Server(answer), lambda client: client.generate({}))
 
 
 def test_the_answer_to_a_cancelled_request_is_nobody_elses() -> None:

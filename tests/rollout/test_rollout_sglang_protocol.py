@@ -129,6 +129,13 @@ def test_log_probs_must_be_those_of_the_tokens():
         read(answer([4, STOP], output_token_logprobs=[[-0.5, 4, None]]))
 
 
+def test_a_log_prob_that_is_no_number_stays_none():
+    """A server's JSON has null for it; the comparison with the trainer counts it."""
+    found = read(answer([4, STOP], output_token_logprobs=[[None, 4, None], [-0.1, STOP, None]]))
+    assert found.output_log_probs[0].isnan()
+    assert found.output_log_probs[1] == torch.tensor(-0.1)
+
+
 def test_a_stop_token_in_the_last_place_is_a_stop():
     assert read(answer([4, STOP], reason="length")).finish_reason == "stop"
     assert read(answer([4, 5], reason="length")).finish_reason == "length"

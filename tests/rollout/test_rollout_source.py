@@ -14,7 +14,6 @@ import pytest
 import torch
 from environments.check_again import CheckAgain
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
 
 from megatron_stare.batch import Prompt, SamplingParams
 from megatron_stare.config.schema import Config
@@ -27,17 +26,19 @@ from megatron_stare.rollout.engine import GenerateRequest, GenerateResult
 from megatron_stare.rollout.local import LocalEngine
 from megatron_stare.rollout.pool import EnginePool
 from megatron_stare.rollout.source import Rollouts, check_result, check_trajectory, check_versions
+from megatron_stare.rollout.text import load_tokenizer, with_text
 from megatron_stare.workers import Workers
 
 MODEL = Path(__file__).parents[2] / "assets" / "tiny-adder"
 STOP, SEMICOLON = 1, 15
+TOKENIZER = load_tokenizer(str(MODEL))
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=24, seed=3, step=2, stop_token_ids=(STOP,))
 CONFIG = Config.model_validate({"model": {"path": str(MODEL)}, "rollout": {"max_new_tokens": 24}})
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(MODEL)
+    return TOKENIZER
 
 
 def local_engine(max_batch: int = 256, version: int = 5) -> LocalEngine:
@@ -73,7 +74,7 @@ class Replicas(Workers):
         if requests:
             self.given[worker].append([r.rid for r in requests])
             engine.submit(requests, params)
-        return engine.collect(wait_s)
+        return [with_text(result, TOKENIZER) for result in engine.collect(wait_s)]
 
     def wait(self, handles: Sequence[Any], on_done: Any = None) -> list[Any]:
         return list(handles)
@@ -102,8 +103,8 @@ async def by_length(answers: int):
     yield LengthJudge()
 
 
-def rollouts(workers: Workers, environment: Environment, tokenizer: Any) -> Rollouts:
-    return Rollouts(EnginePool(workers), environment, by_length, tokenizer)
+def rollouts(workers: Workers, environment: Environment) -> Rollouts:
+    return Rollouts(EnginePool(workers), environment, by_length)
 
 
 def prompts(tokenizer: Any, count: int) -> list[Prompt]:
@@ -117,8 +118,8 @@ def test_single_turns_are_what_the_engine_says(tokenizer, engines, max_batch):
     wanted = prompts(tokenizer, 5)
     workers = Replicas([local_engine(max_batch) for _ in range(engines)])
     seen: list[tuple[int, int]] = []
-    made = rollouts(workers, SingleTurn(CONFIG, tokenizer), tokenizer).make(
-        wanted, 4, replace(PARAMS, max_new_tokens=11), lambda done, total: seen.append((done, total))
+    made = rollouts(workers, SingleTurn(CONFIG, tokenizer)).make(
+        wanted, 4, replace(PARAMS, max_new_tokens=20), lambda done, total: seen.append((done, total))
     )
     assert [(t.prompt.cursor, t.sample_index) for t in made] == [(40 + p, i) for p in range(5) for i in range(4)]
     assert seen == [(done, 20) for done in range(21)]
@@ -126,7 +127,7 @@ def test_single_turns_are_what_the_engine_says(tokenizer, engines, max_batch):
     bounds = [20 * n // engines for n in range(engines + 1)]
     reference = local_engine(max_batch)
     shards = [requests[bounds[n] : bounds[n + 1]] for n in range(engines)]
-    expected = [r for shard in shards for r in reference.generate(shard, replace(PARAMS, max_new_tokens=11))]
+    expected = [r for shard in shards for r in reference.generate(shard, replace(PARAMS, max_new_tokens=20))]
     for trajectory, result in zip(made, expected, strict=True):
         assert torch.equal(trajectory.tokens, result.output_ids)
         assert torch.equal(trajectory.log_probs, result.output_log_probs)
@@ -141,7 +142,7 @@ def test_single_turns_are_what_the_engine_says(tokenizer, engines, max_batch):
 
 def test_a_second_turn_goes_on_where_the_first_ended(tokenizer):
     wanted = prompts(tokenizer, 6)
-    made = rollouts(Replicas([local_engine()]), CheckAgain(CONFIG, tokenizer), tokenizer).make(wanted, 2, PARAMS)
+    made = rollouts(Replicas([local_engine()]), CheckAgain(CONFIG, tokenizer)).make(wanted, 2, PARAMS)
     said = tokenizer(";0+").input_ids
     for trajectory in made:
         (first, observed, *second) = [tokens for _, tokens in trajectory.versions]
@@ -169,7 +170,7 @@ def test_which_replica_is_faster_does_not_matter(tokenizer):
     given, found = [], []
     for seed in range(3):
         workers = Replicas([local_engine(4), local_engine(4)], seed)
-        found.append(rollouts(workers, environment, tokenizer).make(wanted, 3, PARAMS))
+        found.append(rollouts(workers, environment).make(wanted, 3, PARAMS))
         given.append(workers.given)
     assert given[0] == given[1] == given[2]
     assert all(len(calls) >= 2 for calls in given[0])  # both turns came to both
@@ -200,11 +201,11 @@ def slots() -> Slots:
 def test_requests_go_where_there_is_room_and_each_is_answered_once(tokenizer):
     wanted = prompts(tokenizer, 5)
     workers = Replicas([slots(), slots()], seed=1)
-    made = rollouts(workers, CheckAgain(CONFIG, tokenizer), tokenizer).make(wanted, 2, PARAMS)
+    made = rollouts(workers, CheckAgain(CONFIG, tokenizer)).make(wanted, 2, PARAMS)
     given = [rid for calls in workers.given for call in calls for rid in call]
     assert len(given) == len(set(given))
     assert min(sum(map(len, calls)) for calls in workers.given) >= 4  # of 20
-    together = rollouts(Replicas([local_engine()]), CheckAgain(CONFIG, tokenizer), tokenizer).make(wanted, 2, PARAMS)
+    together = rollouts(Replicas([local_engine()]), CheckAgain(CONFIG, tokenizer)).make(wanted, 2, PARAMS)
     for a, b in zip(made, together, strict=True):
         assert torch.equal(a.tokens, b.tokens)  # noise is keyed on the request, whoever answers it
 
@@ -237,7 +238,7 @@ def test_a_replica_that_breaks_its_contract_ends_the_rollout(tokenizer, how, mes
     engine.end_weight_update()
     workers = Replicas([local_engine(), engine])
     with pytest.raises(DataError, match=message):
-        rollouts(workers, SingleTurn(CONFIG, tokenizer), tokenizer).make(prompts(tokenizer, 4), 2, PARAMS)
+        rollouts(workers, SingleTurn(CONFIG, tokenizer)).make(prompts(tokenizer, 4), 2, PARAMS)
     assert workers.aborted == 2  # nothing that was asked for is answered to the next rollout
 
 
@@ -273,7 +274,7 @@ def test_an_environment_that_breaks_its_contract_is_named(tokenizer, how, messag
     environment = Talks(CONFIG, tokenizer)
     environment.how = how
     with pytest.raises(DataError, match=message):
-        rollouts(Replicas([local_engine()]), environment, tokenizer).make(
+        rollouts(Replicas([local_engine()]), environment).make(
             prompts(tokenizer, 2), 2, replace(PARAMS, max_new_tokens=24)
         )
 
@@ -290,9 +291,7 @@ def test_a_turn_without_room_is_empty(tokenizer):
             return response.trajectory()
 
     params = replace(PARAMS, max_new_tokens=3, stop_token_ids=())
-    made = rollouts(Replicas([local_engine()]), Twice(CONFIG, tokenizer), tokenizer).make(
-        prompts(tokenizer, 2), 2, params
-    )
+    made = rollouts(Replicas([local_engine()]), Twice(CONFIG, tokenizer)).make(prompts(tokenizer, 2), 2, params)
     assert [len(t) for t in made] == [3] * 4
     assert {(len(turn.tokens), turn.finish_reason, turn.text) for turn in turns} == {(0, "length", "")}
 

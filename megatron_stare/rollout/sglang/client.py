@@ -6,13 +6,17 @@ Nothing is unpickled that comes from a server: answers are JSON.
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Mapping
-from typing import Any, Literal
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, TypeVar
+
+import orjson
 
 from megatron_stare.rollout.sglang.http import HttpTransport, Transport
 from megatron_stare.rollout.sglang.protocol import SGLangError
 
+T = TypeVar("T")
 # SGLang's third, in_place, counts tokens of the old weights to the new version where its scheduler overlaps batches
 PauseMode = Literal["abort", "retract"]
 
@@ -46,13 +50,10 @@ class SGLangClient:
 
     async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The answer. Raises SGLangError with the server's own words where it refuses, or says `success: false`."""
-        answer = self._json(path, await self._call("POST", path, body))
-        if answer.get("success") is False:
-            raise SGLangError(f"{path} failed: {answer.get('message')}", where=self.url)
-        return answer
+        return self._successful(path, await self._call("POST", path, body))
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
-        content = None if body is None else json.dumps(body).encode()
+        content = None if body is None else orjson.dumps(body)
         try:
             status, answer = await asyncio.wait_for(
                 self._transport.request(method, path, self._headers, content), self._timeout_s
@@ -68,16 +69,28 @@ class SGLangClient:
 
     def _json(self, path: str, content: bytes) -> dict[str, Any]:
         try:
-            answer = json.loads(content)
+            answer = orjson.loads(content)
         except ValueError as error:
             raise SGLangError(f"{path} answered {content[:200]!r}, which is not JSON", where=self.url) from error
         if not isinstance(answer, dict):
             raise SGLangError(f"{path} answered a {type(answer).__name__}, not an object", where=self.url)
         return answer
 
+    def _successful(self, path: str, content: bytes) -> dict[str, Any]:
+        answer = self._json(path, content)
+        if answer.get("success") is False:
+            raise SGLangError(f"{path} failed: {answer.get('message')}", where=self.url)
+        return answer
+
     async def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """One response. Cancelled, it leaves the request running: abort it."""
         return await self.post("/generate", body)
+
+    async def generate_as(self, body: Mapping[str, Any], read: Callable[[dict[str, Any]], T]) -> T:
+        """As `generate`, of a long response: what `read` makes of it, which must keep nothing of it."""
+        content = await self._call("POST", "/generate", body)
+        with collector_at_rest():
+            return read(self._successful("/generate", content))
 
     async def model_info(self) -> dict[str, Any]:
         """Answers while generation is paused too, which /health does not."""
@@ -130,6 +143,19 @@ class SGLangClient:
 
     async def close(self) -> None:
         await self._transport.close()
+
+
+@contextlib.contextmanager
+def collector_at_rest() -> Iterator[None]:
+    """No garbage is looked for. An answer holds a list a token and no cycle; while they are made, the collector would
+    go over them, and every few answers over all that the process holds, to find nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 async def everywhere(*calls: Any) -> list[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -93,11 +94,18 @@ class SGLangEngine(ServedEngine):
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The result of a coroutine; a server that was started here is looked at where it fails."""
         try:
-            return self._loop.run_until_complete(coroutine)
+            return self._waited(coroutine)
         except SGLangError:
             if self.process is not None:
                 self.process.require_alive()
             raise
+
+    def _waited(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """On a thread of its own where the caller's runs a loop already, as that of the inline runner does."""
+        if not _in_event_loop():
+            return self._loop.run_until_complete(coroutine)
+        with ThreadPoolExecutor(1) as thread:  # left only when the thread has ended, so the loop is never run twice
+            return thread.submit(self._loop.run_until_complete, coroutine).result()
 
     def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> None:
         """See Engine. Sampling noise is keyed on the request only where the server honours seeds (docs/sglang.md)."""
@@ -112,8 +120,10 @@ class SGLangEngine(ServedEngine):
     async def _answer(self, request: GenerateRequest, params: SamplingParams, rid: str) -> GenerateResult:
         """Waits for a slot of the server, then for the response."""
         async with self._slots:
-            answer = await self._client.generate(generate_body(request, params, rid))
-        return result_of(answer, request, params.stop_token_ids, self._client.url)
+            return await self._client.generate_as(
+                generate_body(request, params, rid),
+                lambda answer: result_of(answer, request, params.stop_token_ids, self._client.url),
+            )
 
     def collect(self, wait_s: float) -> list[GenerateResult]:
         """See Engine. Requests go out, and answers come in, only while this waits."""
@@ -133,7 +143,7 @@ class SGLangEngine(ServedEngine):
 
     def abort(self) -> None:
         if self._under_way:
-            self._loop.run_until_complete(self._forget())
+            self._waited(self._forget())
 
     async def _forget(self) -> None:
         """Ends what is under way, here and on the server, if it still answers."""
@@ -221,3 +231,11 @@ class SGLangEngine(ServedEngine):
         await self._forget()
         await self._sync.close()
         await self._client.close()
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -5,7 +5,8 @@ Requests come from the engine, bodies go to the client; the server's answers com
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from megatron_stare.rollout.sampling import row_keys
 
 # the weight-update session these releases share does not exist before 0.5.21
 SUPPORTED_VERSIONS = ("0.5.21", "0.5.22", "0.5.23")
+_LOG_PROB, _ID = itemgetter(0), itemgetter(1)  # of an entry of output_token_logprobs: nats, token id, text or null
 NO_VERSION = "none"  # what servers are started with: weights of no training step
 
 
@@ -143,8 +145,7 @@ def result_of(
     meta = answer["meta_info"]
     ids = _column(answer["output_ids"], np.int32)
     scored = meta.get("output_token_logprobs") or []
-    log_probs, named, *_ = zip(*scored, strict=True) if scored else ((), ())
-    if not torch.equal(_column(named, np.int32), ids):
+    if not torch.equal(_column(scored, np.int32, _ID), ids):
         raise SGLangError(
             f"the server returned {len(ids)} tokens and log-probs of {len(scored)} others",
             where=f"{where}, request {request.rid}",
@@ -152,16 +153,17 @@ def result_of(
     return GenerateResult(
         rid=request.rid,
         output_ids=ids,
-        output_log_probs=_column(log_probs, np.float32),
+        output_log_probs=_column(scored, np.float32, _LOG_PROB),
         versions=version_runs(meta, len(ids), f"{where}, request {request.rid}"),
         finish_reason=_finish_reason(meta["finish_reason"], ids, stop_token_ids),
         prompt_tokens=int(meta["prompt_tokens"]),
     )
 
 
-def _column(values: Sequence[float], dtype: type[np.generic]) -> Tensor:
-    """[n], by way of numpy, which reads Python numbers an order of magnitude faster than torch."""
-    return torch.from_numpy(np.fromiter(values, dtype, len(values)))
+def _column(values: Sequence[Any], dtype: type[np.generic], of: Callable[[Any], Any] | None = None) -> Tensor:
+    """[n], of the values or of a part of each; by way of numpy, which reads Python numbers an order of magnitude faster
+    than torch."""
+    return torch.from_numpy(np.fromiter(values if of is None else map(of, values), dtype, len(values)))
 
 
 def version_runs(meta: Mapping[str, Any], tokens: int, where: str) -> VersionRuns:
