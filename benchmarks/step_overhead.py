@@ -31,7 +31,6 @@ from tiny import GROUP, ragged_batch, save_tiny
 from megatron_stare.algorithms.method import Method, TokenTerms
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.methods import build_method
 from megatron_stare.ops.plan import MicroBatchPlan, plan_mini_batches
 from megatron_stare.orchestration.groups import plan_rules
 from megatron_stare.preflight import check
@@ -141,7 +140,7 @@ def turns(
     trainer: Trainer, batch: RolloutBatch, plan: MicroBatchPlan, repeats: int, configs: dict[str, Config]
 ) -> Times:
     """Seconds of the methods' steps."""
-    methods = {name: build_method(config.algorithm) for name, config in configs.items()}
+    methods = {name: config.algorithm.method for name, config in configs.items()}
     clocks = {name: Clock(method) for name, method in methods.items()}
     names = list(configs)
     times: Times = {name: {phase: [] for phase in PHASES} for name in names}

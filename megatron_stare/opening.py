@@ -13,7 +13,6 @@ from megatron_stare.config.schema import Config
 from megatron_stare.data.source import PromptSource, held_out, make_source
 from megatron_stare.environments.environment import Environment, make_environment
 from megatron_stare.errors import ConfigError
-from megatron_stare.methods import build_method
 from megatron_stare.observability.metrics import evaluated_steps
 from megatron_stare.preflight import check, check_checkpoints, check_runner, load_tokenizer
 from megatron_stare.resuming import check_resume, find_run, resume_point
@@ -25,7 +24,7 @@ from megatron_stare.weights.hf_folder import exported_step
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads. `config` is checked, with every setting of its method spelled out."""
+    """What a run reads. `config` is checked."""
 
     config: Config
     method: Method
@@ -44,7 +43,7 @@ def read_inputs(config: Config) -> Inputs:
     tokenizer = load_tokenizer(config.model.path)
     return Inputs(
         config,
-        build_method(config.algorithm),
+        config.algorithm.method,
         tokenizer,
         stop_token_ids(config.model.path, tokenizer),
         make_source(config, tokenizer, "train"),

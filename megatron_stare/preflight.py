@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -13,7 +12,6 @@ from megatron_stare.config.schema import Config
 from megatron_stare.device_rules import check_device
 from megatron_stare.errors import ConfigError, DataError
 from megatron_stare.layout_rules import check_layout
-from megatron_stare.methods import build_method
 from megatron_stare.models import read_shape
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.rollout.build import check_engine
@@ -24,13 +22,13 @@ from megatron_stare.weights.torch_dist_check import check_checkpoint
 
 
 def check(config: Config) -> Config:
-    """The configuration with every setting of its method spelled out, and paths that hold in any folder.
+    """The configuration with paths that hold in any folder.
 
     Raises:
         UserError: the first thing that cannot work: method, model, layout, lengths or engine.
     """
     config = with_absolute_paths(config)
-    method = build_method(config.algorithm)
+    method = config.algorithm.method
     shape = read_shape(config.model.path)
     check_weights(config.model.path, shape)
     check_reference(config, method, shape)
@@ -43,7 +41,7 @@ def check(config: Config) -> Config:
     check_layout(config.parallel, shape)
     check_lengths(config, shape)
     check_engine(config, shape)
-    return config.model_copy(update={"algorithm": {"name": config.algorithm["name"], **dataclasses.asdict(method)}})
+    return config
 
 
 def check_weights(path: str, shape: ModelShape) -> None:
@@ -147,7 +145,7 @@ def check_head(config: Config, method: Method) -> None:
     """Raises ConfigError where the gradient is to be taken before the loss of a whole response is known."""
     if config.model.head == "gradient_in_forward" and method.coupling == "sequence":
         raise ConfigError(
-            f"{config.algorithm['name']} couples the tokens of a response, so the slope of its loss in one token's "
+            f"{config.algorithm.name} couples the tokens of a response, so the slope of its loss in one token's "
             "log-prob is not known before the others'",
             where="model.head",
             fix="use recompute, which saves as much memory, or auto",

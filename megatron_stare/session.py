@@ -65,7 +65,7 @@ class Session:
                 stack.push(self._note_standing)
             self.display = make_display(config.run.steps, dtype=config.model.dtype)
             stack.callback(self.display.close)
-            self.display.start(str(self.dir.path), config.algorithm["name"])
+            self.display.start(str(self.dir.path), config.algorithm.name)
             self.writer = MetricsWriter(self.dir.path, self.state.step if resume else None)
             stack.callback(self.writer.close)
             self.verifiers = RewardPool(config.reward.verifier, config.reward.workers, config.reward.timeout_s)

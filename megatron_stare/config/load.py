@@ -6,14 +6,18 @@ import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from megatron_stare.config.algorithm import AlgorithmConfig
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, unknown_name
 from megatron_stare.shipped import find_config, resolve_paths
+
+if TYPE_CHECKING:
+    from megatron_stare.algorithms.method import Method
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
@@ -71,8 +75,8 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(child, dict):
             raise ConfigError(f"{parent} is a value, not a section", where=override)
         node = child
-    if key == "algorithm" and isinstance(value, str):
-        value = {"name": value}  # another method: settings of the one before would not fit it
+    if key == "algorithm.name" and value != node.get("name"):
+        node.clear()  # another method: settings of the one before would not fit it
     node[leaf] = value
 
 
@@ -81,27 +85,38 @@ def validate(tree: Mapping[str, Any], source: str, overrides: Sequence[str] = ()
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise config_error(error, Config, source, overrides) from error
+        raise config_error(error, source, overrides) from error
 
 
-def config_error(
-    error: ValidationError, model: type[BaseModel] | Iterable[str], source: str, overrides: Sequence[str] = ()
-) -> ConfigError:
+def build_method(settings: Mapping[str, Any] | str) -> Method:
+    """The method that an `algorithm` section describes, without the rest of a configuration: for its own tests.
+
+    Raises:
+        ConfigError: unknown method, unknown setting (with a suggestion), or a value out of range.
+    """
+    try:
+        return AlgorithmConfig.read(settings).method
+    except ValidationError as error:
+        raise config_error(error, "algorithm") from error
+
+
+def config_error(error: ValidationError, source: str, overrides: Sequence[str] = ()) -> ConfigError:
     """Turns pydantic's report into one ConfigError.
 
     Args:
-        model: says which keys exist, for suggestions.
         source: the file that was read.
         overrides: what replaced settings of it; the last one that set what is wrong is blamed in its place.
     """
-    first = min(error.errors(), key=lambda e: e["type"] not in ("extra_forbidden", "unexpected_keyword_argument"))
+    first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     loc = [str(part) for part in first["loc"]]
     setting = ".".join(loc)
     source = next((override for override in reversed(overrides) if loc and _touches(override, setting)), source)
     where = f"{source}: {setting}" if loc else source
-    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        known = _keys_at(model, loc[:-1]) if isinstance(model, type) else list(model)
-        return unknown_name(loc[-1], known, where)
+    told = first.get("ctx", {}).get("error")
+    if isinstance(told, ConfigError):
+        return ConfigError(told.what, where=where, fix=told.fix)
+    if first["type"] == "extra_forbidden":
+        return unknown_name(loc[-1], _keys_at(loc[:-1]), where)
     if first["type"] in ("missing", "missing_argument"):
         return ConfigError("this key is required and missing", where=where)
     message = first["msg"].removeprefix("Value error, ")
@@ -114,7 +129,8 @@ def _touches(override: str, setting: str) -> bool:
     return key.startswith(f"{setting}.") or f"{setting}.".startswith(key)
 
 
-def _keys_at(model: type[BaseModel], loc: list[str]) -> list[str]:
+def _keys_at(loc: list[str]) -> list[str]:
+    model: type[BaseModel] = Config
     for part in loc:
         annotation = model.model_fields[part].annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):

@@ -30,7 +30,6 @@ from megatron_stare.megatron.passes import score
 from megatron_stare.megatron.reference import Reference
 from megatron_stare.megatron.start import load_start
 from megatron_stare.megatron.step import Policy, Step
-from megatron_stare.methods import build_method
 from megatron_stare.models import read_shape
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.records.log_prob_difference import LogProbDifference
@@ -45,7 +44,7 @@ class Trainer:
         if not torch.cuda.is_available():
             torch.set_num_threads(config.runtime.trainer_threads)
         self.config = config
-        self.method = build_method(config.algorithm)
+        self.method = config.algorithm.method
         shape = read_shape(config.model.path)
         check_device(config, experts=shape.experts > 0)
         layout = join(config.parallel, rank, init_method, config.run.seed, config.runtime.timeout_s)

@@ -11,10 +11,10 @@ from steps import score
 from token_batches import by_sequence, loss_and_gradient, token_batch
 from torch import Tensor
 
+from megatron_stare.config.load import build_method
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.methods import build_method
 from megatron_stare.preflight import check
 
 NAME = "my_method.MyMethod"

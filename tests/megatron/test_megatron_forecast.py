@@ -12,10 +12,10 @@ from steps import plan_of, score
 from torch import Tensor
 
 from megatron_stare.batch import TokenBatch
+from megatron_stare.config.load import build_method
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.forecast import push_of
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.methods import build_method
 from megatron_stare.ops.statistics import gather_statistics
 
 TEMPERATURE = 0.8

@@ -20,7 +20,6 @@ from megatron_stare.batch import TokenBatch
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.export import export_gradients
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.methods import build_method
 from megatron_stare.ops.plan import plan_mini_batches
 from megatron_stare.orchestration.groups import plan_rules
 from megatron_stare.statistics import Threshold, TopK
@@ -60,7 +59,7 @@ def one_rank(config: Config, case: Case, rank: int, init: str, scores: Scores | 
 
 
 def _step(worker: Trainer, config: Config, case: Case, scores: Scores | None) -> dict[str, Any]:
-    method = build_method(config.algorithm)
+    method = config.algorithm.method
     batch = method.judge(fixed_batch(case.seed))
     plan = plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), plan_rules(config))
     worker.score(batch.share(plan.samples_of(worker.data_rank())), plan)
