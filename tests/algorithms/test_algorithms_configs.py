@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_stare.algorithms import METHODS
-from megatron_stare.config.load import build_method, read_yaml, validate
+from megatron_stare.config.layers import read_yaml
+from megatron_stare.config.load import build_method, validate
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIGS = sorted((ROOT / "configs/algorithm").glob("*.yaml"))
