@@ -14,6 +14,7 @@ from megatron_stare.errors import ConfigError, DataError
 from megatron_stare.layout_rules import check_layout
 from megatron_stare.models import read_shape
 from megatron_stare.models.shape import ModelShape
+from megatron_stare.resolved import ResolvedRun, resolve_run
 from megatron_stare.rollout.build import check_engine
 from megatron_stare.weights.blocks import cut
 from megatron_stare.weights.check import check_folder
@@ -21,15 +22,14 @@ from megatron_stare.weights.torch_dist import TorchDist, is_checkpoint
 from megatron_stare.weights.torch_dist_check import check_checkpoint
 
 
-def check(config: Config) -> Config:
-    """The configuration with paths that hold in any folder.
+def check(config: Config) -> ResolvedRun:
+    """What the configuration comes to, with paths that hold in any folder.
 
     Raises:
         UserError: the first thing that cannot work: method, model, layout, lengths or engine.
     """
-    config = with_absolute_paths(config)
-    method = config.algorithm.method
-    shape = read_shape(config.model.path)
+    run = resolve_run(with_absolute_paths(config))
+    config, method, shape = run.config, run.method, run.shape
     check_weights(config.model.path, shape)
     check_reference(config, method, shape)
     check_updates(config)
@@ -41,7 +41,7 @@ def check(config: Config) -> Config:
     check_layout(config.parallel, shape)
     check_lengths(config, shape)
     check_engine(config, shape)
-    return config
+    return run
 
 
 def check_weights(path: str, shape: ModelShape) -> None:

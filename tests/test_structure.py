@@ -34,6 +34,7 @@ LEVELS = {
     "environments": 4,
     "observability": 4,
     "layout_rules": 4,
+    "resolved": 4,
     "device_rules": 4,
     "rollout": 5,
     "megatron": 5,
@@ -117,3 +118,21 @@ def test_loss_code_does_not_wait_for_the_host(file: Path) -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     }
     assert not calls & {"item", "tolist", "cpu", "synchronize"}
+
+
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [
+        # a reference is held against the policy's shape; conversion has no run
+        ("read_shape", {"resolved.py", "preflight.py", "weights/convert.py"}),
+        ("algorithm.method", {"resolved.py"}),
+    ],
+)
+def test_a_run_s_model_and_method_are_resolved_in_one_place(name: str, places: set[str]) -> None:
+    using = {
+        str(file.relative_to(PACKAGE))
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node).endswith(name)
+    }
+    assert using == places

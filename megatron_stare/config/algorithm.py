@@ -21,6 +21,8 @@ from megatron_stare.registry import resolve
 if TYPE_CHECKING:
     from megatron_stare.algorithms.method import Method
 
+WHERE = "algorithm.name"
+
 
 @dataclasses.dataclass(frozen=True)
 class AlgorithmConfig:
@@ -37,6 +39,9 @@ class AlgorithmConfig:
         """The section with every setting spelled out."""
         return {"name": self.name, **dataclasses.asdict(self.method)}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (self.settings(),)
+
     @classmethod
     def read(cls, section: Any) -> AlgorithmConfig:
         """The checked section, given as a mapping of `name` and settings, or as a name alone.
@@ -51,7 +56,10 @@ class AlgorithmConfig:
             raise _refusal(ConfigError("this is neither a method's name nor its settings"), (), section)
         settings = dict(section)
         name = settings.pop("name", None)
-        method = _method_named(name)
+        try:
+            method = _method_named(name)
+        except ConfigError as error:
+            raise _refusal(error, ("name",), name) from error
         _refuse_unknown(method, settings)
         try:
             return cls(name, TypeAdapter(method).validate_python(settings))
@@ -67,18 +75,22 @@ class AlgorithmConfig:
         )
 
 
+def _unpickled(settings: dict[str, Any]) -> AlgorithmConfig:
+    """The section in another process. Raises ConfigError where the method cannot be imported there."""
+    _method_named(settings["name"])
+    return AlgorithmConfig.read(settings)
+
+
 def _method_named(name: Any) -> type[Method]:
+    """Raises ConfigError where there is no method of this name."""
     from megatron_stare.algorithms import METHODS
     from megatron_stare.algorithms.method import Method
 
     if not isinstance(name, str):
-        raise _refusal(ConfigError("the method's name is missing", fix=f"one of {', '.join(METHODS)}"), ("name",), name)
-    try:
-        method = resolve(name, METHODS, "algorithm.name")
-    except ConfigError as error:
-        raise _refusal(error, ("name",), name) from error
+        raise ConfigError("the method's name is missing", where=WHERE, fix=f"one of {', '.join(METHODS)}")
+    method = resolve(name, METHODS, WHERE)
     if not (isinstance(method, type) and issubclass(method, Method)):
-        raise _refusal(ConfigError(f"{name!r} is not a subclass of Method"), ("name",), name)
+        raise ConfigError(f"{name!r} is not a subclass of Method", where=WHERE)
     return method
 
 

@@ -25,6 +25,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import Trajectory, sampled_trajectory
+from megatron_stare.resolved import resolve_run
 
 pytestmark = pytest.mark.distributed
 VOCAB, TEMPERATURE, STEPS, EPOCHS, PROMPTS, MINI_BATCH = 37, 0.8, 2, 2, 4, 2
@@ -91,7 +92,7 @@ def config_of(path: Path, algorithm: dict[str, Any], clip_grad: float, **section
 
 def all_steps(rank: int, init: str, config: Config) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
     """This rank's weights after the run's steps, and what every update reported."""
-    trainer = Trainer(config, rank, init)
+    trainer = Trainer(resolve_run(config), rank, init)
     state, rows = trainer.method.initial_state(), []
     for step in range(1, STEPS + 1):
         batch = batch_of(step)
