@@ -168,6 +168,7 @@ def test_paths_are_compared_by_what_they_name(tmp_path: Path, monkeypatch: pytes
 
     def config(base: str, **data: str):
         overrides = [f"model={{path: {base}model, reference_path: {base}reference}}", f"sglang.python={base}bin/python"]
+        overrides.append("rollout.engine=sglang")
         overrides.append(f"data={{source: jsonl, path: {base}train.jsonl, eval_path: {base}eval.jsonl}}")
         return load_config(QUICKSTART, overrides + [f"data.{key}={value}" for key, value in data.items()])
 
