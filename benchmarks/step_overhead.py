@@ -31,11 +31,11 @@ from tiny import GROUP, ragged_batch, save_tiny
 from megatron_stare.algorithms.method import Method, TokenTerms
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.methods import build_method
 from megatron_stare.ops.plan import MicroBatchPlan, plan_mini_batches
 from megatron_stare.orchestration.groups import plan_rules
 from megatron_stare.preflight import check
 from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.resolved import resolve_run
 
 RESULT = Path(__file__).parent / "results/step_overhead.json"
 TARGET = 1.01
@@ -122,16 +122,17 @@ def config_of(args: argparse.Namespace, folder: str, parallel: dict[str, int], c
         "runtime": {"trainer_threads": args.threads},
         **case,
     }
-    return check(Config.model_validate(tree))
+    return check(Config.model_validate(tree)).config
 
 
 def rank_times(
     rank: int, init: str, args: argparse.Namespace, configs: dict[str, dict[str, Config]]
 ) -> tuple[int, dict[str, Times]]:
     """Tokens of the batch, and this rank's seconds by kind of step, method and phase."""
-    trainer = Trainer(configs["with log-prob pass"]["grpo"], rank, init)
+    run = resolve_run(configs["with log-prob pass"]["grpo"])
+    trainer = Trainer(run, rank, init)
     batch = ragged_batch(args.prompts * GROUP, VOCAB, median=args.median, sigma=0.7, longest=LONGEST, prompt=PROMPT)
-    plan = plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), plan_rules(trainer.config))
+    plan = plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), plan_rules(run))
     times = {name: turns(trainer, batch, plan, args.repeats, methods) for name, methods in configs.items()}
     trainer.close()
     return int(batch.lengths.sum()), times
@@ -141,7 +142,7 @@ def turns(
     trainer: Trainer, batch: RolloutBatch, plan: MicroBatchPlan, repeats: int, configs: dict[str, Config]
 ) -> Times:
     """Seconds of the methods' steps."""
-    methods = {name: build_method(config.algorithm) for name, config in configs.items()}
+    methods = {name: config.algorithm.method for name, config in configs.items()}
     clocks = {name: Clock(method) for name, method in methods.items()}
     names = list(configs)
     times: Times = {name: {phase: [] for phase in PHASES} for name in names}

@@ -6,16 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_stare.algorithms.method import Method
 from megatron_stare.batch import Prompt
 from megatron_stare.config.load import load_config
 from megatron_stare.config.schema import Config
 from megatron_stare.data.source import PromptSource, held_out, make_source
 from megatron_stare.environments.environment import Environment, make_environment
 from megatron_stare.errors import ConfigError
-from megatron_stare.methods import build_method
 from megatron_stare.observability.metrics import evaluated_steps
 from megatron_stare.preflight import check, check_checkpoints, check_runner
+from megatron_stare.resolved import ResolvedRun
 from megatron_stare.resuming import check_resume, find_run, resume_point
 from megatron_stare.rewards.pool import RewardPool
 from megatron_stare.rollout.stop import stop_token_ids
@@ -26,26 +25,30 @@ from megatron_stare.weights.hf_folder import exported_step
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads. `config` is checked, with every setting of its method spelled out."""
+    """What a run reads. `run` is checked."""
 
-    config: Config
-    method: Method
+    run: ResolvedRun
     tokenizer: Any  # of transformers
     stop_ids: tuple[int, ...]
     source: PromptSource
     eval_prompts: list[Prompt]
     environment: Environment
 
+    @property
+    def config(self) -> Config:
+        """Checked, with paths that hold in any folder."""
+        return self.run.config
+
 
 def read_inputs(config: Config) -> Inputs:
     """Raises UserError: the first thing of configuration, model or prompts that cannot work."""
-    config = check(config)
+    run = check(config)
+    config = run.config
     check_checkpoints(config)
     check_runner(config)
     tokenizer = load_tokenizer(config.model.path)
     return Inputs(
-        config,
-        build_method(config.algorithm),
+        run,
         tokenizer,
         stop_token_ids(config.model.path, tokenizer),
         make_source(config, tokenizer, "train"),

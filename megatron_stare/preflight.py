@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 from megatron_stare.algorithms.method import Method
@@ -11,9 +10,9 @@ from megatron_stare.config.schema import Config
 from megatron_stare.device_rules import check_device
 from megatron_stare.errors import ConfigError
 from megatron_stare.layout_rules import check_layout
-from megatron_stare.methods import build_method
 from megatron_stare.models import read_shape
 from megatron_stare.models.shape import ModelShape
+from megatron_stare.resolved import ResolvedRun, resolve_run
 from megatron_stare.rollout.build import check_engine
 from megatron_stare.weights.blocks import cut
 from megatron_stare.weights.check import check_folder
@@ -21,15 +20,14 @@ from megatron_stare.weights.torch_dist import TorchDist, is_checkpoint
 from megatron_stare.weights.torch_dist_check import check_checkpoint
 
 
-def check(config: Config) -> Config:
-    """The configuration with every setting of its method spelled out, and paths that hold in any folder.
+def check(config: Config) -> ResolvedRun:
+    """What the configuration comes to, with paths that hold in any folder.
 
     Raises:
         UserError: the first thing that cannot work: method, model, layout, lengths or engine.
     """
-    config = with_absolute_paths(config)
-    method = build_method(config.algorithm)
-    shape = read_shape(config.model.path)
+    run = resolve_run(with_absolute_paths(config))
+    config, method, shape = run.config, run.method, run.shape
     check_weights(config.model.path, shape)
     check_reference(config, method, shape)
     check_updates(config)
@@ -41,7 +39,7 @@ def check(config: Config) -> Config:
     check_layout(config.parallel, shape)
     check_lengths(config, shape)
     check_engine(config, shape)
-    return config.model_copy(update={"algorithm": {"name": config.algorithm["name"], **dataclasses.asdict(method)}})
+    return run
 
 
 def check_weights(path: str, shape: ModelShape) -> None:
@@ -145,7 +143,7 @@ def check_head(config: Config, method: Method) -> None:
     """Raises ConfigError where the gradient is to be taken before the loss of a whole response is known."""
     if config.model.head == "gradient_in_forward" and method.coupling == "sequence":
         raise ConfigError(
-            f"{config.algorithm['name']} couples the tokens of a response, so the slope of its loss in one token's "
+            f"{config.algorithm.name} couples the tokens of a response, so the slope of its loss in one token's "
             "log-prob is not known before the others'",
             where="model.head",
             fix="use recompute, which saves as much memory, or auto",

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import TracebackType
 
 from megatron_stare.batch import Prompt, SamplingParams
-from megatron_stare.config.schema import Config
 from megatron_stare.errors import RewardFailureError
 from megatron_stare.interruption import ClosingStack, Standing, raise_if_received, stopped_at
 from megatron_stare.observability.live import make_display
@@ -20,6 +19,7 @@ from megatron_stare.orchestration.colocation import Colocation
 from megatron_stare.orchestration.groups import Runner
 from megatron_stare.preflight import notices
 from megatron_stare.records.trajectory import Trajectory
+from megatron_stare.resolved import ResolvedRun
 from megatron_stare.resuming import find_run, resume_point
 from megatron_stare.rewards.pool import RewardPool, TooManyFailuresError
 from megatron_stare.rewards.verdicts import Verdicts, verdicts
@@ -43,7 +43,7 @@ class Session:
 
     def __init__(self, inputs: Inputs, *, resume: bool = False, dump_step: int | None = None) -> None:
         self.config = config = inputs.config
-        self.method, self.source = inputs.method, inputs.source
+        self.method, self.source = inputs.run.method, inputs.source
         self.tokenizer, self.stop_ids = inputs.tokenizer, inputs.stop_ids
         self.eval_prompts = inputs.eval_prompts
         self.state = RunState(data=self.source.state(), method=self.method.initial_state())
@@ -65,7 +65,7 @@ class Session:
                 stack.push(self._note_standing)
             self.display = make_display(config.run.steps, dtype=config.model.dtype)
             stack.callback(self.display.close)
-            self.display.start(str(self.dir.path), config.algorithm["name"])
+            self.display.start(str(self.dir.path), config.algorithm.name)
             self.writer = MetricsWriter(self.dir.path, self.state.step if resume else None)
             stack.callback(self.writer.close)
             self.verifiers = RewardPool(config.reward.verifier, config.reward.workers, config.reward.timeout_s)
@@ -73,10 +73,10 @@ class Session:
             if resume:
                 self.display.restore(read_metrics(self.dir.path / METRICS_FILE))
             with self.display.phase("start"):
-                runner = make_runner(config)
+                runner = make_runner(inputs.run)
             stack.callback(runner.close)
             self.trainers, self.engines = runner.trainers, runner.engines
-            self.agreement = AgreementWatch(config, self.trainers, self.engines)
+            self.agreement = AgreementWatch(inputs.run, self.trainers, self.engines)
             self.colocation = Colocation(config, self.engines)
             self.rollouts = SynchronousSource(
                 Rollouts(self.engines, inputs.environment, self._judged),
@@ -172,12 +172,12 @@ class Session:
             ) from None
 
 
-def make_runner(config: Config) -> Runner:
+def make_runner(run: ResolvedRun) -> Runner:
     """The runner that the configuration names; its module is imported only then, so that inline runs need no Ray."""
-    if config.runtime.runner == "inline":
+    if run.config.runtime.runner == "inline":
         from megatron_stare.orchestration.inline import InlineRunner
 
-        return InlineRunner(config)
+        return InlineRunner(run)
     from megatron_stare.orchestration.ray import RayRunner
 
-    return RayRunner(config)
+    return RayRunner(run)

@@ -19,10 +19,15 @@ TOOLS = ("check_invariance", "check_parity", "check_vectors", "make_tiny_model")
 _PATHS = (("model", "path"), ("model", "reference_path"), ("data", "path"), ("data", "eval_path"))
 
 
-def find_config(path: str | Path) -> Path:
-    """`path` where there is such a file, seen from the current folder; else the config that ships under this name."""
-    shipped = (SHIPPED / path).resolve()
-    return shipped if not Path(path).exists() and _is_config(shipped) and shipped.is_file() else Path(path)
+def find_config(path: str | Path, beside: str | Path = ".") -> Path:
+    """`path` where there is such a file, seen from the folder `beside`; else the config that ships under this name,
+    with or without `configs/` before it."""
+    here = Path(beside) / path
+    for folder in (SHIPPED, SHIPPED / "configs"):
+        shipped = (folder / path).resolve()
+        if not here.exists() and _is_config(shipped) and shipped.is_file():
+            return shipped
+    return here
 
 
 def resolve_paths(path: Path, tree: dict[str, Any]) -> None:

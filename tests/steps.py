@@ -8,11 +8,12 @@ from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.ops.plan import plan_mini_batches
 from megatron_stare.orchestration.groups import plan_rules
 from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.resolved import resolve_run
 
 
 def plan_of(config: Config, batch: RolloutBatch) -> MicroBatchPlan:
     """The plan that the driver would make."""
-    return plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), plan_rules(config))
+    return plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), plan_rules(resolve_run(config)))
 
 
 def score(trainer: Trainer, batch: RolloutBatch, plan: MicroBatchPlan | None = None) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_stare.algorithms import METHODS
-from megatron_stare.methods import build_method
+from megatron_stare.config.load import build_method
 
 
 def of(module: str, *names: str) -> list[Any]:

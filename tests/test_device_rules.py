@@ -17,6 +17,7 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.models import read_shape
 from megatron_stare.preflight import check
+from megatron_stare.resolved import resolve_run
 
 QUICKSTART = str(ROOT / "configs/quickstart.yaml")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -49,7 +50,7 @@ def test_what_is_wrong_on_cuda_is_refused_there_alone(
     joining = load_config(QUICKSTART, [f"model.path={tmp_path}", "parallel.tensor=1", override, *elsewhere])
     check(joining)
     with pytest.raises(ConfigError, match=message.partition(": ")[2]):
-        Trainer(joining, 0, f"file://{tmp_path}/ranks")
+        Trainer(resolve_run(joining), 0, f"file://{tmp_path}/ranks")
     assert not torch.distributed.is_initialized()
 
 
@@ -67,5 +68,5 @@ def test_a_rank_without_cuda_says_what_it_cannot(tmp_path: Path, override: str) 
     elsewhere = ("runtime.runner=ray", "runtime.ray_address=far:6379")
     config = load_config(QUICKSTART, [f"model.path={ROOT / 'assets/tiny-adder'}", *elsewhere, override])
     with pytest.raises(ConfigError, match="CUDA"):
-        Trainer(config, 0, f"file://{tmp_path}/ranks")
+        Trainer(resolve_run(config), 0, f"file://{tmp_path}/ranks")
     assert not torch.distributed.is_initialized()

@@ -26,31 +26,31 @@ LEVELS = {
     "batch": 0,
     "statistics": 0,
     "records": 1,
-    "config": 1,
-    "algorithms": 2,
     "models": 1,
     "registry": 1,
     "workers": 1,
-    "methods": 3,
-    "weights": 2,
+    "algorithms": 2,
     "ops": 2,
-    "data": 3,
-    "rewards": 3,
-    "environments": 3,
-    "rollout": 4,
-    "megatron": 4,
-    "observability": 3,
-    "orchestration": 5,
-    "run_state": 4,
-    "evaluate": 4,
-    "layout_rules": 3,
-    "device_rules": 2,
-    "preflight": 5,
-    "resuming": 5,
-    "opening": 6,
-    "session": 7,
-    "train": 8,
-    "cli": 9,
+    "config": 3,
+    "weights": 4,
+    "data": 4,
+    "rewards": 4,
+    "environments": 4,
+    "observability": 4,
+    "layout_rules": 4,
+    "resolved": 4,
+    "device_rules": 4,
+    "rollout": 5,
+    "megatron": 5,
+    "run_state": 5,
+    "evaluate": 5,
+    "orchestration": 6,
+    "preflight": 6,
+    "resuming": 6,
+    "opening": 7,
+    "session": 8,
+    "train": 9,
+    "cli": 10,
 }
 ONLY_IN = {
     "ray": {"orchestration/ray.py"},
@@ -209,3 +209,21 @@ def test_loss_code_does_not_wait_for_the_host(file: Path) -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     }
     assert not calls & {"item", "tolist", "cpu", "synchronize"}
+
+
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [
+        # a reference is held against the policy's shape; conversion has no run
+        ("read_shape", {"resolved.py", "preflight.py", "weights/convert.py"}),
+        ("algorithm.method", {"resolved.py"}),
+    ],
+)
+def test_a_run_s_model_and_method_are_resolved_in_one_place(name: str, places: set[str]) -> None:
+    using = {
+        str(file.relative_to(PACKAGE))
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node).endswith(name)
+    }
+    assert using == places

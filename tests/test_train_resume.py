@@ -65,7 +65,7 @@ def test_a_run_is_continued_to_its_end_and_no_further(
     assert recorded(run)["run"]["steps"] == 2
 
     # finished is what is finished as it is asked for, in every part
-    asked = check(load_config(QUICKSTART, [*command(*begun, **ALONE)[5:]]))
+    asked = check(load_config(QUICKSTART, [*command(*begun, **ALONE)[5:]])).config
     assert finished_run(asked) == Path("run")
     assert finished_run(asked.model_copy(update={"run": asked.run.model_copy(update={"steps": 3})})) is None
     settings = recorded(run)
@@ -133,7 +133,7 @@ def make_run(folder: Path, *, steps: int = 0, checkpoint: bool = False) -> Path:
     """What a run of the quickstart leaves that was killed after so many steps."""
     folder.mkdir(parents=True)
     config = load_config(QUICKSTART, [f"model.path={ROOT / 'assets/tiny-adder'}"])
-    (folder / "config.yaml").write_text(dump_yaml(check(config)))
+    (folder / "config.yaml").write_text(dump_yaml(check(config).config))
     rows = [json.dumps({"step": step}) + "\n" for step in range(1, steps + 1)]
     (folder / "metrics.jsonl").write_text("".join(rows))
     if checkpoint:
@@ -157,7 +157,7 @@ def test_starts_that_were_killed_are_no_runs(tmp_path: Path, monkeypatch: pytest
 
 def test_checkpoints_that_are_gone(tmp_path: Path) -> None:
     """The quickstart saves every 100 steps: of a run of 100 the save may have been killed, one of 101 had it."""
-    config = check(load_config(QUICKSTART, [f"model.path={ROOT / 'assets/tiny-adder'}"]))
+    config = check(load_config(QUICKSTART, [f"model.path={ROOT / 'assets/tiny-adder'}"])).config
     assert resume_point(make_run(tmp_path / "killed", steps=100), config) == (None, None)
     with pytest.raises(DataError, match="no complete checkpoint, though it made 101 steps"):
         resume_point(make_run(tmp_path / "cleared", steps=101), config)
@@ -168,6 +168,7 @@ def test_paths_are_compared_by_what_they_name(tmp_path: Path, monkeypatch: pytes
 
     def config(base: str, **data: str):
         overrides = [f"model={{path: {base}model, reference_path: {base}reference}}", f"sglang.python={base}bin/python"]
+        overrides.append("rollout.engine=sglang")
         overrides.append(f"data={{source: jsonl, path: {base}train.jsonl, eval_path: {base}eval.jsonl}}")
         return load_config(QUICKSTART, overrides + [f"data.{key}={value}" for key, value in data.items()])
 

@@ -30,6 +30,29 @@ This page is made by `tools/make_config_docs.py`.
 `algorithm` holds `name` (a method's short name, or the dotted path of your own) and the method's own settings, which
 are the documented fields of its class in `megatron_stare/algorithms/`. `algorithm: stare` is short for
 `algorithm: {name: stare}`.
+
+## Layers
+
+A file may lie over others. `defaults` lists them, the lowest first; the file itself lies on top, and the command line
+on top of that.
+
+```yaml
+defaults: [quickstart.yaml, algorithm/gtpo.yaml]
+algorithm:
+  alpha2: 0.2
+rollout:
+  max_prompt_tokens: 16
+  max_new_tokens: 32
+```
+
+- A name is a file relative to the one that names it, or a config that ships (`configs/` may be left out). So every
+  method of `configs/algorithm/` is a layer, with the sizes and rates it was published with.
+- Sections are merged key by key, sections in them too; a list is one value. Naming another method (`algorithm: gtpo`,
+  or a `name` in the section) lets go of all settings of the method beneath; without a `name` they are changed.
+- Layers may have layers. One that is named more than once counts where it is named first.
+- Paths that a config which ships sets, and which ship too, hold in any folder; all others are relative to the current
+  one.
+- What is wrong is blamed on the layer that set it. `--dry-run` prints what all of them come to, without `defaults`.
 """
 
 

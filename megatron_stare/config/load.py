@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
+from megatron_stare.config.algorithm import AlgorithmConfig
+from megatron_stare.config.layers import DEFAULTS, Layer, Override, merged, read_layers
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, unknown_name
-from megatron_stare.shipped import find_config, resolve_paths
+
+if TYPE_CHECKING:
+    from megatron_stare.algorithms.method import Method
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
-    """Reads `path`, applies `key.sub=value` overrides and validates.
+    """Reads `path` and the layers beneath it, applies `key.sub=value` overrides and validates.
 
     Args:
         path: a file, or the name of a config that ships, whose files are then found wherever it is used.
@@ -26,100 +30,77 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     Raises:
         ConfigError: missing file, bad YAML, unknown key (with a suggestion), value out of range.
     """
-    path, overrides = find_config(path), list(overrides)
-    tree = read_yaml(path)
-    resolve_paths(path, tree)
-    for override in overrides:
-        apply_override(tree, override)
-    return validate(tree, str(path), overrides)
+    return _validated([*read_layers(path), *(Override(each) for each in overrides)])
 
 
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The file's mapping. Raises ConfigError where there is none."""
-    path = Path(path)
+def validate(tree: dict[str, Any], source: str) -> Config:
+    """Raises ConfigError naming the first thing that is wrong, and `source`, where it was set."""
+    return _validated([Layer(source, tree)])
+
+
+def _validated(layers: Sequence[Layer | Override]) -> Config:
     try:
-        tree = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration ({error.strerror})", where=str(path)) from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"not valid YAML{line}: {getattr(error, 'problem', error)}", where=str(path)) from error
-    if not isinstance(tree, dict):
-        raise ConfigError("the configuration is not a mapping of sections", where=str(path))
-    return tree
-
-
-def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Sets one `key.sub=value`; the value is read as YAML, so `1e-6`, `true` and `[1, 2]` mean what they look like."""
-    key, eq, text = override.partition("=")
-    if not eq or not key:
-        raise ConfigError("an override has the form section.key=value", where=override)
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError("the value is not valid YAML", where=override) from error
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            value = float(value)  # YAML 1.1 reads 1e-6 as a string
-    *parents, leaf = key.split(".")
-    node = tree
-    for parent in parents:
-        child = node.setdefault(parent, {})
-        if isinstance(child, str) and parent == "algorithm":  # `algorithm: stare` is short for {name: stare}
-            child = node[parent] = {"name": child}
-        if not isinstance(child, dict):
-            raise ConfigError(f"{parent} is a value, not a section", where=override)
-        node = child
-    if key == "algorithm" and isinstance(value, str):
-        value = {"name": value}  # another method: settings of the one before would not fit it
-    node[leaf] = value
-
-
-def validate(tree: Mapping[str, Any], source: str, overrides: Sequence[str] = ()) -> Config:
-    """Raises ConfigError naming the first thing that is wrong, and where it was set: `source` or an override."""
-    try:
-        return Config.model_validate(tree)
+        return Config.model_validate(merged(layers))
     except ValidationError as error:
-        raise config_error(error, Config, source, overrides) from error
+        raise config_error(error, layers) from error
 
 
-def config_error(
-    error: ValidationError, model: type[BaseModel] | Iterable[str], source: str, overrides: Sequence[str] = ()
-) -> ConfigError:
-    """Turns pydantic's report into one ConfigError.
+def build_method(settings: Mapping[str, Any] | str) -> Method:
+    """The method that an `algorithm` section describes, without the rest of a configuration: for its own tests.
 
-    Args:
-        model: says which keys exist, for suggestions.
-        source: the file that was read.
-        overrides: what replaced settings of it; the last one that set what is wrong is blamed in its place.
+    Raises:
+        ConfigError: unknown method, unknown setting (with a suggestion), or a value out of range.
     """
-    first = min(error.errors(), key=lambda e: e["type"] not in ("extra_forbidden", "unexpected_keyword_argument"))
+    try:
+        return AlgorithmConfig.read(settings).method
+    except ValidationError as error:
+        raise config_error(error, [Layer("algorithm", {})]) from error
+
+
+def config_error(error: ValidationError, layers: Sequence[Layer | Override]) -> ConfigError:
+    """Turns pydantic's report into one ConfigError, which names the layer or override that brought it about."""
+    first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     loc = [str(part) for part in first["loc"]]
-    setting = ".".join(loc)
-    source = next((override for override in reversed(overrides) if loc and _touches(override, setting)), source)
-    where = f"{source}: {setting}" if loc else source
-    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        known = _keys_at(model, loc[:-1]) if isinstance(model, type) else list(model)
-        return unknown_name(loc[-1], known, where)
-    if first["type"] in ("missing", "missing_argument"):
+    source = _to_blame(first, layers)
+    where = f"{source}: {'.'.join(loc)}" if loc else source
+    told = first.get("ctx", {}).get("error")
+    if isinstance(told, ConfigError):
+        return ConfigError(told.what, where=where, fix=told.fix)
+    if first["type"] == "extra_forbidden":
+        return unknown_name(loc[-1], _keys_at(loc[:-1]), where)
+    if first["type"] == "missing":
         return ConfigError("this key is required and missing", where=where)
     message = first["msg"].removeprefix("Value error, ")
     return ConfigError(f"{message} (got {first['input']!r})", where=where)
 
 
-def _touches(override: str, setting: str) -> bool:
-    """Whether an override sets this, what it is in, or something in it."""
-    key = override.partition("=")[0] + "."
-    return key.startswith(f"{setting}.") or f"{setting}.".startswith(key)
+def _to_blame(wrong: ErrorDetails, layers: Sequence[Layer | Override]) -> str:
+    """The last one that sets what is wrong; of a whole section, which several may set parts of, the last on which the
+    error depends. The file that was read, where none does."""
+    loc = [str(part) for part in wrong["loc"]]
+    for number, layer in reversed(list(enumerate(layers))):
+        if not loc or not layer.sets(loc):
+            continue
+        if not isinstance(wrong["input"], Mapping) or not _has_error(merged(layers[:number]), wrong):
+            return layer.source
+    return next(layer.source for layer in reversed(layers) if isinstance(layer, Layer))
 
 
-def _keys_at(model: type[BaseModel], loc: list[str]) -> list[str]:
+def _has_error(tree: dict[str, Any], wrong: ErrorDetails) -> bool:
+    try:
+        Config.model_validate(tree)
+    except ValidationError as error:
+        return any(all(each[key] == wrong[key] for key in ("loc", "type", "msg")) for each in error.errors())
+    return False
+
+
+def _keys_at(loc: list[str]) -> list[str]:
+    model: type[BaseModel] = Config
     for part in loc:
         annotation = model.model_fields[part].annotation
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             model = annotation
-    return list(model.model_fields)
+    return [*model.model_fields, *([] if loc else [DEFAULTS])]
 
 
 def with_absolute_paths(config: Config) -> Config:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from megatron_stare.config.algorithm import AlgorithmConfig
 
 
 class Section(BaseModel):
@@ -254,8 +256,9 @@ class Config(Section):
     sglang: SGLangConfig = SGLangConfig()
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
-    algorithm: dict[str, Any] = Field(
-        {"name": "stare"}, description="method and its settings; see docs/algorithms/README.md"
+    algorithm: AlgorithmConfig = Field(
+        default_factory=lambda: AlgorithmConfig.read("stare"),
+        description="method and its settings; see docs/algorithms/README.md",
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     eval: EvalConfig = EvalConfig()
@@ -277,8 +280,3 @@ class Config(Section):
     def skips_log_prob_pass(self) -> bool:
         """Whether the training pass does without a log-prob pass before it; preflight refuses where it cannot."""
         return self.statistics.gate == "lagged"
-
-    @field_validator("algorithm", mode="before")
-    @classmethod
-    def _name_alone(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value

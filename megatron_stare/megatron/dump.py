@@ -62,7 +62,7 @@ def write_step(folder: Path, loss: float, config: Config) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     step = {
         "loss": loss,
-        "algorithm": config.algorithm,
+        "algorithm": config.algorithm.settings(),
         "temperature": config.rollout.temperature,
         "model": config.model.path,
     }

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron_stare.batch import MicroBatchPlan
-from megatron_stare.config.schema import Config
 from megatron_stare.device_rules import check_device
 from megatron_stare.megatron import checkpoint
 from megatron_stare.megatron.batching.microbatch import RankBatch
@@ -30,23 +29,21 @@ from megatron_stare.megatron.passes import score
 from megatron_stare.megatron.reference import Reference
 from megatron_stare.megatron.start import load_start
 from megatron_stare.megatron.step import Policy, Step
-from megatron_stare.methods import build_method
-from megatron_stare.models import read_shape
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.records.log_prob_difference import LogProbDifference
 from megatron_stare.records.rollout_batch import RankShare
+from megatron_stare.resolved import ResolvedRun
 from megatron_stare.weights.stream_plan import BucketLayout
 
 
 class Trainer:
     """A rank of the Megatron trainer. Raises UserError where this rank's device cannot do it, or the ranks not meet."""
 
-    def __init__(self, config: Config, rank: int, init_method: str) -> None:
+    def __init__(self, run: ResolvedRun, rank: int, init_method: str) -> None:
+        config, shape = run.config, run.shape
         if not torch.cuda.is_available():
             torch.set_num_threads(config.runtime.trainer_threads)
-        self.config = config
-        self.method = build_method(config.algorithm)
-        shape = read_shape(config.model.path)
+        self.config, self.method = config, run.method
         check_device(config, experts=shape.experts > 0)
         layout = join(config.parallel, rank, init_method, config.run.seed, config.runtime.timeout_s)
         model = build_policy(shape, config.model, config.parallel, layout, config.optimizer.distributed)

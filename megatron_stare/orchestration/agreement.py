@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_stare.config.schema import Config
-from megatron_stare.models import read_shape
 from megatron_stare.orchestration.groups import TrainerGroup
+from megatron_stare.resolved import ResolvedRun
 from megatron_stare.rollout.agreement import (
     CANARY_TOKENS,
     agreement_metrics,
@@ -24,7 +23,8 @@ class AgreementWatch:
     """Compares after every weight sync and every log-prob pass. Silent where rollouts do not come from servers: for
     an engine in process the metrics of the update say how far its log-probs are off."""
 
-    def __init__(self, config: Config, trainers: TrainerGroup, engines: EnginePool) -> None:
+    def __init__(self, run: ResolvedRun, trainers: TrainerGroup, engines: EnginePool) -> None:
+        config = run.config
         self._on = engines.served
         # without the log-prob pass there is nothing to compare rollouts with, and the canary alone watches
         self._has_scores = not config.skips_log_prob_pass
@@ -32,8 +32,7 @@ class AgreementWatch:
         self._temperature = config.rollout.temperature
         self._limit = limit_of(config.sglang.agreement_limit, config.model.dtype)
         longest = min(CANARY_TOKENS, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
-        vocab_size = read_shape(config.model.path).vocab_size
-        self._canary = canary_batch(vocab_size, config.sglang.canary_prompts, longest)
+        self._canary = canary_batch(run.shape.vocab_size, config.sglang.canary_prompts, longest)
         self._newest: dict[str, float] = {}
 
     def after_sync(self) -> None:

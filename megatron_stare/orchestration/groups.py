@@ -9,28 +9,28 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from megatron_stare.batch import MicroBatchPlan
-from megatron_stare.config.schema import Config
 from megatron_stare.megatron.dump import write_batch
-from megatron_stare.models import cost_of, read_shape
+from megatron_stare.models import cost_of
 from megatron_stare.ops.plan import PlanRules, plan_mini_batches
 from megatron_stare.orchestration.updates import UpdateResult
 from megatron_stare.orchestration.weight_stream import WeightStream
 from megatron_stare.records.log_prob_difference import LogProbDifference
 from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.resolved import ResolvedRun
 from megatron_stare.rollout.pool import EnginePool
 from megatron_stare.weights.stream_plan import BucketLayout
 from megatron_stare.workers import Workers
 
 
-def plan_rules(config: Config) -> PlanRules:
+def plan_rules(run: ResolvedRun) -> PlanRules:
     """What micro-batch plans of this run must respect."""
-    parallel = config.parallel
+    config, parallel = run.config, run.config.parallel
     return PlanRules(
         data_parallel=parallel.data,
         budget=config.batch.micro_batch_tokens,
         packed=config.batch.packed,
         multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
-        cost=cost_of(read_shape(config.model.path)),
+        cost=cost_of(run.shape),
         mini_batch_prompts=config.batch.mini_batch_prompts,
     )
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.orchestration.engine_worker import EngineWorker
 from megatron_stare.orchestration.groups import TrainerGroup, plan_rules
+from megatron_stare.resolved import ResolvedRun
 from megatron_stare.rollout.build import replica_count
 from megatron_stare.rollout.pool import EnginePool
 from megatron_stare.workers import Handle, Workers
@@ -47,10 +47,11 @@ class InlineWorkers(Workers):
 class InlineRunner:
     """One rank, all engines, no other process. Preflight has refused a layout of more ranks."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, run: ResolvedRun) -> None:
+        config = run.config
         self._rendezvous = tempfile.TemporaryDirectory()
-        trainer = Trainer(config, 0, f"file://{Path(self._rendezvous.name) / 'ranks'}")
-        self.trainers = TrainerGroup(InlineWorkers([trainer]), plan_rules(config))
+        trainer = Trainer(run, 0, f"file://{Path(self._rendezvous.name) / 'ranks'}")
+        self.trainers = TrainerGroup(InlineWorkers([trainer]), plan_rules(run))
         engines = InlineWorkers([EngineWorker(config, number) for number in range(replica_count(config))])
         try:
             self.engines = EnginePool(engines)

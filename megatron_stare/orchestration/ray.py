@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import pickle
 import signal
 import socket
 import threading
@@ -24,6 +25,7 @@ from megatron_stare.interruption import raise_if_received, uninterrupted
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.orchestration.engine_worker import EngineWorker
 from megatron_stare.orchestration.groups import TrainerGroup, plan_rules
+from megatron_stare.resolved import ResolvedRun
 from megatron_stare.rollout.build import replica_count
 from megatron_stare.rollout.pool import EnginePool
 from megatron_stare.workers import Handle, Workers
@@ -42,8 +44,10 @@ class Actor:
     def __init__(self) -> None:
         self._worker: Any = None
 
-    def build(self, kind: type, *args: Any) -> None:
-        self._worker = kind(*args)
+    def build(self, kind: type, pickled: bytes) -> None:
+        """Makes the worker of its pickled arguments. They are read here, where an error is the worker's own: a method
+        of the user's, say, that this node does not have. Ray would lose what it says."""
+        self._worker = kind(*pickle.loads(pickled))
 
     def address(self) -> str:
         """host:port that is free on this node now, for the ranks to meet at."""
@@ -224,12 +228,13 @@ def check_gpus(config: Config) -> None:
 class RayRunner:
     """Starts or joins Ray, then places ranks and engines."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, run: ResolvedRun) -> None:
+        config = run.config
         self._started: list[Workers] = []
         try:
             start_ray(config)
             check_gpus(config)
-            self.trainers = TrainerGroup(self._trainers(config), plan_rules(config))
+            self.trainers = TrainerGroup(self._trainers(run), plan_rules(run))
             self.engines = EnginePool(self._engines(config))
         except BaseException:
             self.close()
@@ -245,20 +250,26 @@ class RayRunner:
         self._started.append(workers)
         return actors, workers
 
-    def _trainers(self, config: Config) -> Workers:
+    def _trainers(self, run: ResolvedRun) -> Workers:
+        config = run.config
         timeout = config.runtime.timeout_s
         actors, workers = self._actors(
             config.parallel.world_size, config.runtime.trainer_threads, "trainer rank", timeout
         )
         (address,) = get([actors[0].address.remote()], "trainer rank", timeout)
-        builds = [actor.build.remote(Trainer, config, rank, f"tcp://{address}") for rank, actor in enumerate(actors)]
+        builds = [
+            actor.build.remote(Trainer, pickle.dumps((run, rank, f"tcp://{address}")))
+            for rank, actor in enumerate(actors)
+        ]
         get(builds, "trainer rank", timeout)
         return workers
 
     def _engines(self, config: Config) -> Workers:
         timeout = config.runtime.timeout_s
         actors, workers = self._actors(replica_count(config), config.rollout.threads, "rollout engine", timeout)
-        builds = [actor.build.remote(EngineWorker, config, number) for number, actor in enumerate(actors)]
+        builds = [
+            actor.build.remote(EngineWorker, pickle.dumps((config, number))) for number, actor in enumerate(actors)
+        ]
         get(builds, "rollout engine", timeout)
         return workers
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_stare.config.load import read_yaml
+from megatron_stare.config.layers import read_yaml
 from megatron_stare.errors import ConfigError
 from megatron_stare.models import read_shape
 from megatron_stare.weights import torch_dist

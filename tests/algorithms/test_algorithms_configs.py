@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_stare.algorithms import METHODS
-from megatron_stare.config.load import read_yaml, validate
-from megatron_stare.methods import build_method
+from megatron_stare.config.layers import read_yaml
+from megatron_stare.config.load import build_method, validate
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIGS = sorted((ROOT / "configs/algorithm").glob("*.yaml"))
@@ -28,8 +28,7 @@ def test_every_method_has_a_configuration_and_a_page() -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_the_configuration_is_accepted_and_names_its_source(path: Path) -> None:
     config = validate({"model": {"path": "some/model"}, **read_yaml(path)}, str(path))
-    method = build_method(config.algorithm)
-    assert type(method).__module__.endswith({"skywork_or1": "grpo"}.get(path.stem, path.stem))
+    assert type(config.algorithm.method).__module__.endswith({"skywork_or1": "grpo"}.get(path.stem, path.stem))
     assert re.search(r"arXiv \d{4}\.\d{5}|Ours", path.read_text().split("algorithm:")[0])
 
 

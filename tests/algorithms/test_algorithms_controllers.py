@@ -12,7 +12,7 @@ from token_batches import token_batch
 from megatron_stare.algorithms.entropy_bonus import USED
 from megatron_stare.algorithms.policy import PolicyGradient
 from megatron_stare.batch import TokenBatch
-from megatron_stare.methods import build_method
+from megatron_stare.config.load import build_method
 from megatron_stare.ops.statistics import gather_statistics
 from megatron_stare.statistics import threshold
 

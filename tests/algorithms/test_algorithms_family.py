@@ -15,7 +15,7 @@ from megatron_stare.algorithms.correction import Correction
 from megatron_stare.algorithms.entropy_bonus import EntropyBonus
 from megatron_stare.algorithms.kl import ReferenceKl
 from megatron_stare.algorithms.policy import PolicyGradient
-from megatron_stare.methods import build_method
+from megatron_stare.config.load import build_method
 
 MIXED = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
 # settings that make a rare selection happen in a batch of a few dozen tokens

@@ -7,8 +7,8 @@ import torch
 
 from megatron_stare.algorithms.advantage import group_advantages
 from megatron_stare.algorithms.surrogate import clipped_surrogate
+from megatron_stare.config.load import build_method
 from megatron_stare.errors import ConfigError
-from megatron_stare.methods import build_method
 
 YES = torch.ones(4, dtype=torch.bool)
 

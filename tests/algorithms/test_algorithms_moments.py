@@ -23,6 +23,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.ops.statistics import gather_statistics
 from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.resolved import resolve_run
 
 VETO = Correction(level="sequence", veto=0.5)
 METHODS: dict[str, Gtpo | GrpoS] = {
@@ -166,7 +167,7 @@ def test_four_ranks_judge_alike(ranks: Any) -> None:
 
 def masks(rank: int, init: str, config: Config, batch: RolloutBatch) -> list[tuple[torch.Tensor, ...]]:
     """Of the rollout batch and of each update: canonical numbers, mask and in_moments of this rank's tokens."""
-    trainer = Trainer(config, rank, init)
+    trainer = Trainer(resolve_run(config), rank, init)
     score(trainer, trainer.method.judge(batch))
     trainer.measure({})
     assert trainer.step.measured is not None

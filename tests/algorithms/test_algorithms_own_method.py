@@ -11,11 +11,12 @@ from steps import score
 from token_batches import by_sequence, loss_and_gradient, token_batch
 from torch import Tensor
 
+from megatron_stare.config.load import build_method
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.methods import build_method
 from megatron_stare.preflight import check
+from megatron_stare.resolved import resolve_run
 
 NAME = "my_method.MyMethod"
 REWARDS = [1.0, 0.0, 0.0, 1.0]
@@ -45,7 +46,7 @@ def test_it_weighs_by_surprisal_and_is_exact_over_micro_batches() -> None:
 
 def _step(rank: int, init: str, config: Config) -> tuple[dict[str, float] | None, dict[str, Tensor]]:
     """One training step on this rank: the step's metrics, and this rank's part of the new weights."""
-    trainer = Trainer(config, rank, init)
+    trainer = Trainer(resolve_run(config), rank, init)
     score(trainer, trainer.method.judge(random_batch(seed=3, size=10)))
     trainer.measure(trainer.method.initial_state())
     reported = trainer.update()
@@ -70,7 +71,7 @@ def test_it_trains_over_tensor_and_data_ranks_as_on_one(ranks, tmp_path: Path) -
                     "optimizer": {"name": "sgd", "lr": 1.0, "weight_decay": 0.0, "clip_grad": 1e9},
                 }
             )
-        )
+        ).config
         parts = ranks.run(_step, config.parallel.world_size, config)
         (metrics,) = [reported for reported, _ in parts if reported is not None]
         steps.append((metrics, {name: tensor for _, weights in parts for name, tensor in weights.items()}))

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from runs import ROOT
 
+from megatron_stare.algorithms.grpo import Grpo
+from megatron_stare.algorithms.method import Method
+from megatron_stare.algorithms.stare import Stare
 from megatron_stare.config.load import dump_yaml, load_config
 from megatron_stare.errors import ConfigError
 
@@ -43,11 +46,17 @@ def test_overrides_win_and_keep_their_types(tmp_path: Path) -> None:
 
 def test_naming_another_method_drops_the_settings_of_the_first(tmp_path: Path) -> None:
     path = write(tmp_path, "model: {path: here}\nalgorithm: {name: stare, amplify: 2}\n")
-    assert load_config(path).algorithm == {"name": "stare", "amplify": 2}
-    assert load_config(path, ["algorithm=grpo"]).algorithm == {"name": "grpo"}
-    assert load_config(path, ["algorithm.amplify=3"]).algorithm == {"name": "stare", "amplify": 3}
+
+    def method(path: Path, *overrides: str) -> Method:
+        return load_config(path, overrides).algorithm.method
+
+    assert method(path) == Stare(amplify=2.0)
+    assert method(path, "algorithm=grpo") == method(path, "algorithm.name=grpo") == Grpo()
+    assert method(path, "algorithm={name: grpo}") == Grpo()
+    assert method(path, "algorithm.amplify=3") == method(path, "algorithm.name=stare", "algorithm.amplify=3")
+    assert method(path, "algorithm.amplify=3") == Stare(amplify=3.0)
     short = write(tmp_path, "model: {path: here}\nalgorithm: stare\n")
-    assert load_config(short, ["algorithm.share=0.2"]).algorithm == {"name": "stare", "share": 0.2}
+    assert method(short, "algorithm.share=0.2") == Stare(share=0.2)
 
 
 def test_the_resolved_configuration_reads_back_the_same(tmp_path: Path) -> None:

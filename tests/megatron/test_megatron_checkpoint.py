@@ -13,11 +13,12 @@ from torch import Tensor
 
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.resolved import resolve_run
 
 
 def two_steps(rank: int, init: str, config: Config, folder: str, resumed: bool) -> tuple[dict[str, Tensor], float]:
     """Step 1, save, step 2; or load what was saved and step 2. This rank's weights and the learning rate then."""
-    trainer = Trainer(config, rank, init)
+    trainer = Trainer(resolve_run(config), rank, init)
     if resumed:
         trainer.load(folder)
     else:

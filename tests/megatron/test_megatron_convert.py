@@ -21,6 +21,7 @@ from megatron_stare.megatron.model import build_model, load_hf, unwrap
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.models import read_shape
 from megatron_stare.models.shape import ModelShape
+from megatron_stare.resolved import resolve_run
 from megatron_stare.weights.convert import Options, convert
 from megatron_stare.weights.hf_folder import HfFolder
 
@@ -85,7 +86,7 @@ def assert_same_as_folder(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def save_run(rank: int, init: str, config: Config, folder: str) -> None:
-    trainer = Trainer(config, rank, init)
+    trainer = Trainer(resolve_run(config), rank, init)
     trainer.save(folder)
     trainer.close()
 

@@ -14,6 +14,7 @@ from steps import score
 
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.resolved import resolve_run
 
 pytestmark = pytest.mark.distributed
 SEED, SIZE = 8, 8
@@ -21,7 +22,7 @@ SEED, SIZE = 8, 8
 
 def dump(rank: int, init: str, config: Config, folder: str) -> tuple[dict[str, float] | None, dict[str, torch.Tensor]]:
     """What a step that is dumped reports, and the weights after it."""
-    trainer = Trainer(config, rank, init)
+    trainer = Trainer(resolve_run(config), rank, init)
     batch = random_batch(SEED, SIZE)
     score(trainer, batch)
     trainer.measure(trainer.method.initial_state())

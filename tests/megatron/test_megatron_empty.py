@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.resolved import resolve_run
 
 pytestmark = pytest.mark.distributed
 
@@ -63,7 +64,7 @@ def equal(one: list[Any], other: list[Any]) -> bool:
 
 def around_an_empty_step(rank: int, init: str, config: Config) -> tuple[bool, bool, bool, list[dict[str, float]]]:
     """Whether a full step, an empty one and a full one moved this rank's state; and what the empty one reported."""
-    trainer = Trainer(config, rank, init)
+    trainer = Trainer(resolve_run(config), rank, init)
     states = [state_of(trainer)]
     take_step(trainer, random_batch(8, 8))
     states.append(state_of(trainer))
@@ -122,7 +123,7 @@ def test_a_reference_to_stay_near_is_something_to_learn(ranks: RankPool, tmp_pat
 
 def a_batch_without_advantages(rank: int, init: str, config: Config) -> tuple[bool, list[dict[str, float]]]:
     """Whether it moved this rank's state after a full step, and what it reported."""
-    trainer = Trainer(config, rank, init)
+    trainer = Trainer(resolve_run(config), rank, init)
     take_step(trainer, random_batch(8, 8))
     before, batch = state_of(trainer), random_batch(8, 8)
     batch.advantages = torch.zeros(8)
@@ -142,7 +143,7 @@ def test_a_gradient_of_zero_alone_is_not_an_empty_batch(ranks: RankPool, tmp_pat
 
 def updates_of(rank: int, init: str, config: Config, batch: RolloutBatch) -> tuple[Any, list[dict[str, float]], int]:
     """A step's weights, metrics of every update, and steps of the schedule."""
-    trainer = Trainer(config, rank, init)
+    trainer = Trainer(resolve_run(config), rank, init)
     metrics, _ = take_step(trainer, batch)
     steps = trainer.policy.scheduler.num_steps
     result = trainer.export(), metrics, steps

@@ -12,11 +12,12 @@ from steps import plan_of, score
 from torch import Tensor
 
 from megatron_stare.batch import TokenBatch
+from megatron_stare.config.load import build_method
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.forecast import push_of
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.methods import build_method
 from megatron_stare.ops.statistics import gather_statistics
+from megatron_stare.resolved import resolve_run
 
 TEMPERATURE = 0.8
 SEED, SIZE, BUDGET = 3, 10, 40
@@ -37,7 +38,7 @@ def config_of(path: Path, **sections: Any) -> Config:
 
 def one_rank(rank: int, init: str, config: Config) -> dict[str, Any]:
     """A step's metrics (on the reporting rank), and this rank's tokens before and entropies after it."""
-    worker = Trainer(config, rank, init)
+    worker = Trainer(resolve_run(config), rank, init)
     batch = random_batch(SEED, SIZE)
     batch.step = 1
     plan = plan_of(config, batch)

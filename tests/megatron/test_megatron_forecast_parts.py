@@ -13,6 +13,7 @@ from test_megatron_methods import MINI_BATCH, batch_of, config_of
 
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.resolved import resolve_run
 
 STARE = {"name": "stare", "variant": "C2", "amplify": 3.0, "attenuate": 0.2, "share": 0.3, "entropy_target": None}
 
@@ -23,7 +24,7 @@ def first_update(rank: int, init: str, config: Config, alone: bool) -> dict[str,
     Args:
         alone: the first mini-batch is all there is.
     """
-    trainer = Trainer(config, rank, init)
+    trainer = Trainer(resolve_run(config), rank, init)
     batch = batch_of(1)
     if alone:
         batch = batch.first(int((batch.groups < MINI_BATCH).sum()))

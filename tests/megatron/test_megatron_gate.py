@@ -12,6 +12,7 @@ from steps import take_step
 
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.resolved import resolve_run
 
 pytestmark = pytest.mark.distributed
 SEED, SIZE, START = 3, 8, 1.2
@@ -34,7 +35,7 @@ def config_of(path: Path, target: float, statistics: dict[str, str], data: int) 
 
 def one_step(rank: int, init: str, config: Config) -> dict[str, Any]:
     """What this rank reported, the state it holds for the next step, and the entropy of its own tokens."""
-    trainer = Trainer(config, rank, init)
+    trainer = Trainer(resolve_run(config), rank, init)
     metrics, _ = take_step(trainer, random_batch(SEED, SIZE))
     measured = trainer.step.measured
     assert measured is not None

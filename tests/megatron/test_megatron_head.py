@@ -29,6 +29,7 @@ from megatron_stare.ops import linear_head, vocab_parallel
 from megatron_stare.ops.linear_head import Mode
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.resolved import resolve_run
 from megatron_stare.weights.hf_folder import HfFolder
 
 MODES = ["materialised", "gradient_in_forward", "recompute"]
@@ -137,7 +138,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def _gradients(rank: int, init: str, config: Config) -> tuple[dict[str, Tensor], list[str]]:
     """Of two updates, of which the second one's ratios are not 1; and the notes."""
-    trainer = Trainer(config, rank, init)
+    trainer = Trainer(resolve_run(config), rank, init)
     batch = random_batch(8, 8)
     score_on(trainer, batch)
     trainer.measure(trainer.method.initial_state())

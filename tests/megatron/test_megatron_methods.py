@@ -25,6 +25,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import Trajectory, sampled_trajectory
+from megatron_stare.resolved import resolve_run
 
 pytestmark = pytest.mark.distributed
 VOCAB, TEMPERATURE, STEPS, EPOCHS, PROMPTS, MINI_BATCH = 37, 0.8, 2, 2, 4, 2
@@ -91,7 +92,7 @@ def config_of(path: Path, algorithm: dict[str, Any], clip_grad: float, **section
 
 def all_steps(rank: int, init: str, config: Config) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
     """This rank's weights after the run's steps, and what every update reported."""
-    trainer = Trainer(config, rank, init)
+    trainer = Trainer(resolve_run(config), rank, init)
     state, rows = trainer.method.initial_state(), []
     for step in range(1, STEPS + 1):
         batch = batch_of(step)
@@ -154,11 +155,14 @@ def load(path: Path) -> Any:
 
 
 def by_hand(
-    path: Path, config: Config, reference: Path | None = None
+    path: Path, config: Config, settings: dict[str, Any], reference: Path | None = None
 ) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
-    """The policy after the same updates, and what they should have reported."""
+    """The policy after the same updates, and what they should have reported.
+
+    Args:
+        settings: the `algorithm` section as it was given; what it leaves out is as published.
+    """
     policy, frozen = load(path), load(reference or path)
-    settings = config.algorithm
     optimizer, steered = AdamW(policy, config.optimizer.clip_grad), settings.get("entropy_bonus", {})
     rows, used, coef = [], steered.get("coef", 0.0), steered.get("coef", 0.0)
     for step in range(1, STEPS + 1):
@@ -191,13 +195,17 @@ def batch_mean(settings: dict[str, Any], batch: RolloutBatch, entropy: Tensor) -
 
 
 def check(
-    ranks: RankPool, config: Config, reference: Path | None = None, tolerance: float = 2e-5
+    ranks: RankPool,
+    algorithm: dict[str, Any],
+    config: Config,
+    reference: Path | None = None,
+    tolerance: float = 2e-5,
 ) -> list[dict[str, float]]:
     """Runs the steps in the configuration's layout and holds weights and metrics against those by hand."""
     results = ranks.run(all_steps, config.parallel.world_size, config)
     (rows,) = [rows for _, rows in results if rows]
     weights = {name: weight for part, _ in results for name, weight in part.items()}
-    want, wanted = by_hand(Path(config.model.path), config, reference)
+    want, wanted = by_hand(Path(config.model.path), config, algorithm, reference)
     assert weights.keys() == want.keys()
     for name, weight in want.items():
         torch.testing.assert_close(weights[name].double(), weight, atol=tolerance, rtol=1e-4, msg=name)
@@ -227,7 +235,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_updates_equal_those_by_hand(ranks: RankPool, tmp_path: Path, case: str) -> None:
     save_model(tmp_path, "qwen2")
     algorithm, statistics = CASES[case]
-    rows = check(ranks, config_of(tmp_path, algorithm, 0.3, statistics=statistics))
+    rows = check(ranks, algorithm, config_of(tmp_path, algorithm, 0.3, statistics=statistics))
     assert min(row["optimizer/grad_norm"] for row in rows) > 0.3  # every gradient is clipped
     ratios = [row["ratio/max_abs_log"] for row in rows]
     assert ratios[0] == ratios[UPDATES] == 0.0 < min(*ratios[1:UPDATES], *ratios[UPDATES + 1 :])
@@ -248,13 +256,13 @@ def test_a_layout_clips_by_the_norm_of_the_whole_policy(
 ) -> None:
     save_model(tmp_path, family)
     config = config_of(tmp_path, CASES[case][0], 0.3, parallel=layout, optimizer={"distributed": distributed})
-    rows = check(ranks, config)
+    rows = check(ranks, CASES[case][0], config)
     assert min(row["optimizer/grad_norm"] for row in rows) > 0.3
 
 
 def test_a_norm_below_the_bound_is_left_alone(ranks: RankPool, tmp_path: Path) -> None:
     save_model(tmp_path, "qwen2")
-    rows = check(ranks, config_of(tmp_path, {"name": "grpo"}, 3.0))
+    rows = check(ranks, {"name": "grpo"}, config_of(tmp_path, {"name": "grpo"}, 3.0))
     norms = [row["optimizer/grad_norm"] for row in rows]
     assert min(norms) < 3.0 < max(norms)  # some gradients are clipped, some are not
 
@@ -266,7 +274,7 @@ def test_reference_and_bonus(ranks: RankPool, tmp_path: Path, target: float) -> 
     bonus = {"coef": 0.1, "target": target, "delta": 0.05, "coef_max": 1.0}
     algorithm = {"name": "grpo", "reference_kl": {"coef": 0.05, "estimator": "k2"}, "entropy_bonus": bonus}
     config = config_of(tmp_path / "model", algorithm, 0.3, model={"reference_path": str(tmp_path / "other")})
-    rows = check(ranks, config, reference=tmp_path / "other")
+    rows = check(ranks, algorithm, config, reference=tmp_path / "other")
     used = [row["entropy_bonus/used"] for row in rows]
     assert used == pytest.approx([0.1] * UPDATES + [0.15 if target == 9.0 else 0.0] * UPDATES)
 
@@ -280,5 +288,6 @@ def test_all_updates_have_the_gate_of_the_rollout_batch(ranks: RankPool, tmp_pat
     part = batch_mean(stare, first, entropy[: len(first.loss_mask)])
     target = (whole + part) / 2  # between the rollout batch's entropy and the first mini-batch's
     assert abs(whole - part) > 1e-2
-    rows = check(ranks, config_of(tmp_path, {**stare, "entropy_target": target}, 0.3))
+    gated = {**stare, "entropy_target": target}
+    rows = check(ranks, gated, config_of(tmp_path, gated, 0.3))
     assert [row["stare/gate"] for row in rows[:UPDATES]] == [float(whole < target)] * UPDATES

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.resolved import resolve_run
 
 SIZE = 8
 
@@ -23,7 +24,7 @@ def two_steps(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[dict[str, float]]]:
     """A step of two updates, then another whose first update is `broken` or not tried at all: this rank's weights
     after the first step and at the end, and the metrics of the second."""
-    trainer = Trainer(config, rank, init)
+    trainer = Trainer(resolve_run(config), rank, init)
     take_step(trainer, random_batch(1, SIZE))
     weights = {name: weight.clone() for name, weight in trainer.export().items()}
     batch = random_batch(2, SIZE)

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.export import export_hf
 from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.resolved import resolve_run
 
 
 def moments(trainer: Trainer) -> dict[str, Tensor]:
@@ -34,7 +35,7 @@ def moments(trainer: Trainer) -> dict[str, Tensor]:
 
 def step_and_save(rank: int, init: str, config: Config, folder: str) -> tuple[dict, dict, dict]:
     """Step 1, save, step 2: this rank's weights and moments when it saved, and its weights at the end."""
-    trainer = Trainer(config, rank, init)
+    trainer = Trainer(resolve_run(config), rank, init)
     take_step(trainer, random_batch(1, size=8))
     saved = trainer.export(), {} if config.optimizer.distributed else moments(trainer)
     trainer.save(folder)
@@ -46,7 +47,7 @@ def step_and_save(rank: int, init: str, config: Config, folder: str) -> tuple[di
 
 def load_and_step(rank: int, init: str, config: Config, folder: str) -> tuple[dict, dict, dict]:
     """The same for what was loaded."""
-    trainer = Trainer(config, rank, init)
+    trainer = Trainer(resolve_run(config), rank, init)
     trainer.load(folder)
     loaded = trainer.export(), {} if config.optimizer.distributed else moments(trainer)
     take_step(trainer, random_batch(2, size=8))

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.resolved import resolve_run
 
 pytestmark = pytest.mark.distributed
 SEED, SIZE, GROUPS, MINI_BATCH, EPOCHS = 8, 8, 4, 2, 2  # every group of this batch teaches something
@@ -70,7 +71,7 @@ def one_step(
     rank: int, init: str, config: Config, observations: bool = False
 ) -> tuple[dict[str, Tensor], list[dict[str, float]], dict[str, float]]:
     """This rank's weights after one step, and what it reported."""
-    trainer = Trainer(config, rank, init)
+    trainer = Trainer(resolve_run(config), rank, init)
     metrics, state = take_step(trainer, batch_of(SEED, observations=observations))
     weights = trainer.export()
     trainer.close()
@@ -229,7 +230,7 @@ def two_steps(
     rank: int, init: str, config: Config, folder: str, resumed: bool
 ) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
     """Step 1, refresh, save, step 2; or load what was saved and step 2. Weights and metrics then."""
-    trainer = Trainer(config, rank, init)
+    trainer = Trainer(resolve_run(config), rank, init)
     state = trainer.method.initial_state()
     if resumed:
         trainer.load(folder)

@@ -10,6 +10,7 @@ from models import save_model
 
 from megatron_stare.config.schema import Config
 from megatron_stare.orchestration.inline import InlineRunner
+from megatron_stare.resolved import resolve_run
 from megatron_stare.rollout.pool import SyncError, check_arrived
 from megatron_stare.rollout.state import EngineState
 from megatron_stare.weights.checksum import tensor_checksum
@@ -18,7 +19,7 @@ from megatron_stare.weights.hf_folder import HfFolder
 
 def sync_twice(rank: int, init: str, config: Config) -> dict[str, Any]:
     """An inline run's first two weight syncs; what the engines say then, or the error of the second."""
-    runner = InlineRunner(config)
+    runner = InlineRunner(resolve_run(config))
     try:
         runner.engines.update_weights(0, runner.trainers.export())
         try:

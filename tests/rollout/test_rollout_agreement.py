@@ -23,6 +23,7 @@ from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 from megatron_stare.records.log_prob_difference import LogProbDifference
 from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.resolved import resolve_run
 from megatron_stare.rollout.agreement import (
     AgreementError,
     agreement_metrics,
@@ -222,7 +223,7 @@ def servers_of(canary: RolloutBatch) -> Tensor:
 
 def _compared(rank: int, init: str, config: Config) -> dict[str, Any]:
     """What this rank tells of the comparisons, and the log-probs they rest on."""
-    trainer = Trainer(config, rank, init)
+    trainer = Trainer(resolve_run(config), rank, init)
     batch, canary = engine_batch(), canary_batch(37, 3, 16)
     score(trainer, batch)
     measured = trainer.step.measured

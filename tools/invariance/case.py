@@ -55,7 +55,7 @@ class Case:
             "runtime": {"timeout_s": 120.0},
             "algorithm": self.algorithm,
         }
-        return check(Config.model_validate(tree))
+        return check(Config.model_validate(tree)).config
 
 
 def write_model(folder: Path) -> None:

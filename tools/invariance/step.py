@@ -20,9 +20,9 @@ from megatron_stare.batch import TokenBatch
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.export import export_gradients
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.methods import build_method
 from megatron_stare.ops.plan import plan_mini_batches
 from megatron_stare.orchestration.groups import plan_rules
+from megatron_stare.resolved import resolve_run
 from megatron_stare.statistics import Threshold, TopK
 
 NEAR = 1e-5  # of a threshold: close enough for rounding to decide
@@ -52,7 +52,7 @@ def take(pool: Pool, case: Case, folder: str, scores: Scores | None) -> dict[str
 def one_rank(config: Config, case: Case, rank: int, init: str, scores: Scores | None) -> dict[str, Any]:
     """One step on this rank."""
     module, _, name = case.trainer.rpartition(".")
-    worker: Trainer = getattr(importlib.import_module(module), name)(config, rank, init)
+    worker: Trainer = getattr(importlib.import_module(module), name)(resolve_run(config), rank, init)
     try:
         return _step(worker, config, case, scores)
     finally:
@@ -60,9 +60,9 @@ def one_rank(config: Config, case: Case, rank: int, init: str, scores: Scores | 
 
 
 def _step(worker: Trainer, config: Config, case: Case, scores: Scores | None) -> dict[str, Any]:
-    method = build_method(config.algorithm)
+    method = config.algorithm.method
     batch = method.judge(fixed_batch(case.seed))
-    plan = plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), plan_rules(config))
+    plan = plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), plan_rules(resolve_run(config)))
     worker.score(batch.share(plan.samples_of(worker.data_rank())), plan)
     found: dict[str, Any] = {"given": {}, "selected": {}, "near": {}, "scores": None}
     measured = worker.step.measured

@@ -1,0 +1,171 @@
+"""A configuration as layers: a file, over those that its `defaults` names, under what the command line sets.
+
+Sections are merged key by key, and what is laid on top wins. Only a method's settings go with their method: naming
+another one lets go of all that lies beneath.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_stare.errors import ConfigError
+from megatron_stare.shipped import find_config, resolve_paths
+
+DEFAULTS = "defaults"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Some settings and where they come from.
+
+    source: the file, as errors name it.
+    tree: its sections.
+    """
+
+    source: str
+    tree: dict[str, Any]
+
+    def sets(self, setting: Sequence[str]) -> bool:
+        """Whether this, what it is in, or something in it is set here."""
+        node: Any = self.tree
+        for part in setting:
+            if not isinstance(node, dict):
+                return True
+            if part not in node:
+                return False
+            node = node[part]
+        return True
+
+
+@dataclass(frozen=True)
+class Override:
+    """One `key.sub=value` of the command line; `source` is its text."""
+
+    source: str
+
+    def sets(self, setting: Sequence[str]) -> bool:
+        """As Layer.sets."""
+        keys = self.source.partition("=")[0].split(".")
+        return all(mine == asked for mine, asked in zip(keys, setting, strict=False))
+
+
+def read_layers(path: str | Path) -> list[Layer]:
+    """The layers of a file, the lowest first and the file itself last.
+
+    A layer that is named more than once lies where it was named first, so that what two layers have in common does not
+    undo what the first of them changes.
+
+    Raises:
+        ConfigError: a file that is missing, is not YAML or no mapping, or lies over itself; with the files that led
+            to it.
+    """
+    found: dict[Path, Layer] = {}
+    _collect(find_config(path), (), found)
+    return list(found.values())
+
+
+def _collect(path: Path, above: tuple[Path, ...], found: dict[Path, Layer]) -> None:
+    """Adds the layers of a file, and it on top, to those `found`; `above` are the files that led to it."""
+    chain, here = " > ".join(str(each) for each in (*above, path)), path.resolve()
+    if here in (each.resolve() for each in above):
+        raise ConfigError("the configuration lies over itself", where=chain, fix=f"leave it out of `{DEFAULTS}`")
+    if here in found:
+        return
+    tree = read_yaml(path, chain)
+    resolve_paths(path, tree)
+    names = tree.pop(DEFAULTS, [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"the layers are not a list of files (got {names!r})", where=f"{chain}: {DEFAULTS}")
+    for name in names:
+        layer = find_config(name, path.parent)
+        if not layer.is_file():
+            raise ConfigError(
+                f"there is no layer {name!r}",
+                where=f"{chain}: {DEFAULTS}",
+                fix=f"give a file relative to {path.parent.absolute()}, or the name of a config that ships",
+            )
+        _collect(layer, (*above, path), found)
+    found[here] = Layer(str(path), tree)
+
+
+def read_yaml(path: str | Path, where: str | None = None) -> dict[str, Any]:
+    """The file's mapping. Raises ConfigError where there is none; `where` names the file, if not its path."""
+    path, where = Path(path), where or str(path)
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration ({error.strerror})", where=where) from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"not valid YAML{line}: {getattr(error, 'problem', error)}", where=where) from error
+    if not isinstance(tree, dict):
+        raise ConfigError("the configuration is not a mapping of sections", where=where)
+    return tree
+
+
+def merged(layers: Iterable[Layer | Override]) -> dict[str, Any]:
+    """The sections that layers and then overrides come to, not validated.
+
+    Raises:
+        ConfigError: an override that is no `key.sub=value`.
+    """
+    tree: dict[str, Any] = {}
+    for layer in layers:
+        if isinstance(layer, Override):
+            _apply(tree, layer.source)
+            continue
+        above = copy.deepcopy(layer.tree)
+        if isinstance(name := above.get("algorithm"), str):  # short for {name: ...}
+            above["algorithm"] = {"name": name}
+        if (beneath := _name_of(tree)) is not None and _name_of(above) not in (None, beneath):
+            del tree["algorithm"]
+        tree = _laid_over(tree, above)
+    return tree
+
+
+def _name_of(tree: dict[str, Any]) -> Any:
+    """The method that is named, None where there is none."""
+    section = tree.get("algorithm")
+    return section.get("name") if isinstance(section, dict) else section
+
+
+def _laid_over(below: Any, above: Any) -> Any:
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return above
+    return below | {key: _laid_over(below.get(key), value) for key, value in above.items()}
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    """Sets one `key.sub=value`; the value is read as YAML, so `1e-6`, `true` and `[1, 2]` mean what they look like."""
+    key, eq, text = override.partition("=")
+    if not eq or not key:
+        raise ConfigError("an override has the form section.key=value", where=override)
+    if key == DEFAULTS:
+        raise ConfigError("layers are named in a file, which the command line can only override", where=override)
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError("the value is not valid YAML", where=override) from error
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = float(value)  # YAML 1.1 reads 1e-6 as a string
+    *parents, leaf = key.split(".")
+    node = tree
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if isinstance(child, str) and parent == "algorithm":  # `algorithm=stare` is short for {name: stare}
+            child = node[parent] = {"name": child}
+        if not isinstance(child, dict):
+            raise ConfigError(f"{parent} is a value, not a section", where=override)
+        node = child
+    if key == "algorithm.name" and value != node.get("name"):
+        node.clear()
+    node[leaf] = value

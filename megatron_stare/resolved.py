@@ -1,0 +1,32 @@
+"""What a run is: its configuration, method and model, read once as it is opened and handed to all that work for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_stare.algorithms.method import Method
+from megatron_stare.config.schema import Config
+from megatron_stare.models import read_shape
+from megatron_stare.models.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A configuration with what its names stand for. It travels to the workers as it is."""
+
+    config: Config
+    shape: ModelShape  # of the policy and its reference; names the model family
+
+    @property
+    def method(self) -> Method:
+        """The one that the algorithm section describes."""
+        return self.config.algorithm.method
+
+
+def resolve_run(config: Config) -> ResolvedRun:
+    """Reads what the configuration names, and checks no more than that: preflight.check does.
+
+    Raises:
+        DataError: the model cannot be read.
+    """
+    return ResolvedRun(config, read_shape(config.model.path))
