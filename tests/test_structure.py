@@ -33,6 +33,7 @@ LEVELS = {
     "data": 3,
     "rewards": 3,
     "environments": 3,
+    "tasks": 4,
     "rollout": 4,
     "megatron": 4,
     "observability": 3,

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -116,7 +116,10 @@ def _touches(override: str, setting: str) -> bool:
 
 def _keys_at(model: type[BaseModel], loc: list[str]) -> list[str]:
     for part in loc:
+        if part.isdigit():  # the place in a list of sections
+            continue
         annotation = model.model_fields[part].annotation
+        annotation = next(iter(get_args(annotation)), annotation)  # of a list, what stands in it
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             model = annotation
     return list(model.model_fields)
@@ -126,6 +129,12 @@ def with_absolute_paths(config: Config) -> Config:
     """The same configuration, with the files and folders it reads named from the root, so that it means the same
     wherever it is read. Symbolic links stay: the Python of an environment is one."""
     data = {"path": config.data.path, "eval_path": config.data.eval_path} if config.data.source == "jsonl" else {}
+    tasks = [
+        task.model_copy(update={"path": task.path and os.path.abspath(task.path)})
+        if (task.source or config.data.source) == "jsonl"
+        else task
+        for task in config.eval.tasks
+    ]
     python = config.sglang.python
     found: dict[str, dict[str, str | None]] = {
         "model": {"path": config.model.path, "reference_path": config.model.reference_path},
@@ -138,7 +147,7 @@ def with_absolute_paths(config: Config) -> Config:
         )
         for section, paths in found.items()
     }
-    return config.model_copy(update=sections)
+    return config.model_copy(update=sections | {"eval": config.eval.model_copy(update={"tasks": tasks})})
 
 
 def dump_yaml(config: Config) -> str:
