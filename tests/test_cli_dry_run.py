@@ -43,8 +43,11 @@ def dry(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("reward.verifier=maths", "did you mean 'math'"),
         ("rollout.engine=my_engines.Engine", "rollout.engine: cannot import 'my_engines'"),
         ("rollout.engine=locl", "did you mean 'local'"),
-        ("rollout.engine=collections.OrderedDict", "'collections.OrderedDict' is not a subclass of Engine"),
-        ("rollout.engine=collections.namedtuple", "is not a subclass of Engine"),
+        (
+            "rollout.engine=collections.OrderedDict",
+            "'collections.OrderedDict' is not a subclass of megatron_stare.rollout.engine.Engine",
+        ),
+        ("rollout.engine=collections.namedtuple", "is not a subclass of megatron_stare.rollout.engine.Engine"),
         ("data={source: jsonl}", "data.path: the source 'jsonl' needs a file"),
         ("data={source: jsonl, path: none.jsonl}", "No such file"),
         ("data.source=my_data.Prompts", "data.source: cannot import 'my_data'"),

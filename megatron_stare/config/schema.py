@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from string import Formatter
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
-def check_template(template: str) -> str:
+def check_template(template: str | None) -> str | None:
     """A prompt template as it is. Raises ValueError unless it has the place {prompt} once, and no other."""
+    if template is None:
+        return None
     doubled = "; a brace that is meant as one is written twice: {{ or }}"
     try:
         parts = list(Formatter().parse(template))
@@ -23,9 +25,6 @@ def check_template(template: str) -> str:
     if places != [("prompt", "", None)]:
         raise ValueError(f"a template has the place {{prompt}} once, and no other{doubled}")
     return template
-
-
-Template = Annotated[str, AfterValidator(check_template)]
 
 
 class RunConfig(Section):
@@ -189,10 +188,12 @@ class DataConfig(Section):
     source: str = Field("jsonl", description="'jsonl', 'arithmetic' or a class path")
     path: str | None = Field(None, description='file of source \'jsonl\': one {"prompt": ..., "answer": ...} a line')
     eval_path: str | None = Field(None, description="prompts of the evaluation, source 'jsonl'")
-    template: Template | None = Field(
+    template: str | None = Field(
         None, description="text around a prompt, which stands at {prompt}, before the chat template; null: none"
     )
     chat_template: bool = Field(False, description="wrap every prompt as a user turn with the tokenizer's template")
+
+    _template = field_validator("template")(check_template)
 
 
 class RewardConfig(Section):
@@ -239,7 +240,7 @@ class EvalTask(Section):
     name: str = Field(pattern=r"^[\w.@+-]+$", description="in eval.jsonl, the report and TensorBoard; each has its own")
     source: str | None = Field(None, description="as data.source")
     path: str | None = Field(None, description="as data.eval_path")
-    template: Template | None = Field(None, description="as data.template; the template '{prompt}' adds nothing")
+    template: str | None = Field(None, description="as data.template; the template '{prompt}' adds nothing")
     chat_template: bool | None = Field(None, description="as data.chat_template")
     verifier: str | None = Field(None, description="as reward.verifier")
     environment: str | None = Field(None, description="as rollout.environment")
@@ -251,6 +252,8 @@ class EvalTask(Section):
     )
     max_new_tokens: int | None = Field(None, ge=1, description="as rollout.max_new_tokens")
     greedy: bool | None = Field(None, description="as eval.greedy")
+
+    _template = field_validator("template")(check_template)
 
 
 class EvalConfig(Section):
