@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_stare.batch import Prompt
 from megatron_stare.config.load import load_config
 from megatron_stare.config.schema import Config
-from megatron_stare.data.source import PromptSource, held_out, make_source
-from megatron_stare.environments.environment import Environment, make_environment
+from megatron_stare.data.source import PromptSource, make_source
+from megatron_stare.environments.environment import Environment
 from megatron_stare.errors import ConfigError
 from megatron_stare.observability.metrics import evaluated_steps
 from megatron_stare.preflight import check, check_checkpoints, check_runner
@@ -20,6 +19,7 @@ from megatron_stare.rewards.pool import RewardPool
 from megatron_stare.rollout.stop import stop_token_ids
 from megatron_stare.rollout.text import load_tokenizer
 from megatron_stare.run_state import CONFIG, check_place
+from megatron_stare.tasks.task import Evaluation, Task, evaluation_tasks, training_task
 from megatron_stare.weights.hf_folder import exported_step
 
 
@@ -30,9 +30,17 @@ class Inputs:
     run: ResolvedRun
     tokenizer: Any  # of transformers
     stop_ids: tuple[int, ...]
+    task: Task  # that is trained on
     source: PromptSource
-    eval_prompts: list[Prompt]
     environment: Environment
+    evaluations: list[Evaluation]
+
+    def verifiers(self) -> dict[str, Task]:
+        """The name of every verifier, and the first task that names it."""
+        found: dict[str, Task] = {}
+        for task in (self.task, *(evaluation.task for evaluation in self.evaluations)):
+            found.setdefault(task.verifier, task)
+        return found
 
     @property
     def config(self) -> Config:
@@ -47,20 +55,22 @@ def read_inputs(config: Config) -> Inputs:
     check_checkpoints(config)
     check_runner(config)
     tokenizer = load_tokenizer(config.model.path)
+    task = training_task(config)
     return Inputs(
         run,
         tokenizer,
         stop_token_ids(config.model.path, tokenizer),
+        task,
         make_source(config, tokenizer, "train"),
-        held_out(config, tokenizer),
-        make_environment(config.rollout.environment, config, tokenizer),
+        task.environment(tokenizer),
+        [Evaluation(each, each.problems(tokenizer), each.environment(tokenizer)) for each in evaluation_tasks(config)],
     )
 
 
 def rehearse(config: Config, *, resume: bool, dump_step: int | None) -> Config:
     """All that a run checks before its workers start, leaving nothing behind. Returns the resolved configuration.
 
-    The verifier is tried in a process of its own, as in a run. What only starting can show is left: whether servers
+    Every verifier is tried in a process of its own, as in a run. What only starting can show is left: whether servers
     and clusters that are to be joined answer, and whether memory suffices.
 
     Raises:
@@ -76,7 +86,9 @@ def rehearse(config: Config, *, resume: bool, dump_step: int | None) -> Config:
     else:
         check_place(inputs.config)
     check_dump_step(inputs.config, dump_step, done)
-    RewardPool(config.reward.verifier, 1, config.reward.timeout_s).close()
+    for verifier, task in inputs.verifiers().items():
+        with task.blamed():
+            RewardPool(verifier, 1, config.reward.timeout_s).close()
     return inputs.config
 
 
@@ -100,4 +112,5 @@ def finished_run(config: Config) -> Path | None:
         return None
     planned = load_config(path / CONFIG).run.steps
     whole = state.step == config.run.steps == planned and exported_step(path / "hf") == state.step
-    return path if whole and (not config.eval.prompts or state.step in evaluated_steps(path)) else None
+    evaluated = all(state.step in evaluated_steps(path, task.name) for task in evaluation_tasks(config))
+    return path if whole and evaluated else None

@@ -14,6 +14,7 @@ from megatron_stare.models import read_shape
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.resolved import ResolvedRun, resolve_run
 from megatron_stare.rollout.build import check_engine
+from megatron_stare.tasks.task import evaluation_tasks
 from megatron_stare.weights.blocks import cut
 from megatron_stare.weights.check import check_folder
 from megatron_stare.weights.torch_dist import TorchDist, is_checkpoint
@@ -39,6 +40,7 @@ def check(config: Config) -> ResolvedRun:
     check_layout(config.parallel, shape)
     check_lengths(config, shape)
     check_engine(config, shape)
+    check_tasks(config, shape)
     return run
 
 
@@ -162,6 +164,29 @@ def notices(config: Config) -> list[str]:
 
 def check_lengths(config: Config, shape: ModelShape) -> None:
     """Raises ConfigError where prompt and response do not fit the model or a micro-batch."""
+    check_positions(config, shape)
+    rollout = config.rollout
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
+    if longest > config.batch.micro_batch_tokens:
+        raise ConfigError(
+            f"{rollout.max_prompt_tokens} prompt + {rollout.max_new_tokens} new tokens exceed a micro-batch of "
+            f"{config.batch.micro_batch_tokens} tokens",
+            where="batch.micro_batch_tokens",
+            fix=f"at least {longest}",
+        )
+
+
+def check_tasks(config: Config, shape: ModelShape) -> None:
+    """Raises ConfigError where a response of an evaluation fits neither the model nor an engine. Nothing is trained on
+    it, so no micro-batch has to hold it."""
+    for task in evaluation_tasks(config):
+        with task.blamed():
+            check_positions(task.config, shape)
+            check_engine(task.config, shape)
+
+
+def check_positions(config: Config, shape: ModelShape) -> None:
+    """Raises ConfigError where prompt and response do not fit the model."""
     rollout = config.rollout
     if rollout.max_prompt_tokens >= shape.max_positions:
         raise ConfigError(
@@ -170,17 +195,10 @@ def check_lengths(config: Config, shape: ModelShape) -> None:
             where="rollout.max_prompt_tokens",
             fix=f"at most {shape.max_positions - 1}, less the tokens of a response",
         )
-    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
-    spelled = f"{rollout.max_prompt_tokens} prompt + {rollout.max_new_tokens} new tokens"
-    if longest > shape.max_positions:
+    if rollout.max_prompt_tokens + rollout.max_new_tokens > shape.max_positions:
         raise ConfigError(
-            f"{spelled} exceed the model's {shape.max_positions} positions",
+            f"{rollout.max_prompt_tokens} prompt + {rollout.max_new_tokens} new tokens exceed the model's "
+            f"{shape.max_positions} positions",
             where="rollout.max_new_tokens",
             fix=f"at most {shape.max_positions - rollout.max_prompt_tokens}",
-        )
-    if longest > config.batch.micro_batch_tokens:
-        raise ConfigError(
-            f"{spelled} exceed a micro-batch of {config.batch.micro_batch_tokens} tokens",
-            where="batch.micro_batch_tokens",
-            fix=f"at least {longest}",
         )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from megatron_stare.batch import Prompt, SamplingParams
+from megatron_stare.batch import Prompt
+from megatron_stare.environments.environment import Environment
 from megatron_stare.errors import RewardFailureError
 from megatron_stare.interruption import ClosingStack, Standing, raise_if_received, stopped_at
 from megatron_stare.observability.live import make_display
@@ -23,8 +25,9 @@ from megatron_stare.resolved import ResolvedRun
 from megatron_stare.resuming import find_run, resume_point
 from megatron_stare.rewards.pool import RewardPool, TooManyFailuresError
 from megatron_stare.rewards.verdicts import Verdicts, verdicts
-from megatron_stare.rollout.source import Rollouts, SynchronousSource
+from megatron_stare.rollout.source import Rollouts, SynchronousSource, check_versions
 from megatron_stare.run_state import RunDir, RunState
+from megatron_stare.tasks.task import Evaluation
 
 
 class Session:
@@ -45,7 +48,7 @@ class Session:
         self.config = config = inputs.config
         self.method, self.source = inputs.run.method, inputs.source
         self.tokenizer, self.stop_ids = inputs.tokenizer, inputs.stop_ids
-        self.eval_prompts = inputs.eval_prompts
+        self.task, self.evaluations = inputs.task, inputs.evaluations
         self.state = RunState(data=self.source.state(), method=self.method.initial_state())
         with ClosingStack() as stack:
             restored: Path | None = None
@@ -68,8 +71,11 @@ class Session:
             self.display.start(str(self.dir.path), config.algorithm.name)
             self.writer = MetricsWriter(self.dir.path, self.state.step if resume else None)
             stack.callback(self.writer.close)
-            self.verifiers = RewardPool(config.reward.verifier, config.reward.workers, config.reward.timeout_s)
-            stack.callback(self.verifiers.close)
+            self.verifiers: dict[str, RewardPool] = {}
+            for verifier, task in inputs.verifiers().items():
+                with task.blamed():
+                    self.verifiers[verifier] = RewardPool(verifier, config.reward.workers, config.reward.timeout_s)
+                stack.callback(self.verifiers[verifier].close)
             if resume:
                 self.display.restore(read_metrics(self.dir.path / METRICS_FILE))
             with self.display.phase("start"):
@@ -79,11 +85,11 @@ class Session:
             self.agreement = AgreementWatch(inputs.run, self.trainers, self.engines)
             self.colocation = Colocation(config, self.engines)
             self.rollouts = SynchronousSource(
-                Rollouts(self.engines, inputs.environment, self._judged),
+                self._rollouts(self.task.verifier, inputs.environment),
                 self.source,
                 config.batch.prompts,
                 config.batch.samples_per_prompt,
-                self.sampling,
+                lambda step: self.task.sampling(step, config.run.seed, self.stop_ids),
                 self.display.rollout_progress,
                 self.colocation.release,
             )
@@ -125,23 +131,17 @@ class Session:
             raise_if_received()
             yield step
 
-    def sampling(self, step: int, seed: int | None = None, greedy: bool = False) -> SamplingParams:
-        """How the trajectories of a step are sampled."""
-        rollout = self.config.rollout
-        return SamplingParams(
-            temperature=rollout.temperature,
-            max_new_tokens=rollout.max_new_tokens,
-            seed=self.config.run.seed if seed is None else seed,
-            step=step,
-            stop_token_ids=self.stop_ids,
-            greedy=greedy,
-        )
-
     def trajectories(
-        self, prompts: list[Prompt], count: int, *, step: int, seed: int, greedy: bool
+        self, evaluation: Evaluation, prompts: list[Prompt], count: int, *, step: int, seed: int, greedy: bool
     ) -> list[Trajectory]:
-        """`count` verified responses a prompt from the newest weights, in canonical order, for evaluation."""
-        return self.rollouts.make(prompts, count, self.sampling(step, seed, greedy))
+        """`count` verified responses a prompt from the newest weights, in canonical order, as the evaluation has it."""
+        task = evaluation.task
+        params = task.sampling(step, seed, self.stop_ids, greedy)
+        with task.blamed():
+            rollouts = self._rollouts(task.verifier, evaluation.environment)
+            made = rollouts.make(prompts, count, params, self.display.rollout_progress)
+        check_versions(made, self.rollouts.version)
+        return made
 
     def sync(self, version: int) -> None:
         """Brings the policy to the engines, as weights of this version, and proves that they compute with it."""
@@ -149,8 +149,11 @@ class Session:
         self.rollouts.publish(self.trainers.export(), version)
         self.agreement.after_sync()
 
+    def _rollouts(self, verifier: str, environment: Environment) -> Rollouts:
+        return Rollouts(self.engines, environment, partial(self._judged, verifier))
+
     @contextlib.asynccontextmanager
-    async def _judged(self, answers: int) -> AsyncIterator[Verdicts]:
+    async def _judged(self, verifier: str, answers: int) -> AsyncIterator[Verdicts]:
         """Verifies a number of answers as they come.
 
         Raises:
@@ -159,7 +162,7 @@ class Session:
         """
         limit = self.config.reward.max_failure_rate
         try:
-            async with verdicts(self.verifiers, math.floor(limit * answers)) as found:
+            async with verdicts(self.verifiers[verifier], math.floor(limit * answers)) as found:
                 yield found
         except TooManyFailuresError as error:
             first, waiting = error.failed[0], answers - error.known

@@ -8,6 +8,7 @@ rollouts -> rewards -> group advantages -> log-prob and entropy pass -> statisti
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from megatron_stare.config.schema import Config
@@ -15,6 +16,7 @@ from megatron_stare.errors import NonFiniteError
 from megatron_stare.evaluate import evaluate
 from megatron_stare.observability.metrics import evaluated_steps
 from megatron_stare.observability.report import write_report
+from megatron_stare.observability.run_files import score_name
 from megatron_stare.observability.step_metrics import Stopwatch, step_metrics
 from megatron_stare.opening import check_dump_step, finished_run, read_inputs
 from megatron_stare.orchestration.updates import UpdateResult, combined
@@ -100,21 +102,29 @@ def advance(run: Session, step: int, updates: Sequence[UpdateResult]) -> None:
 
 
 def evaluation_is_due(run: Session, step: int) -> bool:
-    """Whether the weights after `step` are to be evaluated and were not yet: before, after and in between."""
+    """Whether the weights after `step` are to be evaluated: before, after and in between."""
     every = run.config.eval.every
-    wanted = step in (0, run.config.run.steps) or (every > 0 and step % every == 0)
-    return wanted and step not in evaluated_steps(run.dir.path)
+    return step in (0, run.config.run.steps) or (every > 0 and step % every == 0)
 
 
 def measure_pass_rate(run: Session) -> None:
-    """Evaluates the newest weights on the held-out problems and records it."""
-    if not run.eval_prompts:
-        return
-    with run.display.phase("eval"):
-        record = evaluate(run.eval_prompts, run.trajectories, step=run.state.step, greedy=run.config.eval.greedy)
-    run.writer.log_eval(record)
-    greedy = f", greedy {record['greedy']:.3f}" if record["greedy"] is not None else ""
-    run.display.note(
-        f"pass@1 of the {record['weights']} policy on {record['problems']} held-out problems: "
-        f"sampled {record['pass1']:.3f}{greedy}"
-    )
+    """Evaluates the newest weights on every task on which they were not yet, and records it."""
+    for evaluation in run.evaluations:
+        task = evaluation.task
+        if run.state.step in evaluated_steps(run.dir.path, task.name):
+            continue
+        with run.display.phase("eval"):
+            record = evaluate(
+                evaluation.prompts,
+                partial(run.trajectories, evaluation),
+                step=run.state.step,
+                greedy=task.config.eval.greedy,
+                samples=task.samples,
+                about=task.about(),
+            )
+        run.writer.log_eval(record)
+        greedy = f", greedy {record['greedy']:.3f}" if record["greedy"] is not None else ""
+        run.display.note(
+            f"{score_name(record)} of the {record['weights']} policy on {record['problems']} held-out problems"
+            f"{f' of {task.name}' if task.name else ''}: sampled {record['pass1']:.3f}{greedy}"
+        )

@@ -43,7 +43,10 @@ def dry(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("reward.verifier=maths", "did you mean 'math'"),
         ("rollout.engine=my_engines.Engine", "rollout.engine: cannot import 'my_engines'"),
         ("rollout.engine=locl", "did you mean 'local'"),
-        ("rollout.engine=collections.OrderedDict", "'collections.OrderedDict' is not a subclass of megatron_stare"),
+        (
+            "rollout.engine=collections.OrderedDict",
+            "'collections.OrderedDict' is not a subclass of megatron_stare.rollout.engine.Engine",
+        ),
         ("rollout.engine=collections.namedtuple", "is not a subclass of megatron_stare.rollout.engine.Engine"),
         ("data={source: jsonl}", "data.path: the source 'jsonl' needs a file"),
         ("data={source: jsonl, path: none.jsonl}", "No such file"),
@@ -52,6 +55,15 @@ def dry(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("runtime.runner=inline", "the inline runner has one process, the layout has 2 ranks"),
         ("run.dir=/proc/run", "the run directory cannot be written"),
         ("eval.prompts=12666", "12665 different ones"),
+        ("data.template=no place", "data.template: a template has the place {prompt} once"),
+        ("rollout.environment=my_tools.Search", "rollout.environment: cannot import 'my_tools'"),
+        ("rollout.environment=collections.OrderedDict", "is not a subclass of megatron_stare.environments"),
+        ("eval.tasks=[{name: a}, {name: a}]", "two tasks are called 'a'"),
+        ("eval.tasks=[{name: a, prompts: 1, verifier: maths}]", "eval.tasks[a].verifier: unknown name 'maths'"),
+        ("eval.tasks=[{name: a, prompts: 1, verifier: no.such}]", "eval.tasks[a].verifier: cannot import 'no'"),
+        ("eval.tasks=[{name: a, source: jsonl, path: none.jsonl}]", "none.jsonl: cannot read the prompts"),
+        ("eval.tasks=[{name: a, prompts: 1, environment: no.Such}]", "eval.tasks[a].environment: cannot import 'no'"),
+        ("eval.tasks=[{name: a, prompts: 1, max_new_tokens: 9999}]", "eval.tasks[a].max_new_tokens: 16 prompt + 9999"),
     ],
 )
 def test_what_does_not_exist(capsys: pytest.CaptureFixture[str], override: str, message: str) -> None:

@@ -57,6 +57,27 @@ def test_the_record_without_greedy_decoding() -> None:
     assert [s["reward"] for s in record["samples"]] == SAMPLED[:8]
 
 
+def test_the_result_of_a_problem_is_the_share_of_its_responses() -> None:
+    rewards = [[1.0, 0.0, None], [1.0, 1.0, 1.0], [0.0, 0.0, 0.4], [None, 1.0, 0.6]]
+
+    def rollout(prompts: list[Prompt], count: int, **how: Any) -> list[Trajectory]:
+        made = [sampled_trajectory(p, index, [2], [-1.0]) for p in prompts for index in range(count)]
+        for each in made:
+            each.reward = rewards[each.prompt.cursor][each.sample_index] if count == 3 else 1.0
+            each.reward_status = "ok" if each.reward is not None else "crash"
+            each.text = f"{each.prompt.cursor}:{each.sample_index}"
+        return made
+
+    about = {"task": "sums", "decoding": {"samples": 3}}
+    record = evaluate(PROBLEMS[:4], rollout, step=2, greedy=True, samples=3, about=about)
+    assert record["correct"] == pytest.approx([1 / 3, 1, 0, 2 / 3])
+    assert record["pass1"] == pytest.approx(0.5)
+    assert (record["problems"], record["failures"], len(record["problem"])) == (4, 2, 4)
+    assert record["greedy_correct"] == [1, 1, 1, 1]  # one response a problem
+    assert [s["response"] for s in record["samples"]] == ["0:0", "1:0", "2:0", "3:0"]
+    assert (record["task"], record["decoding"]) == ("sums", {"samples": 3})
+
+
 def test_prompts_of_the_same_problem_share_its_number() -> None:
     asked = [
         ("1+2=", "3", "1+2"),

@@ -40,6 +40,7 @@ LEVELS = {
     "layout_rules": 4,
     "resolved": 4,
     "device_rules": 4,
+    "tasks": 5,
     "rollout": 5,
     "megatron": 5,
     "run_state": 5,

@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 
 from megatron_stare.config.schema import Config
 
+NAMES = {int: "integer", float: "number", str: "text", bool: "true \\| false", type(None): "null"}
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 
 INTRO = """# Configuration
@@ -74,7 +75,19 @@ def page() -> str:
         section = info.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
             parts.append(f"## {name}\n\n{(section.__doc__ or '').strip()}\n\n{table(section)}")
+            for key, each in listed(section).items():
+                parts.append(f"### {name}.{key}\n\n{(each.__doc__ or '').strip()}\n\n{table(each)}")
     return "\n".join(parts)
+
+
+def listed(section: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """The keys of a section that hold lists of sections, and what stands in them."""
+    found = {}
+    for key, info in section.model_fields.items():
+        inner = next(iter(get_args(info.annotation)), None) if get_origin(info.annotation) is list else None
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            found[key] = inner
+    return found
 
 
 def table(section: type[BaseModel]) -> str:
@@ -90,10 +103,12 @@ def kind(info: FieldInfo) -> str:
     annotation = info.annotation
     if get_origin(annotation) is Literal:
         return " \\| ".join(f"`{spelled(choice)}`" for choice in get_args(annotation))
-    names = {int: "integer", float: "number", str: "text", bool: "true \\| false", type(None): "null"}
+    if get_origin(annotation) is list:
+        inner = get_args(annotation)[0]
+        return "list of sections" if issubclass(inner, BaseModel) else f"list of {NAMES.get(inner, str(inner))}"
     options = get_args(annotation) or (annotation,)
     bounds = [b for b in (bound(m) for m in info.metadata) if b]
-    return " or ".join(names.get(option, str(option)) for option in options) + (
+    return " or ".join(NAMES.get(option, str(option)) for option in options) + (
         f" {', '.join(bounds)}" if bounds else ""
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -97,7 +97,10 @@ def _has_error(tree: dict[str, Any], wrong: ErrorDetails) -> bool:
 def _keys_at(loc: list[str]) -> list[str]:
     model: type[BaseModel] = Config
     for part in loc:
+        if part.isdigit():  # the place in a list of sections
+            continue
         annotation = model.model_fields[part].annotation
+        annotation = next(iter(get_args(annotation)), annotation)  # of a list, what stands in it
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             model = annotation
     return [*model.model_fields, *([] if loc else [DEFAULTS])]
@@ -107,6 +110,12 @@ def with_absolute_paths(config: Config) -> Config:
     """The same configuration, with the files and folders it reads named from the root, so that it means the same
     wherever it is read. Symbolic links stay: the Python of an environment is one."""
     data = {"path": config.data.path, "eval_path": config.data.eval_path} if config.data.source == "jsonl" else {}
+    tasks = [
+        task.model_copy(update={"path": task.path and os.path.abspath(task.path)})
+        if (task.source or config.data.source) == "jsonl"
+        else task
+        for task in config.eval.tasks
+    ]
     python = config.sglang.python
     found: dict[str, dict[str, str | None]] = {
         "model": {"path": config.model.path, "reference_path": config.model.reference_path},
@@ -119,7 +128,7 @@ def with_absolute_paths(config: Config) -> Config:
         )
         for section, paths in found.items()
     }
-    return config.model_copy(update=sections)
+    return config.model_copy(update=sections | {"eval": config.eval.model_copy(update={"tasks": tasks})})
 
 
 def dump_yaml(config: Config) -> str:

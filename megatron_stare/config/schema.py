@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from string import Formatter
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -11,6 +12,21 @@ from megatron_stare.config.algorithm import AlgorithmConfig
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+def check_template(template: str | None) -> str | None:
+    """A prompt template as it is. Raises ValueError unless it has the place {prompt} once, and no other."""
+    if template is None:
+        return None
+    doubled = "; a brace that is meant as one is written twice: {{ or }}"
+    try:
+        parts = list(Formatter().parse(template))
+    except ValueError as error:  # a brace without its partner
+        raise ValueError(f"not a template: {error}{doubled}") from error
+    places = [(name, spec, conversion) for _, name, spec, conversion in parts if name is not None]
+    if places != [("prompt", "", None)]:
+        raise ValueError(f"a template has the place {{prompt}} once, and no other{doubled}")
+    return template
 
 
 class RunConfig(Section):
@@ -174,7 +190,12 @@ class DataConfig(Section):
     source: str = Field("jsonl", description="'jsonl', 'arithmetic' or a class path")
     path: str | None = Field(None, description='file of source \'jsonl\': one {"prompt": ..., "answer": ...} a line')
     eval_path: str | None = Field(None, description="prompts of the evaluation, source 'jsonl'")
+    template: str | None = Field(
+        None, description="text around a prompt, which stands at {prompt}, before the chat template; null: none"
+    )
     chat_template: bool = Field(False, description="wrap every prompt as a user turn with the tokenizer's template")
+
+    _template = field_validator("template")(check_template)
 
 
 class RewardConfig(Section):
@@ -215,12 +236,46 @@ class OptimizerConfig(Section):
     distributed: bool = Field(False, description="Megatron's DistributedOptimizer: states sharded over data ranks")
 
 
+class EvalTask(Section):
+    """A task that the policy is evaluated on. What it leaves out, or sets to null, is the run's own."""
+
+    name: str = Field(pattern=r"^[\w.@+-]+$", description="in eval.jsonl, the report and TensorBoard; each has its own")
+    source: str | None = Field(None, description="as data.source")
+    path: str | None = Field(None, description="as data.eval_path")
+    template: str | None = Field(None, description="as data.template; the template '{prompt}' adds nothing")
+    chat_template: bool | None = Field(None, description="as data.chat_template")
+    verifier: str | None = Field(None, description="as reward.verifier")
+    environment: str | None = Field(None, description="as rollout.environment")
+    prompts: int | None = Field(None, ge=1, description="problems; null: eval.prompts, and where that is 0, all")
+    samples: int = Field(1, ge=1, description="responses a problem; its result is their mean (avg@k)")
+    temperature: float | None = Field(None, gt=0, description="as rollout.temperature")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="only the likeliest tokens are drawn, as few as together have this probability"
+    )
+    max_new_tokens: int | None = Field(None, ge=1, description="as rollout.max_new_tokens")
+    greedy: bool | None = Field(None, description="as eval.greedy")
+
+    _template = field_validator("template")(check_template)
+
+
 class EvalConfig(Section):
     """Pass@1 on held-out problems, before and after training and in between."""
 
-    prompts: int = Field(0, ge=0, description="problems; 0: no evaluation")
+    prompts: int = Field(0, ge=0, description="problems; 0: no evaluation, unless there are tasks")
     every: int = Field(0, ge=0, description="steps between evaluations; 0: only before and after")
     greedy: bool = Field(True, description="also decode greedily")
+    tasks: list[EvalTask] = Field(
+        [], description="what is evaluated, see below; empty: the run's own task, on held-out problems"
+    )
+
+    @field_validator("tasks")
+    @classmethod
+    def _names_differ(cls, tasks: list[EvalTask]) -> list[EvalTask]:
+        names = [task.name for task in tasks]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two tasks are called {name!r}: their results could not be told apart")
+        return tasks
 
 
 class ObservabilityConfig(Section):

@@ -15,7 +15,7 @@ class PromptTooLongError(DataError):
 
 
 class PromptEncoder:
-    """Tokenizes prompts as `data.chat_template` and `rollout.max_prompt_tokens` say.
+    """Tokenizes prompts as `data.template`, `data.chat_template` and `rollout.max_prompt_tokens` say.
 
     Args:
         config: of the run.
@@ -27,6 +27,7 @@ class PromptEncoder:
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._template = config.data.template
         self._chat_template = config.data.chat_template
         self._limit = config.rollout.max_prompt_tokens
         self._cuts = config.rollout.truncate_prompt == "left"
@@ -46,6 +47,8 @@ class PromptEncoder:
             DataError: no tokens.
             PromptTooLongError: too many, and they are not to be cut.
         """
+        if self._template is not None:
+            text = self._template.format(prompt=text)
         if self._chat_template:
             ids = self._tokenizer.apply_chat_template(
                 [{"role": "user", "content": text}],

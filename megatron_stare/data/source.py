@@ -59,16 +59,16 @@ def make_source(config: Config, tokenizer: Any, split: Split) -> PromptSource:
     return factory(config, tokenizer, split)
 
 
-def held_out(config: Config, tokenizer: Any) -> list[Prompt]:
-    """The `eval.prompts` problems of every evaluation of a run.
+def held_out(config: Config, tokenizer: Any, wanted: int | None) -> list[Prompt]:
+    """The problems of every evaluation of a run.
+
+    Args:
+        wanted: how many, at least 1; None: all.
 
     Raises:
         ConfigError: the source does not have, or does not say whether it has, as many different ones.
         DataError: as in `make_source`.
     """
-    wanted = config.eval.prompts
-    if not wanted:
-        return []
     source = make_source(config, tokenizer, "eval")
     if not hasattr(source, "problems"):
         raise ConfigError(
@@ -76,10 +76,17 @@ def held_out(config: Config, tokenizer: Any) -> list[Prompt]:
             where="data.source",
             fix="give its objects an attribute `problems`: a number, or None where there is no end of them",
         )
-    if source.problems is not None and wanted > source.problems:
+    most: int | None = source.problems
+    if wanted is None and most is None:
         raise ConfigError(
-            f"an evaluation of {wanted} problems would ask some twice: the source has {source.problems} different ones",
+            f"there is no end of the problems of {config.data.source!r}, so not all of them can be asked",
             where="eval.prompts",
-            fix=f"at most {source.problems}",
+            fix="say how many",
         )
-    return source.take(wanted)
+    if wanted is not None and most is not None and wanted > most:
+        raise ConfigError(
+            f"an evaluation of {wanted} problems would ask some twice: the source has {most} different ones",
+            where="eval.prompts",
+            fix=f"at most {most}",
+        )
+    return source.take(wanted or most or 0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_stare.observability.paired import BAND, RECENT, paired_interval, summary
-from megatron_stare.observability.run_files import RunRecord
+from megatron_stare.observability.run_files import RunRecord, score_name
 from megatron_stare.observability.scales import short
 
 Tone = Literal["", "good", "warn"]
@@ -31,8 +31,7 @@ def verdict(run: RunRecord) -> list[Figure]:
     """The figures of a run, most important first. Figures that do not apply to its method are left out."""
     s = summary(run.metrics)
     figures = [
-        _pass_at_1(run, "pass@1, sampled", "pass1", "correct"),
-        _pass_at_1(run, "pass@1, greedy", "greedy", "greedy_correct"),
+        *(figure for task in run.tasks for figure in _pass_at_1_of(run, task)),
         _entropy(s),
         Figure(f"Entropy, last {RECENT} steps", short(s["entropy_last"]), "nats, mean"),
     ]
@@ -115,6 +114,17 @@ def _reward(s: dict[str, float | None]) -> Figure:
     return Figure(f"Reward, last {RECENT} steps", short(s["reward_last"]), note, "warn" if failures else "")
 
 
+def _pass_at_1_of(run: RunRecord, task: str | None) -> list[Figure]:
+    """The results on one task."""
+    on = run.on_task(task)
+    sampled = score_name(on.after or on.before or {})
+    named = f"{task}: " if task else ""
+    return [
+        _pass_at_1(on, f"{named}{sampled}, sampled", "pass1", "correct"),
+        _pass_at_1(on, f"{named}pass@1, greedy", "greedy", "greedy_correct"),
+    ]
+
+
 def _pass_at_1(run: RunRecord, label: str, score: str, results: str) -> Figure:
     before, after = run.before or {}, run.after or {}
     if after.get(score) is None:
@@ -128,6 +138,8 @@ def _pass_at_1(run: RunRecord, label: str, score: str, results: str) -> Figure:
     problems = after.get("problem")  # evaluations of earlier releases do not say
     if pair is None or before.get("problem") != problems:
         return Figure(label, value, "different problems before and after, so no interval")
+    if before.get("decoding") != after.get("decoding"):  # eval.* may change where a run is resumed
+        return Figure(label, value, "decoded differently before and after, so no interval")
     mean, low, high = paired_interval(*pair, problems=problems)
     if math.isnan(low):
         return Figure(label, value, f"{mean:+.3f}, one problem")

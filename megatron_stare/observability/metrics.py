@@ -61,10 +61,12 @@ class MetricsWriter:
         self._scalars(step, values)
 
     def log_eval(self, record: Mapping[str, Any]) -> None:
-        """Appends one evaluation: step, weights, pass1, greedy, problems, correct, greedy_correct, samples."""
+        """Appends one evaluation: step, weights, pass1, greedy, problems, correct, greedy_correct, samples; of a task
+        that has a name, that and how it was decoded."""
         self._evals.write(to_line(record))
         self._evals.flush()
-        scores = {f"eval/{key}": float(record[key]) for key in ("pass1", "greedy") if record.get(key) is not None}
+        task = f"{record['task']}/" if "task" in record else ""
+        scores = {f"eval/{task}{key}": float(record[key]) for key in ("pass1", "greedy") if record.get(key) is not None}
         self._scalars(int(record["step"]), scores)
 
     def log_rollouts(self, step: int, samples: Sequence[Trajectory], limit: int) -> Path | None:
@@ -120,9 +122,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     ]
 
 
-def evaluated_steps(run_dir: Path) -> set[int]:
-    """The steps whose weights were evaluated; empty where there is no eval.jsonl."""
-    return {int(record["step"]) for record in read_jsonl(run_dir / EVAL_FILE)}
+def evaluated_steps(run_dir: Path, task: str | None) -> set[int]:
+    """The steps whose weights were evaluated on a task (None: the run's own); empty where there is no eval.jsonl."""
+    return {int(record["step"]) for record in read_jsonl(run_dir / EVAL_FILE) if record.get("task") == task}
 
 
 def _summary_writer(directory: Path, resume_step: int | None) -> SummaryWriter:

@@ -21,7 +21,7 @@ from megatron_stare.observability.diagnostic_charts import Part, parts
 from megatron_stare.observability.figures import settings, verdict
 from megatron_stare.observability.paired import BAND
 from megatron_stare.observability.report_style import CSS, PALETTE, SCRIPT
-from megatron_stare.observability.run_files import RunRecord, read_runs
+from megatron_stare.observability.run_files import RunRecord, read_runs, score_name
 from megatron_stare.observability.scales import intervals_on, short
 
 # The browser is told as well to fetch nothing, whatever a sample or a setting may hold.
@@ -73,7 +73,7 @@ def _page(runs: Sequence[RunRecord]) -> str:
             _legend(runs),
             _drawn(_charts(runs), many),
             *[_part(part, many) for part in parts(runs)],
-            *[_samples(run, several=len(runs) > 1) for run in runs],
+            *[_samples(run, task, several=len(runs) > 1) for run in runs for task in run.tasks],
             "<h2>Settings</h2>",
             _table(runs, [settings(run) for run in runs]),
             *[_config(run) for run in runs if run.config_text],
@@ -111,7 +111,7 @@ def _figures(runs: Sequence[RunRecord]) -> str:
         ]
         return f'<div class="cards">{"".join(cards)}</div>'
     by_run = [{f.label: f for f in verdict(run)} for run in runs]
-    labels = max(([*figures] for figures in by_run), key=len)
+    labels = dict.fromkeys(label for figures in sorted(by_run, key=len, reverse=True) for label in figures)
     rows = []
     for label in labels:
         cells = "".join(
@@ -165,12 +165,17 @@ def _drawn(charts: Sequence[Chart], many: str) -> str:
 def _charts(runs: Sequence[RunRecord]) -> list[Chart]:
     charts = [Chart("Reward", "mean over the batch", _lines(runs, "reward/mean")), *_entropy(runs)]
     charts += [Chart(title, unit, _lines(runs, key)) for key, title, unit in _CHARTS]
-    if any(len(run.evals) > 2 for run in runs):  # before and after alone are in the figures already
+    for task in dict.fromkeys(task for run in runs for task in run.tasks):
+        evals = [(run.name, i % PALETTE, run.on_task(task).evals) for i, run in enumerate(runs)]
+        if all(len(records) <= 2 for _, _, records in evals):  # before and after alone are in the figures already
+            continue
         lines = [
-            Line(run.name, i % PALETTE, [e["step"] for e in run.evals], [e.get("pass1", math.nan) for e in run.evals])
-            for i, run in enumerate(runs)
+            Line(name, colour, [e["step"] for e in records], [e.get("pass1", math.nan) for e in records])
+            for name, colour, records in evals
         ]
-        charts.append(Chart("Evaluation", "pass@1, sampled", lines, raw=True))
+        title = f"Evaluation, {task}" if task else "Evaluation"
+        unit = " or ".join(dict.fromkeys(score_name(e) for _, _, records in evals for e in records))
+        charts.append(Chart(title, f"{unit}, sampled", lines, raw=True))
     return charts
 
 
@@ -201,7 +206,8 @@ def _entropy(runs: Sequence[RunRecord]) -> list[Chart]:
     return [chart, replace(chart, title="Entropy near the target", y_limit=ceiling)]
 
 
-def _samples(run: RunRecord, several: bool) -> str:
+def _samples(run: RunRecord, task: str | None, several: bool) -> str:
+    run = run.on_task(task)
     before = {s.get("prompt"): s for s in (run.before or {}).get("samples") or []}
     after = {s.get("prompt"): s for s in (run.after or {}).get("samples") or []}
     if not before and not after:
@@ -218,6 +224,7 @@ def _samples(run: RunRecord, several: bool) -> str:
         "<th>Before training</th><th>After training</th></tr></thead>"
     )
     title = f"Responses, {escape(run.name)}" if several else "Responses before and after"
+    title += f", {escape(task)}" if task else ""
     return f"<h2>{title}</h2>{_wrap(head, rows, 'samples')}"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,15 @@ class RunRecord:
         if not any(math.isfinite(row.get(key, math.nan)) for row in self.metrics):
             return [], []
         return [float(row["step"]) for row in self.metrics], [row.get(key, math.nan) for row in self.metrics]
+
+    @property
+    def tasks(self) -> list[str | None]:
+        """What was evaluated, by name, as it came; None: the run's own task, which is there where nothing was."""
+        return list(dict.fromkeys(record.get("task") for record in self.evals)) or [None]
+
+    def on_task(self, task: str | None) -> RunRecord:
+        """This run with the evaluations on one task alone."""
+        return replace(self, evals=[record for record in self.evals if record.get("task") == task])
 
     @property
     def before(self) -> Record | None:
@@ -101,7 +110,13 @@ def _by_step(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _once(evals: Sequence[Record]) -> list[Record]:
     # A run killed after an evaluation and before a checkpoint repeats it; the later one counts.
-    return list({(record.get("step"), record.get("weights")): record for record in evals}.values())
+    return list({tuple(record.get(key) for key in ("step", "weights", "task")): record for record in evals}.values())
+
+
+def score_name(record: Record) -> str:
+    """What the mean result of an evaluation is called: pass@1, or avg@k of k responses a problem."""
+    samples = record.get("decoding", {}).get("samples", 1)
+    return "pass@1" if samples == 1 else f"avg@{samples}"
 
 
 def _last(evals: Sequence[Record], weights: str) -> Record | None:

@@ -167,17 +167,20 @@ class SynchronousSource(RolloutSource):
         self.version = -1  # of the newest weights
 
     def next(self, step: int) -> RolloutBatch:
-        """See RolloutSource. Raises WeightVersionError where a token was sampled by other weights than the newest."""
+        """See RolloutSource.
+
+        Raises:
+            WeightVersionError: a token was sampled by other weights than the newest.
+            ValueError: greedily, or from a part of the vocabulary; the loss takes the policy for what was sampled from.
+        """
+        params = self._sampling(step)
+        if params.greedy or params.top_p != 1:
+            raise ValueError(f"training samples from the whole distribution, not with {params}")
         prompts = self._prompts.take(self._prompts_per_step)
-        trajectories = self.make(prompts, self._samples_per_prompt, self._sampling(step))
+        trajectories = self._rollouts.make(prompts, self._samples_per_prompt, params, self._progress)
+        check_versions(trajectories, self.version)
         self._idle()
         return RolloutBatch.from_trajectories(trajectories, step)
-
-    def make(self, prompts: Sequence[Prompt], samples: int, params: SamplingParams) -> list[Trajectory]:
-        """As Rollouts.make, and every token was sampled by the newest weights, or WeightVersionError is raised."""
-        trajectories = self._rollouts.make(prompts, samples, params, self._progress)
-        check_versions(trajectories, self.version)
-        return trajectories
 
     def publish(self, weights: Exported, version: int) -> None:
         self._rollouts.pool.update_weights(version, weights)

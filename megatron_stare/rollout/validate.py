@@ -20,6 +20,10 @@ def check_params(params: SamplingParams) -> None:
             where="rollout.temperature",
             fix="use a value above 0; for the likeliest token, decode greedily",
         )
+    if not 0 < params.top_p <= 1:
+        raise ConfigError(
+            f"no tokens together have a probability of {params.top_p}", where="top_p", fix="above 0, to 1"
+        )
     if params.max_new_tokens < 1:
         raise ConfigError(f"no response has {params.max_new_tokens} tokens", where="rollout.max_new_tokens")
 

@@ -162,11 +162,10 @@ def test_evaluation_asks_nothing_twice(tmp_path):
 def test_no_more_problems_than_there_are(seven):
     def asked(prompts):
         data = {"source": "jsonl", "path": str(seven), "eval_path": str(seven)}
-        tree = {"model": {"path": "."}, "data": data, "eval": {"prompts": prompts}}
-        return held_out(validate(tree, "test"), TOKENIZER)
+        return held_out(validate({"model": {"path": "."}, "data": data}, "test"), TOKENIZER, prompts)
 
-    assert asked(0) == []
     assert len({p.text for p in asked(7)}) == 7
+    assert asked(None) == asked(7)  # all of them
     with pytest.raises(ConfigError, match="8 problems would ask some twice: the source has 7 different ones") as error:
         asked(8)
     assert (error.value.where, error.value.fix) == ("eval.prompts", "at most 7")
@@ -187,10 +186,12 @@ class Endless(Silent):
 
 
 def test_a_source_of_the_users_own_says_how_many_problems_it_has():
-    def asked(name):
+    def asked(name, prompts=9):
         data = {"source": f"{__name__}.{name}"}
-        return held_out(validate({"model": {"path": "."}, "data": data, "eval": {"prompts": 9}}, "test"), TOKENIZER)
+        return held_out(validate({"model": {"path": "."}, "data": data}, "test"), TOKENIZER, prompts)
 
     with pytest.raises(ConfigError, match="does not say how many different problems it has"):
         asked("Silent")
     assert asked("Endless") == list(range(9))
+    with pytest.raises(ConfigError, match="there is no end of the problems"):
+        asked("Endless", None)

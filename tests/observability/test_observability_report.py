@@ -148,6 +148,42 @@ def test_several_runs_share_the_charts(tmp_path):
     assert {f"c{i}" for i in range(3)} <= {c for t, a in page.tags if t == "path" for c in a["class"].split()}
 
 
+def with_task(run, task, decoding, changed=None):
+    """The run, evaluated on one more task of four problems; `changed` is the decoding after training."""
+    with (run / "eval.jsonl").open("a") as file:
+        for step, weights, correct in ((0, "base", [0.25, 0, 0.5, 0]), (40, "trained", [1, 0.5, 0.75, 0.25])):
+            settings = changed if changed and step else decoding
+            record = {"step": step, "weights": weights, "task": task, "decoding": settings, "pass1": sum(correct) / 4}
+            shown = {"prompt": "1 + 1?", "response": f"{task} {weights}", "answer": "2", "reward": 1.0}
+            file.write(to_line(record | {"greedy": None, "problems": 4, "correct": correct, "samples": [shown]}))
+    return run
+
+
+def test_tasks_are_told_apart(tmp_path):
+    run = with_task(make_run(tmp_path / "run"), "aime", {"samples": 4})
+    with_task(run, "gsm", {"samples": 1}, changed={"samples": 1, "top_p": 0.9})
+    page = report(tmp_path, run)
+    assert "0.250 → 0.750" in page.text  # the run's own, as without tasks
+    for words in (
+        "aime: avg@4, sampled",
+        "0.188 → 0.625",
+        "+0.438 [+0.203, +0.672], 95 %, paired, 4 problems",  # d = 3/4, 1/2, 1/4, 1/4: s / sqrt(n) = 0.1197
+        "gsm: pass@1, sampled",
+        "decoded differently before and after, so no interval",
+        "Responses before and after, aime",
+        "gsm trained",
+    ):
+        assert words in page.text, words
+
+
+def test_runs_of_different_tasks_are_compared_row_by_row(tmp_path):
+    one = with_task(make_run(tmp_path / "one"), "aime", {"samples": 4})
+    two = with_task(make_run(tmp_path / "two", evals=False, target=None), "gsm", {"samples": 1})
+    page = report(tmp_path, one, two)
+    for words in ("pass@1, sampled", "aime: avg@4, sampled", "gsm: pass@1, sampled"):
+        assert words in page.text, words
+
+
 def test_runs_with_one_target_share_one_band(tmp_path):
     page = report(tmp_path, make_run(tmp_path / "one"), make_run(tmp_path / "two", steps=60))
     assert page.count("path", "band") == 1

@@ -59,6 +59,7 @@ def test_nothing_that_is_sent_cuts_the_support():
     fields = generate_body(REQUEST, PARAMS, "r")["sampling_params"]
     assert fields["temperature"] == 0.7
     assert (fields["top_k"], fields["top_p"], fields["min_p"], fields["repetition_penalty"]) == (-1, 1.0, 0.0, 1.0)
+    assert generate_body(REQUEST, replace(PARAMS, top_p=0.9), "r")["sampling_params"]["top_p"] == 0.9  # an evaluation's
     assert fields["stop_token_ids"] == [STOP]
     assert generate_body(REQUEST, replace(PARAMS, greedy=True), "r")["sampling_params"]["top_k"] == 1
 

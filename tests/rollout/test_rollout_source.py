@@ -25,8 +25,9 @@ from megatron_stare.rewards.pool import Score
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult
 from megatron_stare.rollout.local import LocalEngine
 from megatron_stare.rollout.pool import EnginePool
-from megatron_stare.rollout.source import Rollouts, check_result, check_trajectory, check_versions
+from megatron_stare.rollout.source import Rollouts, SynchronousSource, check_result, check_trajectory, check_versions
 from megatron_stare.rollout.text import load_tokenizer, with_text
+from megatron_stare.rollout.validate import check_params
 from megatron_stare.workers import Workers
 
 MODEL = Path(__file__).parents[2] / "assets" / "tiny-adder"
@@ -294,6 +295,35 @@ def test_a_turn_without_room_is_empty(tokenizer):
     made = rollouts(Replicas([local_engine()]), Twice(CONFIG, tokenizer)).make(prompts(tokenizer, 2), 2, params)
     assert [len(t) for t in made] == [3] * 4
     assert {(len(turn.tokens), turn.finish_reason, turn.text) for turn in turns} == {(0, "length", "")}
+
+
+def test_training_samples_from_the_whole_distribution(tokenizer):
+    for wrong in (replace(PARAMS, top_p=0.9), replace(PARAMS, greedy=True)):
+        stream = Stream(prompts(tokenizer, 4))
+        made = rollouts(Replicas([local_engine()]), SingleTurn(CONFIG, tokenizer), tokenizer)
+        source = SynchronousSource(made, stream, 2, 2, lambda step, params=wrong: params)
+        source.version = 5
+        with pytest.raises(ValueError, match="whole distribution"):
+            source.next(1)
+        assert len(stream.left) == 4
+
+
+class Stream:
+    """Prompts of a list."""
+
+    def __init__(self, left: list[Prompt]) -> None:
+        self.left = left
+
+    def take(self, n: int) -> list[Prompt]:
+        taken, self.left = self.left[:n], self.left[n:]
+        return taken
+
+
+@pytest.mark.parametrize("top_p", [0.0, -0.5, 1.5])
+def test_a_support_that_cannot_be_cut_like_that(top_p):
+    with pytest.raises(ConfigError, match="no tokens together"):
+        check_params(replace(PARAMS, top_p=top_p))
+    check_params(replace(PARAMS, top_p=0.1))
 
 
 def test_environments_are_found_by_name_and_checked(tokenizer):
