@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_stare.algorithms.method import Method
 from megatron_stare.batch import Prompt
-from megatron_stare.config.load import load_config
+from megatron_stare.config.load import load_recorded
 from megatron_stare.config.schema import Config
 from megatron_stare.data.source import PromptSource, held_out, make_source
 from megatron_stare.environments.environment import Environment, make_environment
@@ -94,6 +94,6 @@ def finished_run(config: Config) -> Path | None:
     _, state = resume_point(path, config)
     if state is None:
         return None
-    planned = load_config(path / CONFIG).run.steps
+    planned = load_recorded(path / CONFIG).run.steps
     whole = state.step == config.run.steps == planned and exported_step(path / "hf") == state.step
     return path if whole and (not config.eval.prompts or state.step in evaluated_steps(path)) else None

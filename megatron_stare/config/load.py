@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from megatron_stare.config.formats import FORMAT, KEY, config_up_to_date
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, unknown_name
 from megatron_stare.shipped import find_config, resolve_paths
@@ -28,10 +29,21 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     """
     path, overrides = find_config(path), list(overrides)
     tree = read_yaml(path)
+    if KEY in tree:  # a run wrote it; what people write has no number, and is of today's format
+        tree = config_up_to_date(tree, path)
     resolve_paths(path, tree)
     for override in overrides:
         apply_override(tree, override)
     return validate(tree, str(path), overrides)
+
+
+def load_recorded(path: str | Path) -> Config:
+    """Reads the config.yaml of a run, of whatever format.
+
+    Raises:
+        UserError: as load_config, or a newer release wrote it.
+    """
+    return validate(config_up_to_date(read_yaml(path), path), str(path))
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -142,5 +154,5 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def dump_yaml(config: Config) -> str:
-    """The resolved configuration, readable by load_config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    """The resolved configuration, readable by load_config and load_recorded."""
+    return yaml.safe_dump({KEY: FORMAT, **config.model_dump(mode="json")}, sort_keys=False)
