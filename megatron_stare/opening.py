@@ -15,6 +15,7 @@ from megatron_stare.environments.environment import Environment, make_environmen
 from megatron_stare.errors import ConfigError
 from megatron_stare.methods import build_method
 from megatron_stare.observability.metrics import evaluated_steps
+from megatron_stare.observability.sink import Sink, make_sinks
 from megatron_stare.preflight import check, check_checkpoints, check_runner, load_tokenizer
 from megatron_stare.resuming import check_resume, find_run, resume_point
 from megatron_stare.rewards.pool import RewardPool
@@ -34,6 +35,7 @@ class Inputs:
     source: PromptSource
     eval_prompts: list[Prompt]
     environment: Environment
+    sinks: dict[str, Sink]
 
 
 def read_inputs(config: Config) -> Inputs:
@@ -50,6 +52,7 @@ def read_inputs(config: Config) -> Inputs:
         make_source(config, tokenizer, "train"),
         held_out(config, tokenizer),
         make_environment(config.rollout.environment, config, tokenizer),
+        make_sinks(config.observability.sinks),
     )
 
 
