@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_stare.config.load import load_config
+from megatron_stare.config.load import load_recorded
 from megatron_stare.config.schema import Config
 from megatron_stare.data.source import PromptSource, make_source
 from megatron_stare.environments.environment import Environment
 from megatron_stare.errors import ConfigError
 from megatron_stare.observability.metrics import evaluated_steps
+from megatron_stare.observability.sink import Sink, make_sinks
 from megatron_stare.preflight import check, check_checkpoints, check_runner
 from megatron_stare.resolved import ResolvedRun
 from megatron_stare.resuming import check_resume, find_run, resume_point
@@ -34,6 +35,7 @@ class Inputs:
     source: PromptSource
     environment: Environment
     evaluations: list[Evaluation]
+    sinks: dict[str, Sink]
 
     def verifiers(self) -> dict[str, Task]:
         """The name of every verifier, and the first task that names it."""
@@ -64,6 +66,7 @@ def read_inputs(config: Config) -> Inputs:
         make_source(config, tokenizer, "train"),
         task.environment(tokenizer),
         [Evaluation(each, each.problems(tokenizer), each.environment(tokenizer)) for each in evaluation_tasks(config)],
+        make_sinks(config.observability.sinks),
     )
 
 
@@ -110,7 +113,7 @@ def finished_run(config: Config) -> Path | None:
     _, state = resume_point(path, config)
     if state is None:
         return None
-    planned = load_config(path / CONFIG).run.steps
+    planned = load_recorded(path / CONFIG).run.steps
     whole = state.step == config.run.steps == planned and exported_step(path / "hf") == state.step
     evaluated = all(state.step in evaluated_steps(path, task.name) for task in evaluation_tasks(config))
     return path if whole and evaluated else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_stare.config.load import load_config, with_absolute_paths
+from megatron_stare.config.load import load_recorded, with_absolute_paths
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, DataError, UserError
 from megatron_stare.observability.metrics import METRICS_FILE, read_metrics
@@ -52,7 +52,7 @@ def resume_point(path: Path, config: Config) -> tuple[Path | None, RunState | No
         UserError: a setting that must not differ does, checkpoints are gone, a file of the newest was cut since, or it
             is past run.steps.
     """
-    old = load_config(path / CONFIG)
+    old = load_recorded(path / CONFIG)
     refuse_changes(old, config)
     checkpoints = complete_checkpoints(path)
     if not checkpoints:
@@ -66,7 +66,7 @@ def resume_point(path: Path, config: Config) -> tuple[Path | None, RunState | No
             )
         return None, None
     check_files(checkpoints[-1])
-    state = RunState.from_json((checkpoints[-1] / "run_state.json").read_text())
+    state = RunState.read(checkpoints[-1])
     if state.step > config.run.steps:
         raise ConfigError(
             f"the run in {path} has {state.step} steps already, and {config.run.steps} are asked for",

@@ -20,12 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from megatron_stare.config.formats import FORMAT, KEY, run_state_up_to_date
 from megatron_stare.config.load import dump_yaml
 from megatron_stare.config.schema import Config
-from megatron_stare.errors import UserError
+from megatron_stare.errors import DataError, UserError
 from megatron_stare.weights.staging import sync_entry
 
 CONFIG = "config.yaml"
+RUN_STATE = "run_state.json"  # of a checkpoint
 
 _NAME = re.compile(r"step_(\d+)$")
 
@@ -40,11 +42,23 @@ class RunState:
     skipped: int = 0  # consecutive updates that were not taken, because the gradient was not finite
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=2)
+        return json.dumps({KEY: FORMAT, **dataclasses.asdict(self)}, indent=2)
 
     @classmethod
-    def from_json(cls, text: str) -> RunState:
-        return cls(**json.loads(text))
+    def read(cls, checkpoint: Path) -> RunState:
+        """The state in a complete checkpoint, of whatever format.
+
+        Raises:
+            DataError: it is damaged, or a newer release wrote it.
+        """
+        file = checkpoint / RUN_STATE
+        try:
+            tree = run_state_up_to_date(json.loads(file.read_text()), file)
+            return cls(**{each.name: tree.pop(each.name) for each in dataclasses.fields(cls)}, **tree)
+        except (OSError, ValueError, TypeError, LookupError) as error:
+            raise DataError(
+                f"not the state of a run: {error}", where=str(file), fix="remove this checkpoint to use the one before"
+            ) from error
 
 
 class RunDir:
@@ -135,7 +149,7 @@ class RunDir:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
             write_shards(str(staging.resolve()))
-            (staging / "run_state.json").write_text(state.to_json())
+            (staging / RUN_STATE).write_text(state.to_json())
             _sync(staging)
             shutil.rmtree(final, ignore_errors=True)
             os.replace(staging, final)

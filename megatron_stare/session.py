@@ -12,13 +12,17 @@ from types import TracebackType
 from megatron_stare.batch import Prompt
 from megatron_stare.environments.environment import Environment
 from megatron_stare.errors import RewardFailureError
+from megatron_stare.evaluate import evaluate
 from megatron_stare.interruption import ClosingStack, Standing, raise_if_received, stopped_at
-from megatron_stare.observability.live import make_display
-from megatron_stare.observability.metrics import METRICS_FILE, MetricsWriter, read_metrics
+from megatron_stare.observability.metrics import evaluated_steps
+from megatron_stare.observability.monitor import Monitor
+from megatron_stare.observability.sink import RunOutline
 from megatron_stare.opening import Inputs, check_dump_step
 from megatron_stare.orchestration.agreement import AgreementWatch
 from megatron_stare.orchestration.colocation import Colocation
 from megatron_stare.orchestration.groups import Runner
+from megatron_stare.orchestration.policy_trainer import PolicyTrainer
+from megatron_stare.orchestration.training_source import TrainingSource
 from megatron_stare.preflight import notices
 from megatron_stare.records.trajectory import Trajectory
 from megatron_stare.resolved import ResolvedRun
@@ -28,6 +32,7 @@ from megatron_stare.rewards.verdicts import Verdicts, verdicts
 from megatron_stare.rollout.source import Rollouts, SynchronousSource, check_versions
 from megatron_stare.run_state import RunDir, RunState
 from megatron_stare.tasks.task import Evaluation
+from megatron_stare.weights.hf_folder import write_folder
 
 
 class Session:
@@ -66,40 +71,41 @@ class Session:
                 stack.callback(self.dir.close)
                 stack.push(self._discard_if_nothing_was_made)
                 stack.push(self._note_standing)
-            self.display = make_display(config.run.steps, dtype=config.model.dtype)
-            stack.callback(self.display.close)
-            self.display.start(str(self.dir.path), config.algorithm.name)
-            self.writer = MetricsWriter(self.dir.path, self.state.step if resume else None)
-            stack.callback(self.writer.close)
+            self.monitor = Monitor(inputs.sinks, RunOutline(self.dir.path, config))
+            stack.callback(self.monitor.close)
+            self.monitor.resume(self.state.step) if resume else self.monitor.start()
             self.verifiers: dict[str, RewardPool] = {}
             for verifier, task in inputs.verifiers().items():
                 with task.blamed():
                     self.verifiers[verifier] = RewardPool(verifier, config.reward.workers, config.reward.timeout_s)
                 stack.callback(self.verifiers[verifier].close)
-            if resume:
-                self.display.restore(read_metrics(self.dir.path / METRICS_FILE))
-            with self.display.phase("start"):
+            with self.monitor.phase("start"):
                 runner = make_runner(inputs.run)
             stack.callback(runner.close)
-            self.trainers, self.engines = runner.trainers, runner.engines
-            self.agreement = AgreementWatch(inputs.run, self.trainers, self.engines)
-            self.colocation = Colocation(config, self.engines)
-            self.rollouts = SynchronousSource(
+            self.ranks, self.engines, phase = runner.trainers, runner.engines, self.monitor.phase
+            agreement = AgreementWatch(inputs.run, self.ranks, self.engines)
+            colocation = Colocation(config, self.engines)
+            self.monitor.gauges.append(lambda: colocation.metrics)
+            self.samples = SynchronousSource(
                 self._rollouts(self.task.verifier, inputs.environment),
                 self.source,
                 config.batch.prompts,
                 config.batch.samples_per_prompt,
                 lambda step: self.task.sampling(step, config.run.seed, self.stop_ids),
-                self.display.rollout_progress,
-                self.colocation.release,
+                self.monitor.progress,
+                colocation.release,
             )
-            for line in [*notices(config), *self.trainers.notes()]:
-                self.display.note(line)
+            judge = self.method.judge
+            self.rollouts = TrainingSource(self.samples, judge, colocation, agreement, phase, self._published)
+            dump = None if dump_step is None else (dump_step, self.dir.path / f"dump_step_{dump_step}")
+            self.trainer = PolicyTrainer(config, self.ranks, self.state, agreement, phase, dump)
+            for line in [*notices(config), *self.ranks.notes()]:
+                self.monitor.note(line)
             if restored:
-                self.trainers.load(str(restored.resolve()))
-                self.display.note(f"continuing after step {self.state.step}")
+                self.ranks.load(str(restored.resolve()))
+                self.monitor.note(f"continuing after step {self.state.step}")
             elif resume:
-                self.display.note("the run ended before its first checkpoint: beginning anew")
+                self.monitor.note("the run ended before its first checkpoint: beginning anew")
             if resume:
                 self.dir.record(config)  # run.steps, the layout and more may be others from here on
             self._open = stack.pop_all()
@@ -126,10 +132,51 @@ class Session:
             stopped_at(Standing(self.dir.path, self.state.step, run.steps, newest, chosen=run.dir is not None))
 
     def steps(self) -> Iterator[int]:
-        """The steps still to do."""
+        """The steps still to do. After each, and so before the next is given, what is due is saved and evaluated."""
+        self._evaluate_if_due()  # of a resumed run, where it ended between a checkpoint and this
         for step in range(self.state.step + 1, self.config.run.steps + 1):
             raise_if_received()
+            self.monitor.begin_step()
             yield step
+            self._save_if_due()
+            self._evaluate_if_due()
+
+    def finish(self) -> None:
+        """All steps are made: exports the policy, and tells whoever waits for the end."""
+        write_folder(self.dir.path / "hf", self.ranks.weights(), self.config.model.path, self.state.step)
+        self.monitor.finish()
+
+    def _published(self, version: int) -> None:
+        """The weights of this version are what comes next is sampled by, so the run stands at this step."""
+        self.state.step, self.state.data = version, self.source.state()
+
+    def _save_if_due(self) -> None:
+        """Writes the checkpoint that is due after the step the run stands at."""
+        run = self.config.run
+        if self.state.step == run.steps or (run.checkpoint_every and self.state.step % run.checkpoint_every == 0):
+            with self.monitor.phase("checkpoint"):
+                self.dir.save(self.state, self.ranks.save, run.keep_checkpoints)
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluates the newest weights on the held-out problems where that is due - before, after and in between - and
+        was not yet done."""
+        step, every = self.state.step, self.config.eval.every
+        if step not in (0, self.config.run.steps) and not (every > 0 and step % every == 0):
+            return
+        for evaluation in self.evaluations:
+            task = evaluation.task
+            if step in evaluated_steps(self.dir.path, task.name):
+                continue
+            with self.monitor.phase("eval"):
+                record = evaluate(
+                    evaluation.prompts,
+                    partial(self.trajectories, evaluation),
+                    step=step,
+                    greedy=task.config.eval.greedy,
+                    samples=task.samples,
+                    about=task.about(),
+                )
+            self.monitor.evaluation(record)
 
     def trajectories(
         self, evaluation: Evaluation, prompts: list[Prompt], count: int, *, step: int, seed: int, greedy: bool
@@ -139,15 +186,9 @@ class Session:
         params = task.sampling(step, seed, self.stop_ids, greedy)
         with task.blamed():
             rollouts = self._rollouts(task.verifier, evaluation.environment)
-            made = rollouts.make(prompts, count, params, self.display.rollout_progress)
-        check_versions(made, self.rollouts.version)
+            made = rollouts.make(prompts, count, params, self.monitor.progress)
+        check_versions(made, self.samples.version)
         return made
-
-    def sync(self, version: int) -> None:
-        """Brings the policy to the engines, as weights of this version, and proves that they compute with it."""
-        self.colocation.resume()
-        self.rollouts.publish(self.trainers.export(), version)
-        self.agreement.after_sync()
 
     def _rollouts(self, verifier: str, environment: Environment) -> Rollouts:
         return Rollouts(self.engines, environment, partial(self._judged, verifier))

@@ -129,6 +129,34 @@ def test_a_run_without_a_step_is_not_left(tmp_path: Path) -> None:
     assert not (tmp_path / "of").exists()
 
 
+@pytest.mark.distributed
+def test_a_record_on_a_full_disk_ends_the_run_and_the_rest_of_it_goes_on_without_tensorboard(tmp_path: Path) -> None:
+    """The disk is full at the first line of metrics; TensorBoard's folder is lost once the run has begun."""
+    (tmp_path / "my_sinks.py").write_text(
+        "import shutil\n"
+        "from megatron_stare.observability.sink import Sink\n"
+        "class Thief(Sink):\n"
+        "    def start(self, run):\n"
+        "        shutil.rmtree(run.dir / 'tensorboard')\n"
+        "        (run.dir / 'tensorboard').touch()\n"
+    )
+    settings = {**ALONE, "eval.prompts": 0, "observability.sinks": "[jsonl, tensorboard, console, my_sinks.Thief]"}
+    begun = f"model.path={ROOT / 'assets/tiny-adder'}"
+    done = train(begun, "run.dir=run", cwd=tmp_path, **settings)
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2]
+    assert done.stderr.count("warning: the sink 'tensorboard' of observability.sinks failed") == 1
+    assert exported_step(tmp_path / "run/hf") == 2
+
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/metrics.jsonl").symlink_to("/dev/full")
+    done = train(begun, "run.dir=full", cwd=tmp_path, **{**settings, "observability.sinks": "[jsonl, console]"})
+    assert done.returncode == 2
+    assert "error: full: the record of the run cannot be written (No space left on device)" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "step 1/2" not in done.stdout  # nothing is shown that is not recorded
+
+
 def make_run(folder: Path, *, steps: int = 0, checkpoint: bool = False) -> Path:
     """What a run of the quickstart leaves that was killed after so many steps."""
     folder.mkdir(parents=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from models import random_batch
-from runs import metrics, model, train
+from runs import ROOT, metrics, model, train
 
+from megatron_stare.config.load import load_config
 from megatron_stare.errors import NonFiniteError
-from megatron_stare.orchestration.updates import UpdateResult, combined
+from megatron_stare.orchestration.policy_trainer import PolicyTrainer
+from megatron_stare.orchestration.updates import UpdateResult, combined, skipped_after
 from megatron_stare.run_state import RunState
-from megatron_stare.train import advance
 
 
 def update(finite: bool = True, empty: bool = False, **metrics: float) -> UpdateResult:
@@ -60,31 +63,76 @@ def test_empty_mini_batches_count_for_nothing_but_tell_of_the_rollout_batch() ->
 
 
 def test_empty_mini_batches_neither_stop_a_run_nor_excuse_one() -> None:
-    run: Any = SimpleNamespace(state=RunState(), source=SimpleNamespace(state=lambda: {"cursor": 4}))
     no, empty = update(False), update(empty=True)
-    advance(run, 1, [empty] * 5)
-    assert run.state.skipped == 0
-    advance(run, 2, [no, empty, no, empty])
-    assert run.state.skipped == 2
+    assert skipped_after([empty] * 5, 0, 1) == 0
+    assert skipped_after([no, empty, no, empty], 0, 2) == 2
     with pytest.raises(NonFiniteError, match="3 optimizer steps in a row"):
-        advance(run, 3, [empty, no])
+        skipped_after([empty, no], 2, 3)
 
 
 def test_three_updates_in_a_row_that_were_not_taken_stop_the_run() -> None:
-    run: Any = SimpleNamespace(state=RunState(), source=SimpleNamespace(state=lambda: {"cursor": 4}))
     yes, no = update(), update(False)
-    advance(run, 1, [no, no, yes, no])  # never three in a row
-    assert (run.state.step, run.state.skipped, run.state.method) == (1, 1, {"gate": 1.0})
-    advance(run, 2, [yes, no, UpdateResult(no.metrics, {"gate": 0.0})])
-    assert (run.state.skipped, run.state.method) == (2, {"gate": 0.0})  # as the last update left it
-    with pytest.raises(NonFiniteError, match="3 optimizer steps in a row"):
-        advance(run, 3, [no, yes])
+    assert skipped_after([no, no, yes, no], 0, 1) == 1  # never three in a row
+    assert skipped_after([yes, no, no], 1, 2) == 2
+    with pytest.raises(NonFiniteError, match=r"step 3: .*3 optimizer steps in a row"):
+        skipped_after([no, yes], 2, 3)
+
+
+class Ranks:
+    """What a PolicyTrainer asks of its ranks, written down."""
+
+    def __init__(self, finite: list[bool]) -> None:
+        self.finite, self.asked = finite, []
+
+    def score(self, batch: object) -> None:
+        self.asked.append("score")
+
+    def measure(self, state: dict[str, float]) -> None:
+        self.asked.append(f"measure at {state['gate']}")
+
+    def update(self, number: int, dump_to: str | None = None) -> UpdateResult:
+        self.asked.append(f"update {number}" + (f" to {dump_to}" if dump_to else ""))
+        return replace(update(self.finite[number]), state={"gate": float(number)})
+
+    def refresh_reference(self) -> None:
+        self.asked.append("refresh")
+
+
+def test_a_step_of_the_driver(tmp_path: Path) -> None:
+    """The order of its parts, the state they leave, and that only the chosen step is written out."""
+    overrides = [model(), "batch={prompts: 4, mini_batch_prompts: 2}", "model.reference_refresh_every=2"]
+    config = load_config(ROOT / "configs/quickstart.yaml", overrides)
+    ranks: Any = Ranks([False, True])
+    state, phases = RunState(method={"gate": 7.0}), []
+
+    @contextlib.contextmanager
+    def phase(name: str) -> Iterator[None]:
+        phases.append(name)
+        yield
+        phases.append(list(ranks.asked))
+        ranks.asked.clear()
+
+    agreement: Any = SimpleNamespace(after_score=lambda step: {"agreement/step": float(step)})
+    trainer = PolicyTrainer(config, ranks, state, agreement, phase, (2, tmp_path / "dump"))
+    found = [trainer.step(replace(random_batch(3, size=4), step=step)) for step in (1, 2)]
+    updates = ["update 0", "update 1"]
+    assert phases == [
+        *("score", ["score", "measure at 7.0"], "update", updates),
+        *("score", ["score", "measure at 1.0"], "update", [f"update 0 to {tmp_path}/dump", "update 1", "refresh"]),
+    ]
+    assert [(metrics["agreement/step"], metrics["update/finite"]) for metrics in found] == [(1.0, 0.0), (2.0, 0.0)]
+    assert (state.method, state.skipped) == ({"gate": 1.0}, 0)  # as the last update left it
 
 
 def test_the_first_samples_are_a_batch_of_their_own() -> None:
     batch, alone = random_batch(3, size=8), random_batch(3, size=4)  # the same samples, drawn one by one
-    found = vars(batch.first(4))
-    for name, value in vars(alone).items():
+    found, wanted = dict(vars(batch.first(4))), dict(vars(alone))
+    kept, own = (
+        [(t.prompt, t.sample_index, t.tokens.tolist()) for t in columns.pop("trajectories")]
+        for columns in (found, wanted)
+    )
+    assert kept == own
+    for name, value in wanted.items():
         assert torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value, name
 
 

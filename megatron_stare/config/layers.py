@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from megatron_stare.config.formats import KEY, config_up_to_date
 from megatron_stare.errors import ConfigError
 from megatron_stare.shipped import find_config, resolve_paths
 
@@ -79,6 +80,8 @@ def _collect(path: Path, above: tuple[Path, ...], found: dict[Path, Layer]) -> N
     if here in found:
         return
     tree = read_yaml(path, chain)
+    if KEY in tree:  # a run wrote it; what people write has no number, and is of today's format
+        tree = config_up_to_date(tree, path)
     resolve_paths(path, tree)
     names = tree.pop(DEFAULTS, [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

@@ -12,7 +12,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_stare.config.algorithm import AlgorithmConfig
-from megatron_stare.config.layers import DEFAULTS, Layer, Override, merged, read_layers
+from megatron_stare.config.formats import FORMAT, KEY, config_up_to_date
+from megatron_stare.config.layers import DEFAULTS, Layer, Override, merged, read_layers, read_yaml
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, unknown_name
 
@@ -31,6 +32,15 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
         ConfigError: missing file, bad YAML, unknown key (with a suggestion), value out of range.
     """
     return _validated([*read_layers(path), *(Override(each) for each in overrides)])
+
+
+def load_recorded(path: str | Path) -> Config:
+    """Reads the config.yaml of a run, of whatever format.
+
+    Raises:
+        UserError: as load_config, or a newer release wrote it.
+    """
+    return validate(config_up_to_date(read_yaml(path), path), str(path))
 
 
 def validate(tree: dict[str, Any], source: str) -> Config:
@@ -132,5 +142,5 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def dump_yaml(config: Config) -> str:
-    """The resolved configuration, readable by load_config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    """The resolved configuration, readable by load_config and load_recorded."""
+    return yaml.safe_dump({KEY: FORMAT, **config.model_dump(mode="json")}, sort_keys=False)

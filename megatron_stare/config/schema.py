@@ -287,6 +287,18 @@ class ObservabilityConfig(Section):
     measured_every: int = Field(
         10, ge=0, description="steps between measurements of what a forecast came to, a forward pass each; 0: never"
     )
+    sinks: list[str] = Field(
+        ["jsonl", "tensorboard", "console", "report"],
+        description="what the run's reports go to: 'jsonl', 'tensorboard', 'console', 'report' or a class path "
+        "my_pkg.MySink",
+    )
+
+    @field_validator("sinks")
+    @classmethod
+    def _each_is_told_once(cls, value: list[str]) -> list[str]:
+        if twice := sorted({name for name in value if value.count(name) > 1}):
+            raise ValueError(f"{', '.join(twice)} is named more than once")
+        return value
 
 
 class RuntimeConfig(Section):

@@ -1,7 +1,7 @@
 """What in the figures of a run a person should look at now.
 
-Comes from the metrics of the latest steps; goes to the run display, which says once that an alert began and once that
-it is over. Every check is a pure function of what `Recent` holds; `Watch` remembers, and knows begin from end.
+Comes from the metrics of the latest steps; goes to the sinks, which are told once that an alert began and once that it
+is over. Every check is a pure function of what `Recent` holds; `Watch` remembers, and knows begin from end.
 """
 
 from __future__ import annotations

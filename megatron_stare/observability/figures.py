@@ -136,7 +136,7 @@ def _pass_at_1(run: RunRecord, label: str, score: str, results: str) -> Figure:
     value = f"{before[score]:.3f} → {after[score]:.3f}"
     pair = _as_pairs(before.get(results), after.get(results))
     problems = after.get("problem")  # evaluations of earlier releases do not say
-    if pair is None or before.get("problem") != problems:
+    if pair is None or before.get("problem") not in (None, problems):
         return Figure(label, value, "different problems before and after, so no interval")
     if before.get("decoding") != after.get("decoding"):  # eval.* may change where a run is resumed
         return Figure(label, value, "decoded differently before and after, so no interval")

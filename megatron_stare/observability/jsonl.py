@@ -1,6 +1,6 @@
 """JSON Lines files that outlive kill -9: a line is whole or is dropped, and a resumed run can cut the file back.
 
-Written by `metrics.MetricsWriter`, read by it and by the report. Knows nothing of what the records mean, except that
+Written by `sinks/jsonl_files.py`, read by it and by the report. Knows nothing of what the records mean, except that
 each carries an integer under "step".
 """
 

@@ -1,6 +1,6 @@
 """The run as a panel that stays in place, for people at a terminal, and the choice between it and plain lines.
 
-Comes from the driver loop; goes to the terminal through rich, whose thread redraws it a few times a second from a
+Comes from `sinks/console.py`; goes to the terminal through rich, whose thread redraws it a few times a second from a
 snapshot. The driver only stores what it has to say. Notes, warnings and alerts are also printed once above the panel,
 so that they are still there when it is gone.
 """
@@ -32,20 +32,19 @@ _KEPT = 2 * MAX_WIDTH  # values of a series: two a character of the widest panel
 _BETWEEN_STEPS = ("eval", "checkpoint")  # follow their step's figures, and belong to it still
 
 
-def make_display(total_steps: int, out: TextIO | None = None, *, dtype: str = "float32") -> RunDisplay:
+def make_display(total_steps: int, out: TextIO | None = None) -> RunDisplay:
     """A live panel where `out` is a terminal that can show one, plain lines everywhere else.
 
     Args:
         total_steps: the step the run ends with.
         out: where to; default stdout.
-        dtype: of the model in training.
     """
     out = sys.stdout if out is None else out
     dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
     blocks = (getattr(out, "encoding", None) or "").lower().replace("-", "").startswith("utf")
     if out.isatty() and not dumb and blocks:
-        return LiveDisplay(total_steps, Console(file=out, force_terminal=True, highlight=False), dtype=dtype)
-    return StepPrinter(total_steps, out, dtype=dtype)
+        return LiveDisplay(total_steps, Console(file=out, force_terminal=True, highlight=False))
+    return StepPrinter(total_steps, out)
 
 
 class LiveDisplay(RunDisplay):
@@ -54,7 +53,6 @@ class LiveDisplay(RunDisplay):
     Args:
         total_steps: the step the run ends with.
         console: where to.
-        dtype: as in RunDisplay.
         auto_refresh: redraw from a thread; False: only when something is printed or closed.
         now: seconds of a clock that never goes back.
     """
@@ -63,11 +61,9 @@ class LiveDisplay(RunDisplay):
         self,
         total_steps: int,
         console: Console,
-        dtype: str = "float32",
         auto_refresh: bool = True,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(dtype)
         self._total, self._console, self._now = total_steps, console, now
         self._lock = threading.Lock()  # the driver writes what follows, the redrawing thread reads it
         self._run_dir = self._algorithm = self._closed = ""
@@ -98,7 +94,6 @@ class LiveDisplay(RunDisplay):
 
     def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Takes the steps that a resumed run has behind it into the charts."""
-        super().restore(rows)
         with self._lock:
             for row in rows[-_KEPT:]:
                 self._append(row)
@@ -140,7 +135,8 @@ class LiveDisplay(RunDisplay):
                 self._closed = "finished" if self._step >= self._total else f"stopped after step {self._step}"
         self._live.stop()
 
-    def _show(self, step: int, metrics: Mapping[str, float]) -> None:
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes a finished step into numbers and charts."""
         with self._lock:
             now = self._now()
             self._remaining.add(metrics.get("time/step_s", now - self._last_call))
@@ -149,7 +145,12 @@ class LiveDisplay(RunDisplay):
             measured = {k[5:-2]: v for k, v in metrics.items() if k.startswith("time/") and k != "time/step_s"}
             # A phase of earlier steps that this one lacked is not of the last step; where nobody logs times, ours do.
             self._seconds = measured or {k: v for k, v in self._seconds.items() if k not in _BETWEEN_STEPS}
-            self._active = tuple(self._watch.active.values())
+
+    def alerts(self, changed: Sequence[Alert], active: Sequence[Alert]) -> None:
+        """Lists those that hold in the panel, and prints the others' beginning and end above it."""
+        with self._lock:
+            self._active = tuple(active)
+        super().alerts(changed, active)
 
     def _announce(self, alert: Alert) -> None:
         if alert.over:

@@ -1,6 +1,6 @@
 """A run as the driver shows it to people: the interface, and the plain kind of it, one line a step.
 
-Comes from the driver loop; goes to stdout. Plain text, so that a log of a batch job can be read and grepped; colour
+Comes from `sinks/console.py`; goes to stdout. Plain text, so that a log of a batch job can be read and grepped; colour
 only where a person looks at a terminal. The panel for terminals is in `live.py`, whose `make_display` chooses.
 """
 
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TextIO, TypeVar
 
-from megatron_stare.observability.alerts import Alert, Watch
+from megatron_stare.observability.alerts import Alert
 
 _DIM, _BOLD, _GREEN, _YELLOW, _RED = "2", "1", "32", "33", "31"
 Display = TypeVar("Display", bound="RunDisplay")  # typing.Self came with Python 3.11
@@ -56,22 +56,14 @@ class RemainingTime:
 
 
 class RunDisplay(ABC):
-    """What the driver tells of a run. A context manager; `close` leaves the terminal as it was found.
-
-    Args:
-        dtype: of the model in training; what agreement of engine and trainer may be expected.
-    """
-
-    def __init__(self, dtype: str = "float32") -> None:
-        self._watch = Watch(dtype)
+    """What a person is shown of a run. A context manager; `close` leaves the terminal as it was found."""
 
     def start(self, run_dir: str, algorithm: str) -> None:
         """Says which run this is."""
         self.note(f"run directory {run_dir}")
 
-    def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
+    def restore(self, rows: Sequence[Mapping[str, float]]) -> None:  # noqa: B027 - a line printed then is not shown again
         """Takes the steps that a resumed run has behind it, as `metrics.read_metrics` returns them. Shows nothing."""
-        self._watch.restore(rows)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -81,10 +73,12 @@ class RunDisplay(ABC):
     def rollout_progress(self, done: int, total: int) -> None:  # noqa: B027 - one line a step has no place for it
         """Responses finished, of those wanted in this phase."""
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows a finished step, then the alerts that began or ended with it."""
-        changed = self._watch.add(step, metrics)
-        self._show(step, metrics)
+    def alerts(self, changed: Sequence[Alert], active: Sequence[Alert]) -> None:
+        """Shows the alerts that began or are over with the step that was shown last.
+
+        Args:
+            active: all that hold, with their newest figures.
+        """
         for alert in changed:
             self._announce(alert)
 
@@ -100,7 +94,7 @@ class RunDisplay(ABC):
         """Shows something the person should look into."""
 
     @abstractmethod
-    def _show(self, step: int, metrics: Mapping[str, float]) -> None:
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows the figures of a finished step."""
 
     def _announce(self, alert: Alert) -> None:
@@ -120,13 +114,9 @@ class StepPrinter(RunDisplay):
         total_steps: the step the run ends with.
         out: where to; default the stdout of the moment of the call.
         smoothing: steps that the estimate of the time left averages over.
-        dtype: as in RunDisplay.
     """
 
-    def __init__(
-        self, total_steps: int, out: TextIO | None = None, smoothing: int = 20, dtype: str = "float32"
-    ) -> None:
-        super().__init__(dtype)
+    def __init__(self, total_steps: int, out: TextIO | None = None, smoothing: int = 20) -> None:
         self._out = sys.stdout if out is None else out
         self._total = total_steps
         self._colour = self._out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -143,7 +133,7 @@ class StepPrinter(RunDisplay):
         """Prints something the person should look into."""
         self._write(self._paint(_YELLOW, f"warning: {text}"))
 
-    def _show(self, step: int, metrics: Mapping[str, float]) -> None:
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints the line of a finished step. Metrics the method does not have leave no column.
 
         The time left counts training steps at their recent pace; evaluations and checkpoints come on top.

@@ -6,6 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from megatron_stare.errors import NonFiniteError
+
+MAX_SKIPPED = 3  # consecutive updates without a finite gradient before the run stops
+
 # by the last part of a metric's name; every other metric is averaged
 COUNTS = ("tokens", "selected")
 
@@ -47,6 +51,26 @@ def combined(updates: Sequence[UpdateResult]) -> dict[str, float]:
     if len(updates) > 1:
         metrics["ratio/first_max_abs_log"] = rows[0]["ratio/max_abs_log"]
     return metrics
+
+
+def skipped_after(updates: Sequence[UpdateResult], skipped: int, step: int) -> int:
+    """How many updates in a row were not taken, counted on from `skipped` through those of a training step. Those of
+    empty mini-batches, which have no gradient, are passed over.
+
+    Raises:
+        NonFiniteError: the gradients of MAX_SKIPPED updates in a row were not finite.
+    """
+    for update in updates:
+        if update.empty:
+            continue
+        skipped = 0 if update.finite else skipped + 1
+        if skipped >= MAX_SKIPPED:
+            raise NonFiniteError(
+                f"the gradient was not finite in {MAX_SKIPPED} optimizer steps in a row",
+                where=f"step {step}",
+                fix="lower optimizer.lr, and look at the last steps' loss and log-probs; the weights are unharmed",
+            )
+    return skipped
 
 
 def _combined(name: str, rows: Sequence[Mapping[str, float]], telling: Sequence[Mapping[str, float]]) -> float:

@@ -65,9 +65,14 @@ def convert(source: Path, target: Path, model: Path | None, options: Options) ->
 
 def companions_of(checkpoint: Path) -> Path:
     """The folder with a checkpoint's config.json and tokenizer: itself, or what its run started from."""
-    run_config = checkpoint.parent.parent / "config.yaml"
-    started_from = Path(read_yaml(run_config)["model"]["path"]) if run_config.exists() else checkpoint
-    for folder in (checkpoint, started_from):
+    run_dir = checkpoint.resolve().parent.parent
+    recorded = run_dir / "config.yaml"
+    started_from = []
+    if recorded.exists():
+        path = Path(read_yaml(recorded)["model"]["path"])  # the same in every format
+        # runs of the first format recorded it as it was given, relative to the folder that most runs lie below
+        started_from = [path] if path.is_absolute() else [*(above / path for above in run_dir.parents), path]
+    for folder in (checkpoint, *started_from):
         if (folder / "config.json").exists():
             return folder
     raise ConfigError(

@@ -13,6 +13,7 @@ import pytest
 from interrupts import interruptible
 from rich.console import Console
 
+from megatron_stare.observability.alerts import Watch
 from megatron_stare.observability.live import LiveDisplay, make_display
 from megatron_stare.observability.live_chart import band_scale, bar, line, progress_bar, strip, trend
 from megatron_stare.observability.progress import StepPrinter
@@ -60,9 +61,9 @@ def clock():
 def open_display(clock):
     opened = []
 
-    def start(total=100, width=80, height=30, dtype="float32"):
+    def start(total=100, width=80, height=30):
         console = Console(file=Terminal(), force_terminal=True, width=width, height=height, color_system="truecolor")
-        opened.append(LiveDisplay(total, console, dtype, auto_refresh=False, now=clock))
+        opened.append(LiveDisplay(total, console, auto_refresh=False, now=clock))
         opened[-1].start(RUN_DIR, "stare C2")
         return opened[-1]
 
@@ -77,6 +78,12 @@ def shown(display, width=80, height=30):
     display._console.size = (width, height)
     console.print(display._panel())
     return console.file.getvalue().splitlines()
+
+
+def show(display, watch, step, row):
+    """A step and its alerts, as the monitor tells them."""
+    display.step(step, row)
+    display.alerts(watch.add(step, row), tuple(watch.active.values()))
 
 
 def printed(display):
@@ -145,9 +152,10 @@ def test_a_phase_that_fails_is_over(open_display):
 
 @pytest.mark.parametrize("width", [20, 38, 45, 60, 80, 140, 200])
 def test_it_fits(open_display, width):
-    display = open_display()
+    display, watch = open_display(), Watch()
     for step in range(1, 60):
-        display.step(step, metrics(step, **{"reward/crashes": 1.0, "response/truncated": 0.5, "entropy/mean": 0.3}))
+        row = metrics(step, **{"reward/crashes": 1.0, "response/truncated": 0.5, "entropy/mean": 0.3})
+        show(display, watch, step, row)
     with display.phase("rollout"):
         display.rollout_progress(1000, 100_000)
         for height in (2, 3, 4, 5, 6, 8, 10, 13, 17, 29):
@@ -193,9 +201,9 @@ def test_a_resumed_run_continues_its_charts(open_display):
 
 
 def test_an_alert_is_printed_when_it_begins_and_when_it_is_over_and_listed_meanwhile(open_display):
-    display = open_display()
+    display, watch = open_display(), Watch()
     for step in range(1, 13):
-        display.step(step, metrics(step, **{"reward/crashes": float(step in (3, 4))}))
+        show(display, watch, step, metrics(step, **{"reward/crashes": float(step in (3, 4))}))
         listed = [line for line in shown(display) if "▲ step 3: verifying answers: 1 crashed" in line]
         assert len(listed) == (3 <= step <= 8)
     assert "✓ over: reward failures (steps 3 to 4)" in "".join(shown(display))

@@ -1,19 +1,30 @@
-"""The files a run writes survive kill -9, and a resumed run continues them without a seam."""
+"""The record of a run survives kill -9, and a resumed run continues it without a seam; so does TensorBoard's."""
 
+import contextlib
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_stare.batch import Prompt
+from megatron_stare.config.load import load_config
 from megatron_stare.errors import DataError
-from megatron_stare.observability.metrics import MetricsWriter, read_metrics
+from megatron_stare.observability.metrics import read_metrics
+from megatron_stare.observability.sink import RunOutline
+from megatron_stare.observability.sinks.jsonl_files import JsonlFiles, rollout_rows
+from megatron_stare.observability.sinks.tensorboard import TensorBoard
+from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import sampled_trajectory
+
+QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.yaml"
+NONE = SimpleNamespace(trajectories=())  # a batch of which nothing is shown
 
 
 def lines(path):
@@ -27,15 +38,30 @@ def sample(cursor, index=0, text="4"):
     return made
 
 
+@contextlib.contextmanager
+def opened(sink, run_dir, resume=None, **settings):
+    """A sink of a run in this directory, which writes rollouts in every step."""
+    overrides = ["run.rollouts_every=1", *(f"run.{key}={value}" for key, value in settings.items())]
+    run = RunOutline(run_dir, load_config(QUICKSTART, overrides))
+    try:
+        if resume is None:
+            sink.start(run)
+        else:
+            sink.resume(run, resume, [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] <= resume])
+        yield sink
+    finally:
+        sink.close()
+
+
 def test_a_step_is_on_disk_when_log_returns(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
-        writer.log(1, {"reward/mean": 0.5, "entropy/mean": 0.1})
+    with opened(JsonlFiles(), tmp_path) as sink:
+        sink.step(1, {"reward/mean": 0.5, "entropy/mean": 0.1}, NONE)
         assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5, "entropy/mean": 0.1}]
 
 
 def test_not_finite_is_null_on_disk_and_nan_when_read(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
-        writer.log(1, {"a": math.nan, "b": math.inf, "c": 2})
+    with opened(JsonlFiles(), tmp_path) as sink:
+        sink.step(1, {"a": math.nan, "b": math.inf, "c": 2}, NONE)
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "a": None, "b": None, "c": 2.0}]
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert math.isnan(row["a"])
@@ -60,17 +86,16 @@ def test_damage_before_the_last_line_is_named(tmp_path):
 
 
 def test_resume_cuts_back_to_the_checkpoint_and_drops_the_torn_line(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
+    with opened(JsonlFiles(), tmp_path) as sink:
         for step in range(1, 6):
-            writer.log(step, {"x": float(step)})
+            shown = RolloutBatch.from_trajectories([sample(0), sample(0, 1)], step) if step in (2, 4) else NONE
+            sink.step(step, {"x": float(step)}, shown)
         for step, weights in ((0, "base"), (2, "trained"), (4, "trained")):
-            writer.log_eval({"step": step, "weights": weights, "pass1": 0.5, "greedy": None, "problems": 2})
-        for step in (2, 4):
-            writer.log_rollouts(step, [sample(0)], limit=1)
+            sink.evaluation({"step": step, "weights": weights, "pass1": 0.5, "greedy": None, "problems": 2})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "x"')
-    with MetricsWriter(tmp_path, resume_step=3) as writer:
-        writer.log(4, {"x": 40.0})
+    with opened(JsonlFiles(), tmp_path, 3) as sink:
+        sink.step(4, {"x": 40.0}, NONE)
     assert [(row["step"], row["x"]) for row in read_metrics(tmp_path / "metrics.jsonl")] == [
         (1, 1.0),
         (2, 2.0),
@@ -83,50 +108,55 @@ def test_resume_cuts_back_to_the_checkpoint_and_drops_the_torn_line(tmp_path):
 
 
 def test_tensorboard_shows_the_run_as_if_it_had_never_stopped(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
+    with opened(TensorBoard(), tmp_path) as sink:
         for step in (1, 2, 3):
-            writer.log(step, {"reward/mean": 0.25 * step})
-    with MetricsWriter(tmp_path, resume_step=1) as writer:
-        writer.log(2, {"reward/mean": 0.75})
-        writer.log_eval({"step": 2, "weights": "trained", "pass1": 0.5, "greedy": None})
+            sink.step(step, {"reward/mean": 0.25 * step}, NONE)
+    with opened(TensorBoard(), tmp_path, 1) as sink:
+        sink.step(2, {"reward/mean": 0.75}, NONE)
+        sink.evaluation({"step": 2, "weights": "trained", "pass1": 0.5, "greedy": None})
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.75)]
     assert [(e.step, e.value) for e in events.Scalars("eval/pass1")] == [(2, 0.5)]
 
 
 def test_a_new_run_does_not_mix_with_an_old_one(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
-        writer.log(1, {"x": 1.0})
-    with pytest.raises(DataError, match="already holds the metrics"):
-        MetricsWriter(tmp_path)
-    MetricsWriter(tmp_path, resume_step=0).close()  # starting over, said explicitly
+    with opened(JsonlFiles(), tmp_path) as sink:
+        sink.step(1, {"x": 1.0}, NONE)
+    with pytest.raises(DataError, match="already holds the metrics"), opened(JsonlFiles(), tmp_path):
+        pass
+    with opened(JsonlFiles(), tmp_path, resume=0):  # starting over, said explicitly
+        pass
     assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
 def test_rollouts_are_spread_over_the_batch(tmp_path):
-    batch = [sample(cursor, index, text="<s>\n½") for cursor in (3, 1, 2, 0) for index in range(4)]
-    with MetricsWriter(tmp_path) as writer:
-        path = writer.log_rollouts(10, batch, limit=4)
-        assert writer.log_rollouts(11, batch, limit=0) is None
-        assert len(lines(writer.log_rollouts(12, batch, limit=99))) == 16
-    assert path == tmp_path / "rollouts" / "step_000010.jsonl"
-    rows = lines(path)
+    samples = [sample(cursor, index, text="<s>\n½") for cursor in (3, 1, 2, 0) for index in range(4)]
+    batch = RolloutBatch.from_trajectories(samples, 10)
+    assert len(rollout_rows(12, samples, limit=99)) == 16
+    with opened(JsonlFiles(), tmp_path, rollouts_kept=4, rollouts_every=5) as sink:
+        for step in (4, 10, 11):
+            sink.step(step, {}, batch)
+    with opened(JsonlFiles(), tmp_path, resume=11, rollouts_kept=0) as sink:
+        sink.step(15, {}, batch)
+    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step_000010.jsonl"]
+    rows = lines(tmp_path / "rollouts/step_000010.jsonl")
     assert [row["cursor"] for row in rows] == [0, 1, 2, 3]
     assert rows[0]["response"] == "<s>\n½"
     assert (rows[0]["reward"], rows[0]["tokens"], rows[0]["finish_reason"]) == (1.0, 2, "stop")
 
 
 def test_what_was_logged_before_a_kill_is_there_after_it(tmp_path):
-    # The TensorBoard side has its own thread and takes seconds to import; what is tested here is the JSON Lines side.
     script = f"""
-import sys, time
+import time
 from pathlib import Path
-from unittest import mock
-import megatron_stare.observability.metrics as metrics
-metrics._summary_writer = lambda *a: mock.Mock()
-writer = metrics.MetricsWriter(Path({str(tmp_path)!r}))
+from types import SimpleNamespace
+from megatron_stare.config.load import load_config
+from megatron_stare.observability.sink import RunOutline
+from megatron_stare.observability.sinks.jsonl_files import JsonlFiles
+sink = JsonlFiles()
+sink.start(RunOutline(Path({str(tmp_path)!r}), load_config({str(QUICKSTART)!r})))
 for step in range(1, 51):
-    writer.log(step, {{"x": 1.0}})
+    sink.step(step, {{"x": 1.0}}, SimpleNamespace(trajectories=()))
 print("ready", flush=True)
 time.sleep(60)
 """

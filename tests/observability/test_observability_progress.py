@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from megatron_stare.observability.alerts import Watch
 from megatron_stare.observability.progress import RemainingTime, StepPrinter, clock
 
 METRICS = {
@@ -25,9 +26,10 @@ class Terminal(io.StringIO):
 
 def printed(*steps, total=260, out=None):
     out = out or io.StringIO()
-    printer = StepPrinter(total, out=out)
+    printer, watch = StepPrinter(total, out=out), Watch()
     for step, metrics in steps:
         printer.step(step, metrics)
+        printer.alerts(watch.add(step, metrics), tuple(watch.active.values()))
     return out.getvalue().splitlines()
 
 

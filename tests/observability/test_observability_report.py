@@ -323,3 +323,4 @@ def test_the_interval_minds_prompts_of_the_same_problem(tmp_path):
     assert note(alone, alone).endswith("[+0.260, +1.240], 95 %, paired, 4 problems")
     assert note({}, {}) == note(alone, alone)  # of a run before the numbers were kept
     assert note(shared, alone) == "different problems before and after, so no interval"
+    assert note({}, shared).endswith(counted)  # begun by a release that did not say, and continued by this one

@@ -1,0 +1,71 @@
+"""The formats of what a run leaves to be read again: config.yaml, and the run_state.json in each of its checkpoints.
+
+Both carry the number FORMAT under "format"; a file without one is of the first. What an older release wrote is brought
+up to date as it is read, one format at a time, and never written over but by the run that goes on. A change of either
+file that older readers or files do not fit is one more entry of UPGRADES here, and nothing anywhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_stare.errors import DataError
+
+Tree = dict[str, Any]
+KEY = "format"
+
+
+def _same(tree: Tree) -> Tree:
+    return tree
+
+
+def _servers_that_are_used(config: Tree) -> Tree:
+    """The first format allowed settings of servers beside an engine that has none, and nobody read them."""
+    if config.get("rollout", {}).get("engine") != "sglang":
+        config.pop("sglang", None)
+    return config
+
+
+@dataclass(frozen=True)
+class Upgrade:
+    """What makes files of one format those of the next; each is given a whole file and may change it in place."""
+
+    config: Callable[[Tree], Tree] = _same
+    run_state: Callable[[Tree], Tree] = _same
+
+
+UPGRADES = (
+    Upgrade(config=_servers_that_are_used),  # from 1, which had no number
+)
+FORMAT = 1 + len(UPGRADES)
+
+
+def config_up_to_date(tree: Mapping[str, Any], where: str | Path) -> Tree:
+    """A config.yaml of a run, of whatever format, as one of today's, without the number. See `_up_to_date`."""
+    return _up_to_date(tree, where, [upgrade.config for upgrade in UPGRADES])
+
+
+def run_state_up_to_date(tree: Mapping[str, Any], where: str | Path) -> Tree:
+    """A run_state.json, of whatever format, as one of today's, without the number. See `_up_to_date`."""
+    return _up_to_date(tree, where, [upgrade.run_state for upgrade in UPGRADES])
+
+
+def _up_to_date(tree: Mapping[str, Any], where: str | Path, steps: list[Callable[[Tree], Tree]]) -> Tree:
+    """Raises DataError where the file was written by a release that is newer than this one, or its number is none."""
+    tree = dict(tree)
+    found = tree.pop(KEY, 1)
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise DataError(f"{found!r} is no format", where=f"{where}: {KEY}", fix="put the file back as the run wrote it")
+    if found > FORMAT:
+        raise DataError(
+            f"written in format {found} by a newer release; this one reads formats 1 to {FORMAT}",
+            where=str(where),
+            fix="resume with the release that wrote it, or start a new run here from its policy, which "
+            "`megatron-stare convert RUN_DIR HF_DIR` writes as a Hugging Face folder",
+        )
+    for step in steps[found - 1 :]:
+        tree = step(tree)
+    return tree

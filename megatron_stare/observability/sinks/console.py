@@ -1,0 +1,67 @@
+"""The run as a person at the console sees it: a live panel on a terminal that can show one, else plain lines."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_stare.observability.alerts import Alert
+from megatron_stare.observability.live import make_display
+from megatron_stare.observability.progress import RunDisplay
+from megatron_stare.observability.run_files import score_name
+from megatron_stare.observability.sink import RunOutline, Sink
+from megatron_stare.records.rollout_batch import RolloutBatch
+
+
+class Console(Sink):
+    """Hands everything to the display that fits stdout."""
+
+    def __init__(self) -> None:
+        self._opened: RunDisplay | None = None
+        self._phases: list[contextlib.AbstractContextManager[None]] = []  # under way, outermost first
+
+    @property
+    def _display(self) -> RunDisplay:
+        assert self._opened
+        return self._opened
+
+    def start(self, run: RunOutline) -> None:
+        self._opened = make_display(run.config.run.steps)
+        self._display.start(str(run.dir), run.config.algorithm.name)
+
+    def resume(self, run: RunOutline, step: int, rows: Sequence[Mapping[str, float]]) -> None:
+        self.start(run)
+        self._display.restore(rows)
+
+    def step(self, step: int, metrics: Mapping[str, float], batch: RolloutBatch) -> None:
+        self._display.step(step, metrics)
+
+    def alerts(self, changed: Sequence[Alert], active: Sequence[Alert]) -> None:
+        self._display.alerts(changed, active)
+
+    def evaluation(self, record: Mapping[str, Any]) -> None:
+        greedy = f", greedy {record['greedy']:.3f}" if record["greedy"] is not None else ""
+        task = f" of {record['task']}" if "task" in record else ""
+        self._display.note(
+            f"{score_name(dict(record))} of the {record['weights']} policy on {record['problems']} held-out problems{task}: "
+            f"sampled {record['pass1']:.3f}{greedy}"
+        )
+
+    def note(self, text: str) -> None:
+        self._display.note(text)
+
+    def begin_phase(self, name: str) -> None:
+        phase = self._display.phase(name)
+        phase.__enter__()
+        self._phases.append(phase)
+
+    def end_phase(self, name: str) -> None:
+        self._phases.pop().__exit__(None, None, None)
+
+    def progress(self, done: int, total: int) -> None:
+        self._display.rollout_progress(done, total)
+
+    def close(self) -> None:
+        if self._opened:
+            self._opened.close()

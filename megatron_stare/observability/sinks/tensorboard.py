@@ -1,0 +1,50 @@
+"""The same figures for TensorBoard, in tensorboard/ of the run directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_stare.observability.metrics import TENSORBOARD_DIR
+from megatron_stare.observability.sink import RunOutline, Sink
+from megatron_stare.records.rollout_batch import RolloutBatch
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorBoard(Sink):
+    """Every metric of every step, and pass@1 of every evaluation, as scalars."""
+
+    def __init__(self) -> None:
+        self._writer: SummaryWriter | None = None
+
+    def start(self, run: RunOutline) -> None:
+        self._open(run, None)
+
+    def resume(self, run: RunOutline, step: int, rows: Sequence[Mapping[str, float]]) -> None:
+        self._open(run, step + 1)  # TensorBoard passes over what older files say of this step and later ones
+
+    def step(self, step: int, metrics: Mapping[str, float], batch: RolloutBatch) -> None:
+        self._scalars(step, metrics)
+
+    def evaluation(self, record: Mapping[str, Any]) -> None:
+        task = f"{record['task']}/" if "task" in record else ""
+        scores = {f"eval/{task}{key}": float(record[key]) for key in ("pass1", "greedy") if record.get(key) is not None}
+        self._scalars(int(record["step"]), scores)
+
+    def close(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer:
+            writer.close()
+
+    def _open(self, run: RunOutline, purge_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # seconds to import, which checks of a run do not need
+
+        self._writer = SummaryWriter(str(run.dir / TENSORBOARD_DIR), purge_step=purge_step)
+
+    def _scalars(self, step: int, values: Mapping[str, float]) -> None:
+        assert self._writer
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()

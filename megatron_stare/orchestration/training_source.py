@@ -1,0 +1,49 @@
+"""The rollouts that training sees: batches that are judged, and weights that are proven to have arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from megatron_stare.orchestration.agreement import AgreementWatch
+from megatron_stare.orchestration.colocation import Colocation
+from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.rollout.pool import Exported
+from megatron_stare.rollout.source import RolloutSource
+
+
+class TrainingSource(RolloutSource):
+    """A source between which and the trainer nothing is left to do.
+
+    Args:
+        source: where batches come from.
+        judge: turns rewards into advantages, there and nowhere else.
+        phase: opens a phase of the step, by name.
+        published: told the version of weights that have arrived.
+    """
+
+    def __init__(
+        self,
+        source: RolloutSource,
+        judge: Callable[[RolloutBatch], RolloutBatch],
+        colocation: Colocation,
+        agreement: AgreementWatch,
+        phase: Callable[[str], AbstractContextManager[None]],
+        published: Callable[[int], None],
+    ) -> None:
+        self._source, self._judge = source, judge
+        self._colocation, self._agreement = colocation, agreement
+        self._phase, self._published = phase, published
+
+    def next(self, step: int) -> RolloutBatch:
+        """See RolloutSource. The batch carries advantages."""
+        with self._phase("rollout"):
+            return self._judge(self._source.next(step))
+
+    def publish(self, weights: Exported, version: int) -> None:
+        """See RolloutSource. Raises AgreementError where the engines do not compute with these weights."""
+        with self._phase("sync"):
+            self._colocation.resume()
+            self._source.publish(weights, version)
+            self._agreement.after_sync()
+        self._published(version)
