@@ -7,8 +7,9 @@ trajectories, has each verified by the verifier's processes, lays them end to en
 rank its share, of which the first rank makes its micro-batches.
 
 Processor seconds are those of whole processes, above what they had spent before the first request; a machine that is
-shared makes them longer by its caches alone. Memory is the peak of the driver's resident memory (VmHWM: shared pages of
-the object store included) above what it held before.
+shared makes them longer by its caches alone, but seconds of the clock by whatever else runs: see load_average. Memory
+is the peak of the driver's resident memory (VmHWM: shared pages of the object store included) above what it held
+before.
 
     python benchmarks/driver.py
 """
@@ -151,7 +152,7 @@ def measure_from(args: argparse.Namespace, folder: Path, urls: list[str], sent: 
             parts = batch.shares(plan.samples_of(rank) for rank in range(args.data_ranks))
             shares = [workers.share(part) for part in parts]
             shared, driver_cpu, peak = time.monotonic(), cpu_s(), resident("VmHWM")
-            first = workers.wait([workers.start_on(0, "first_micro_batch", shares[0], plan)])[0]
+            *first, rank_cpu = workers.wait([workers.start_on(0, "first_micro_batch", shares[0], plan)])[0]
             ready = time.monotonic()
             engine_cpu = sum(
                 after - before for before, after in zip(workers_at_start, workers.call("cpu_s"), strict=True)
@@ -171,6 +172,8 @@ def measure_from(args: argparse.Namespace, folder: Path, urls: list[str], sent: 
         "driver_memory_gb_until_the_batch": round((rolled_peak - held) / 1e9, 3),
         "rollout_wall_s": round(rolled - started, 1),
         "last_reply_to_micro_batch_s": round(ready - last.value, 3),
+        "last_reply_to_micro_batch_cpu_s": round(driver_cpu - arrivals.cpu_s + rank_cpu, 3),
+        "load_average": os.getloadavg()[0],
         "of_which_s": {
             "last reply sent to all verified and laid end to end": round(rolled - last.value, 3),
             "last reply sent to its trajectory": round(arrivals.last - last.value, 3),
@@ -183,13 +186,13 @@ def measure_from(args: argparse.Namespace, folder: Path, urls: list[str], sent: 
     }
 
 
-def check(batch: RolloutBatch, args: argparse.Namespace, sent: list[str], first: tuple[int, int]) -> None:
+def check(batch: RolloutBatch, args: argparse.Namespace, sent: list[str], first: list[int]) -> None:
     """Every reply came whole, was verified, and is one that was sent: tokens, log-probs and text."""
     assert batch.size == args.replies and bool(batch.scored.all()) and bool(batch.loss_mask.all())
     assert set(batch.response_lengths.tolist()) == {args.tokens} and set(batch.run_versions.tolist()) == {VERSION}
     found = {digest(t.tokens, t.log_probs, t.text) for t in batch.trajectories}
     assert found <= set(sent) and len(found) == min(TEMPLATES, args.replies), "what was decoded is not what was sent"
-    assert first == (min(first[0], PROMPT + args.tokens), args.tokens)
+    assert first == [PROMPT + args.tokens, args.tokens]  # a budget of one reply a micro-batch
 
 
 def digest(tokens: Tensor, log_probs: Tensor, text: str) -> str:
@@ -214,10 +217,12 @@ class Worker(EngineWorker):
     def cpu_s(self) -> float:
         return cpu_s()
 
-    def first_micro_batch(self, share: RankShare, plan: MicroBatchPlan) -> tuple[int, int]:
-        """Tokens and scored positions of the first micro-batch of data rank 0."""
+    def first_micro_batch(self, share: RankShare, plan: MicroBatchPlan) -> tuple[int, int, float]:
+        """Tokens and scored positions of the first micro-batch of data rank 0, and processor seconds until it was
+        there."""
+        before = cpu_s()
         batch = RankBatch(share, plan, 0, torch.device("cpu"), WholeSequences(packed=True))
-        return batch.micro_batches[0].tokens.numel(), batch.micro_batches[0].rows.numel()
+        return batch.micro_batches[0].tokens.numel(), batch.micro_batches[0].rows.numel(), cpu_s() - before
 
 
 def inline_workers(config: Config) -> tuple[Workers, Any]:
@@ -253,13 +258,13 @@ class Prompts:
 
 
 class Arrivals:
-    """Notes when the last trajectory was made."""
+    """Notes when the last trajectory was made, and what the driver had spent."""
 
-    last = 0.0
+    last = cpu_s = 0.0
 
     def __call__(self, made: int, wanted: int) -> None:
         if made == wanted:
-            self.last = time.monotonic()
+            self.last, self.cpu_s = time.monotonic(), cpu_s()
 
 
 class Weights:
