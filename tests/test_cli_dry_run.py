@@ -43,6 +43,8 @@ def dry(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("reward.verifier=maths", "did you mean 'math'"),
         ("rollout.engine=my_engines.Engine", "rollout.engine: cannot import 'my_engines'"),
         ("rollout.engine=locl", "did you mean 'local'"),
+        ("observability.sinks=[jsonl, consol]", "observability.sinks: unknown name 'consol'"),
+        ("observability.sinks=[console]", "observability.sinks: none of them keeps the record"),
         (
             "rollout.engine=collections.OrderedDict",
             "'collections.OrderedDict' is not a subclass of megatron_stare.rollout.engine.Engine",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -20,6 +22,7 @@ from megatron_stare.observability.metrics import read_metrics
 from megatron_stare.observability.monitor import Monitor
 from megatron_stare.observability.sink import RunOutline, Sink, make_sinks
 from megatron_stare.observability.sinks import SINKS
+from megatron_stare.observability.sinks.console import Console
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import sampled_trajectory
 
@@ -144,6 +147,23 @@ def test_a_resumed_run_is_told_once_and_remembers(tmp_path: Path, capsys: pytest
     out = capsys.readouterr().out
     assert out.count("step  21/300") == out.count("warning: step 21: gradient norm 10.5") == 1
     assert "step  20/300" not in out
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_panel_of_a_resumed_run_continues_its_charts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    console = Console()
+    console.resume(RunOutline(tmp_path, settings()), 2, [{"step": step, "entropy/mean": 0.5} for step in (1, 2)])
+    view = console._display._view()  # type: ignore[attr-defined]
+    console.close()
+    assert (view.step, list(view.values("entropy/mean"))) == (2, [0.5, 0.5])
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard writes in a thread
