@@ -89,9 +89,12 @@ def test_tensorboard_shows_the_run_as_if_it_had_never_stopped(tmp_path):
     with MetricsWriter(tmp_path, resume_step=1) as writer:
         writer.log(2, {"reward/mean": 0.75})
         writer.log_eval({"step": 2, "weights": "trained", "pass1": 0.5, "greedy": None})
+        writer.log_eval({"step": 2, "weights": "trained", "task": "aime", "pass1": 0.25, "greedy": 0.75})
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.75)]
     assert [(e.step, e.value) for e in events.Scalars("eval/pass1")] == [(2, 0.5)]
+    assert [e.value for e in events.Scalars("eval/aime/pass1")] == [0.25]
+    assert [e.value for e in events.Scalars("eval/aime/greedy")] == [0.75]
 
 
 def test_a_new_run_does_not_mix_with_an_old_one(tmp_path):
