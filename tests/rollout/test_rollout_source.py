@@ -119,7 +119,7 @@ def test_single_turns_are_what_the_engine_says(tokenizer, engines, max_batch):
     workers = Replicas([local_engine(max_batch) for _ in range(engines)])
     seen: list[tuple[int, int]] = []
     made = rollouts(workers, SingleTurn(CONFIG, tokenizer), tokenizer).make(
-        wanted, 4, replace(PARAMS, max_new_tokens=11), lambda done, total: seen.append((done, total))
+        wanted, 4, replace(PARAMS, max_new_tokens=20), lambda done, total: seen.append((done, total))
     )
     assert [(t.prompt.cursor, t.sample_index) for t in made] == [(40 + p, i) for p in range(5) for i in range(4)]
     assert seen == [(done, 20) for done in range(21)]
@@ -127,7 +127,7 @@ def test_single_turns_are_what_the_engine_says(tokenizer, engines, max_batch):
     bounds = [20 * n // engines for n in range(engines + 1)]
     reference = local_engine(max_batch)
     shards = [requests[bounds[n] : bounds[n + 1]] for n in range(engines)]
-    expected = [r for shard in shards for r in reference.generate(shard, replace(PARAMS, max_new_tokens=11))]
+    expected = [r for shard in shards for r in reference.generate(shard, replace(PARAMS, max_new_tokens=20))]
     for trajectory, result in zip(made, expected, strict=True):
         assert torch.equal(trajectory.tokens, result.output_ids)
         assert torch.equal(trajectory.log_probs, result.output_log_probs)
