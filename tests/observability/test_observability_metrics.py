@@ -114,9 +114,12 @@ def test_tensorboard_shows_the_run_as_if_it_had_never_stopped(tmp_path):
     with opened(TensorBoard(), tmp_path, 1) as sink:
         sink.step(2, {"reward/mean": 0.75}, NONE)
         sink.evaluation({"step": 2, "weights": "trained", "pass1": 0.5, "greedy": None})
+        sink.evaluation({"step": 2, "weights": "trained", "task": "aime", "pass1": 0.25, "greedy": 0.75})
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.75)]
     assert [(e.step, e.value) for e in events.Scalars("eval/pass1")] == [(2, 0.5)]
+    assert [e.value for e in events.Scalars("eval/aime/pass1")] == [0.25]
+    assert [e.value for e in events.Scalars("eval/aime/greedy")] == [0.75]
 
 
 def test_a_new_run_does_not_mix_with_an_old_one(tmp_path):
