@@ -18,14 +18,19 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from megatron_stare.algorithms import METHODS
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 ROOT = Path(__file__).parent.parent
-BASELINE = "bfc8822"
+BASELINE = "5d9f290"
 TIMED = ("time/", "perf/", "memory/")
+# A server's log-probs of one sequence differ in the last bits from run to run of the same code: prefixes it has seen
+# before are read from its cache, or not. What compares them with the trainer's does too.
+SERVED = ("agreement/", "rollout/logprob_diff")
 TIMEOUT_S = 900
 
 SMALL = ("eval.prompts=16", "batch.prompts=4", "batch.samples_per_prompt=4", "run.steps=3")
@@ -49,7 +54,7 @@ def environment(root: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(root), "MEGATRON_STARE_SGLANG_PYTHON": sglang}
 
 
-def outcome(root: Path, run_dir: Path, overrides: tuple[str, ...]) -> dict[str, object]:
+def outcome(root: Path, run_dir: Path, overrides: tuple[str, ...], left_out: tuple[str, ...]) -> dict[str, object]:
     """Trains the quickstart with the code below `root`, and returns what must not differ."""
     found = subprocess.run(
         [sys.executable, "-c", "import megatron_stare; print(megatron_stare.__file__)"],
@@ -65,10 +70,13 @@ def outcome(root: Path, run_dir: Path, overrides: tuple[str, ...]) -> dict[str, 
     rows = list(records(run_dir / "metrics.jsonl"))
     assert rows, "a run without a step proves nothing"
     return {
-        "metrics": [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in rows],
+        "metrics": [{k: v for k, v in row.items() if not k.startswith(left_out)} for row in rows],
         "evaluations": list(records(run_dir / "eval.jsonl")),
         "rollouts": [list(records(file)) for file in sorted((run_dir / "rollouts").iterdir())],
-        "weights": hashlib.sha256((run_dir / "hf/model.safetensors").read_bytes()).hexdigest(),
+        "weights": {  # the file may differ, for its metadata are in no order
+            name: hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
+            for name, tensor in load_file(run_dir / "hf/model.safetensors").items()
+        },
     }
 
 
@@ -76,11 +84,11 @@ def records(file: Path) -> Iterator[dict[str, object]]:
     return (json.loads(line) for line in file.read_text().splitlines())
 
 
-def require_same(before: Path, folder: Path, *overrides: str) -> None:
+def require_same(before: Path, folder: Path, *overrides: str, left_out: tuple[str, ...] = TIMED) -> None:
     """One process a core, at the same time."""
     with ThreadPoolExecutor(2) as sides:
-        was = sides.submit(outcome, before, folder / "before", overrides)
-        now = sides.submit(outcome, ROOT, folder / "now", overrides)
+        was = sides.submit(outcome, before, folder / "before", overrides, left_out)
+        now = sides.submit(outcome, ROOT, folder / "now", overrides, left_out)
         was, now = was.result(), now.result()
     for name in was:
         assert now[name] == was[name], name
@@ -114,4 +122,4 @@ def test_what_methods_are_combined_with(before: Path, tmp_path: Path, overrides:
 def test_sglang_with_seeds(before: Path, tmp_path: Path) -> None:
     """One response at a time: what a server batches together depends on the clock, and moves the last bits."""
     served = ("rollout.engine=sglang", "sglang.seeds=true", "rollout.max_batch=1")
-    require_same(before, tmp_path, *SMALL, *INLINE, *served)
+    require_same(before, tmp_path, *SMALL, *INLINE, *served, left_out=(*TIMED, *SERVED))

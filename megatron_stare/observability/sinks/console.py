@@ -42,9 +42,9 @@ class Console(Sink):
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         greedy = f", greedy {record['greedy']:.3f}" if record["greedy"] is not None else ""
-        task = f" of {record['task']}" if "task" in record else ""
+        score, task = score_name(dict(record)), f" of {record['task']}" if "task" in record else ""
         self._display.note(
-            f"{score_name(dict(record))} of the {record['weights']} policy on {record['problems']} held-out problems{task}: "
+            f"{score} of the {record['weights']} policy on {record['problems']} held-out problems{task}: "
             f"sampled {record['pass1']:.3f}{greedy}"
         )
 
