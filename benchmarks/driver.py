@@ -50,7 +50,6 @@ from megatron_stare.config.schema import Config
 from megatron_stare.environments.single_turn import SingleTurn
 from megatron_stare.megatron.batching.microbatch import RankBatch
 from megatron_stare.megatron.batching.sequence_layout import WholeSequences
-from megatron_stare.methods import build_method
 from megatron_stare.ops.plan import PlanRules, plan_mini_batches
 from megatron_stare.orchestration.engine_worker import EngineWorker
 from megatron_stare.orchestration.inline import InlineWorkers
@@ -124,7 +123,7 @@ def measure_from(args: argparse.Namespace, folder: Path, urls: list[str], sent: 
             "runtime": {"object_store_mb": 4096 if args.replies * args.tokens > 10**7 else 128},
         }
     )
-    method = build_method(config.algorithm)
+    method = config.algorithm.method
     workers, close = inline_workers(config) if args.inline else ray_workers(config)
     try:
         pool = EnginePool(workers)

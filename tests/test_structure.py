@@ -72,6 +72,7 @@ COMPARED = {
         "config/load.py",
         "jsonl",
     ): "whether data.path and data.eval_path are files, whose names are made to hold in any folder",
+    ("config/formats.py", "sglang"): "whether an older configuration's section of that name had a reader",
     ("config/schema.py", "sglang"): "whether the section of that name, config's own, has a reader in this run",
 }
 

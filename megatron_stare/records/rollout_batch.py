@@ -118,12 +118,16 @@ class RolloutBatch:
         """Sorts into canonical order and lays end to end.
 
         Raises:
-            DataError: the columns of a trajectory have different lengths.
+            DataError: the columns of a trajectory have different lengths, or two prompts have one cursor.
         """
         ordered = sorted(trajectories, key=lambda t: (t.prompt.cursor, t.sample_index))
+        prompt_ids: dict[int, tuple[int, ...]] = {}
         for each in ordered:
             _check(each)
-        prompts = {t.prompt.cursor: torch.tensor(t.prompt.token_ids, dtype=torch.int32) for t in ordered}
+            mine, known = each.prompt, prompt_ids.setdefault(each.prompt.cursor, each.prompt.token_ids)
+            if known is not mine.token_ids and known != mine.token_ids:
+                raise DataError("two prompts have one cursor", where=f"prompt {mine.id}, cursor {mine.cursor}")
+        prompts = {cursor: torch.tensor(ids, dtype=torch.int32) for cursor, ids in prompt_ids.items()}
         group_of = {cursor: group for group, cursor in enumerate(prompts)}
         runs = [run for t in ordered for run in t.versions]
         return cls(

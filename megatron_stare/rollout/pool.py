@@ -174,7 +174,8 @@ class Serving:
         finally:
             for trajectory in trajectories:
                 trajectory.cancel()
-            await asyncio.gather(*trajectories, return_exceptions=True)
+            # `made` too: asyncio reports the error of a future that nobody asked, with a traceback
+            await asyncio.gather(made, *trajectories, return_exceptions=True)
 
     async def stop(self) -> None:
         """Ends the pumps."""

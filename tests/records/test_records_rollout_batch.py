@@ -73,6 +73,15 @@ def test_columns_that_do_not_belong_together_are_refused(column: str) -> None:
         RolloutBatch.from_trajectories([broken])
 
 
+def test_a_cursor_is_of_one_prompt() -> None:
+    """A group's prompt is kept once: another of the same cursor would be trained on in its place."""
+    one, other = (two_turns(Prompt(4, "p", "", "", ids), index, 3) for index, ids in enumerate([(1, 2), (1, 3)]))
+    with pytest.raises(DataError, match="cursor 4"):
+        RolloutBatch.from_trajectories([one, other])
+    other.prompt = Prompt(4, "p", "", "", (1, 2))
+    assert RolloutBatch.from_trajectories([one, other]).size == 2
+
+
 def test_the_first_samples() -> None:
     batch = batch_of([3, 5, 4, 9])
     want = batch_of([3, 5])

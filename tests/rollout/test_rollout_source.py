@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -231,7 +232,7 @@ class Breaks(LocalEngine):
         ("short", "log-probs and weight versions"),
     ],
 )
-def test_a_replica_that_breaks_its_contract_ends_the_rollout(tokenizer, how, message):
+def test_a_replica_that_breaks_its_contract_ends_the_rollout(tokenizer, caplog, how, message):
     engine = Breaks(str(MODEL))
     engine.how = how
     engine.begin_weight_update(5)
@@ -241,6 +242,8 @@ def test_a_replica_that_breaks_its_contract_ends_the_rollout(tokenizer, how, mes
     with pytest.raises(DataError, match=message):
         rollouts(workers, SingleTurn(CONFIG, tokenizer)).make(prompts(tokenizer, 4), 2, PARAMS)
     assert workers.aborted == 2  # nothing that was asked for is answered to the next rollout
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records] == []  # asyncio's, of errors that nobody asked for
 
 
 class Talks(Environment):
@@ -300,7 +303,7 @@ def test_a_turn_without_room_is_empty(tokenizer):
 def test_training_samples_from_the_whole_distribution(tokenizer):
     for wrong in (replace(PARAMS, top_p=0.9), replace(PARAMS, greedy=True)):
         stream = Stream(prompts(tokenizer, 4))
-        made = rollouts(Replicas([local_engine()]), SingleTurn(CONFIG, tokenizer), tokenizer)
+        made = rollouts(Replicas([local_engine()]), SingleTurn(CONFIG, tokenizer))
         source = SynchronousSource(made, stream, 2, 2, lambda step, params=wrong: params)
         source.version = 5
         with pytest.raises(ValueError, match="whole distribution"):

@@ -173,7 +173,7 @@ def test_training_cannot_cut_the_support() -> None:
 )
 def test_an_error_names_the_task_and_what_it_set(task: dict[str, Any], where: str, fix: str | None) -> None:
     def make() -> None:
-        (made,) = evaluation_tasks(check(on(**{"prompts": 2, **task})))
+        (made,) = evaluation_tasks(check(on(**{"prompts": 2, **task})).config)
         tokenizer = AutoTokenizer.from_pretrained(MODEL)
         made.problems(tokenizer)
         made.environment(tokenizer)
@@ -196,7 +196,7 @@ def test_a_response_of_an_evaluation_needs_no_micro_batch() -> None:
 
 def test_a_file_of_a_task_is_named_from_the_root() -> None:
     tasks = [{"name": "a", "source": "jsonl", "path": "a.jsonl"}, {"name": "b", "path": "theirs"}]
-    run = check(config(eval={"prompts": 2, "tasks": tasks}))
+    run = check(config(eval={"prompts": 2, "tasks": tasks})).config
     assert [task.path for task in run.eval.tasks] == [str(Path("a.jsonl").absolute()), "theirs"]
 
 

@@ -87,7 +87,8 @@ def fixed_batch(seed: int) -> RolloutBatch:
 
     samples = []
     for i in range(16):
-        prompt = Prompt(i // 4, str(i // 4), "", "", tuple(draw(2, VOCAB) for _ in range(3 + i // 4)))
+        if i % 4 == 0:  # a group's responses are to one prompt
+            prompt = Prompt(i // 4, str(i // 4), "", "", tuple(draw(2, VOCAB) for _ in range(3 + i // 4)))
         ids = [draw(2, VOCAB) for _ in range(draw(2, LENGTH))]
         sample = sampled_trajectory(prompt, i % 4, ids, [-draw(1, 400) / 100 for _ in ids])
         sample.reward, sample.reward_status = float(i // 4 == 3 or i % 3 == 0), "crash" if i == 5 else "ok"
