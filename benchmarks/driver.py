@@ -239,7 +239,8 @@ def ray_workers(config: Config) -> tuple[Workers, Any]:
             on_ray.start_ray(config)
             count, timeout = len(config.sglang.urls), config.runtime.timeout_s
             actors, self.workers = self._actors(count, config.rollout.threads, "rollout engine", timeout)
-            on_ray.get([actor.build.remote(Worker, config, n) for n, actor in enumerate(actors)], "engine", timeout)
+            builds = [actor.build.remote(Worker, pickle.dumps((config, n))) for n, actor in enumerate(actors)]
+            on_ray.get(builds, "rollout engine", timeout)
 
     runner = Engines()
     return runner.workers, runner.close
@@ -342,7 +343,8 @@ def serve(pipe: Connection, folder: str, replicas: int, tokens: int, last_sent: 
     """Plays the servers until it is terminated; sends their ports, and what each reply is when it is read rightly."""
     tokenizer = load_tokenizer(folder)
     pages = "".join(file.read_text() for file in sorted((ROOT / "docs").rglob("*.md")))
-    text = tokenizer(pages).input_ids * (1 + TEMPLATES * tokens // len(pages) * 8)
+    text = tokenizer(pages).input_ids
+    text *= 1 + TEMPLATES * tokens // len(text)  # enough for all templates
     generator = np.random.default_rng(1)
     replies, sent = [], []
     for number in range(TEMPLATES):
