@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from machine import machine
 
-from megatron_stare.ops import select
-from megatron_stare.ops.select import kth_largest
-from megatron_stare.statistics import ordering_key
+from megatron_stare.ops import kth_largest as select
+from megatron_stare.ops.kth_largest import kth_largest
+from megatron_stare.records.batch_statistics import ordering_key
 
 RESULT = Path(__file__).parent / "results/distributed_select.json"
 MOST_BYTES, MOST_TIMES = 64 * 1024, 3.0

@@ -54,10 +54,10 @@ from megatron_stare.ops.plan import PlanRules, plan_mini_batches
 from megatron_stare.orchestration.engine_worker import EngineWorker
 from megatron_stare.orchestration.inline import InlineWorkers
 from megatron_stare.records.rollout_batch import RankShare, RolloutBatch
-from megatron_stare.rewards.pool import RewardPool
 from megatron_stare.rewards.verdicts import verdicts
-from megatron_stare.rollout.pool import EnginePool
-from megatron_stare.rollout.source import Rollouts, SynchronousSource
+from megatron_stare.rewards.verifier_pool import RewardPool
+from megatron_stare.rollout.engine_pool import EnginePool
+from megatron_stare.rollout.rollout_source import Rollouts, SynchronousSource
 from megatron_stare.rollout.text import load_tokenizer
 from megatron_stare.weights.checksum import tensor_checksum
 from megatron_stare.weights.stream_plan import BucketLayout, Slot

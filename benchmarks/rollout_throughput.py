@@ -29,9 +29,9 @@ from safetensors.torch import load_file
 from megatron_stare.batch import SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.rollout.engine import GenerateRequest
-from megatron_stare.rollout.sglang.build import SGLangReplica
-from megatron_stare.rollout.sglang.engine import SGLangEngine
 from megatron_stare.rollout.sglang.protocol import generate_body
+from megatron_stare.rollout.sglang.replica import SGLangReplica
+from megatron_stare.rollout.sglang.server_engine import SGLangEngine
 
 RESULT = Path(__file__).parent / "results/rollout_throughput.json"
 MODEL = Path(__file__).parents[1] / "assets" / "tiny-adder"

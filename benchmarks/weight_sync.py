@@ -34,8 +34,8 @@ from torch import Tensor
 
 from megatron_stare.config.schema import Config
 from megatron_stare.models.qwen2 import FAMILY as QWEN2
-from megatron_stare.rollout.sglang.build import SGLangReplica, make_sync
 from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
+from megatron_stare.rollout.sglang.replica import SGLangReplica, make_sync
 from megatron_stare.rollout.sglang.sync import Bucket, WeightSync
 from megatron_stare.rollout.sglang.update import WeightUpdate
 from megatron_stare.weights.hf_folder import HfFolder

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_stare.config.load import load_recorded
 from megatron_stare.config.schema import Config
-from megatron_stare.data.source import PromptSource, make_source
+from megatron_stare.data.prompt_source import PromptSource, make_source
 from megatron_stare.environments.environment import Environment
 from megatron_stare.errors import ConfigError
 from megatron_stare.observability.metrics import evaluated_steps
@@ -16,7 +16,7 @@ from megatron_stare.observability.sink import Sink, make_sinks
 from megatron_stare.preflight import check, check_checkpoints, check_runner
 from megatron_stare.resolved import ResolvedRun
 from megatron_stare.resuming import check_resume, find_run, resume_point
-from megatron_stare.rewards.pool import RewardPool
+from megatron_stare.rewards.verifier_pool import RewardPool
 from megatron_stare.rollout.stop import stop_token_ids
 from megatron_stare.rollout.text import load_tokenizer
 from megatron_stare.run_state import CONFIG, check_place

@@ -13,7 +13,7 @@ from megatron_stare.layout_rules import check_layout
 from megatron_stare.models import read_shape
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.resolved import ResolvedRun, resolve_run
-from megatron_stare.rollout.build import check_engine
+from megatron_stare.rollout.replicas import check_engine
 from megatron_stare.tasks.task import evaluation_tasks
 from megatron_stare.weights.blocks import cut
 from megatron_stare.weights.check import check_folder

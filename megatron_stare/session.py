@@ -18,7 +18,7 @@ from megatron_stare.observability.metrics import evaluated_steps
 from megatron_stare.observability.monitor import Monitor
 from megatron_stare.observability.sink import RunOutline
 from megatron_stare.opening import Inputs, check_dump_step
-from megatron_stare.orchestration.agreement import AgreementWatch
+from megatron_stare.orchestration.agreement_watch import AgreementWatch
 from megatron_stare.orchestration.colocation import Colocation
 from megatron_stare.orchestration.groups import Runner
 from megatron_stare.orchestration.policy_trainer import PolicyTrainer
@@ -27,9 +27,9 @@ from megatron_stare.preflight import notices
 from megatron_stare.records.trajectory import Trajectory
 from megatron_stare.resolved import ResolvedRun
 from megatron_stare.resuming import find_run, resume_point
-from megatron_stare.rewards.pool import RewardPool, TooManyFailuresError
 from megatron_stare.rewards.verdicts import Verdicts, verdicts
-from megatron_stare.rollout.source import Rollouts, SynchronousSource, check_versions
+from megatron_stare.rewards.verifier_pool import RewardPool, TooManyFailuresError
+from megatron_stare.rollout.rollout_source import Rollouts, SynchronousSource, check_versions
 from megatron_stare.run_state import RunDir, RunState
 from megatron_stare.tasks.task import Evaluation
 from megatron_stare.weights.hf_folder import write_folder

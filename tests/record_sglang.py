@@ -18,9 +18,9 @@ import torch
 from megatron_stare.batch import SamplingParams
 from megatron_stare.models.qwen2 import FAMILY as QWEN2
 from megatron_stare.rollout.engine import GenerateRequest
-from megatron_stare.rollout.sglang.build import make_sync
 from megatron_stare.rollout.sglang.client import SGLangClient
 from megatron_stare.rollout.sglang.protocol import generate_body, score_body
+from megatron_stare.rollout.sglang.replica import make_sync
 from megatron_stare.rollout.sglang.update import WeightUpdate
 
 OUT = Path(__file__).parent / "rollout" / "sglang_exchanges.json"

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_stare.config.schema import Config
-from megatron_stare.rollout.sglang.build import ENVIRONMENT, SGLangReplica
 from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
-from megatron_stare.rollout.sglang.engine import SGLangEngine
+from megatron_stare.rollout.sglang.replica import ENVIRONMENT, SGLangReplica
+from megatron_stare.rollout.sglang.server_engine import SGLangEngine
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "assets" / "tiny-adder"

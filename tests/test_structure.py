@@ -63,8 +63,6 @@ ONLY_IN = {
 
 # module names that the package has more than once, or that are the standard library's too: each hides another in a
 # traceback and in a search. What is still to be renamed; a name that is mended leaves the list.
-TWINS = {"agreement", "arithmetic", "build", "engine", "jsonl", "memory", "pool", "source", "statistics"}
-SHADOWS = {"http", "math", "select", "statistics"}
 # comparisons with a string that is also the name of something registered, and why each may be
 COMPARED = {
     ("algorithms/grpo_s.py", "arithmetic"): "a kind of mean, not the verifier or the source of that name",
@@ -157,7 +155,7 @@ def compared_strings(tree: ast.AST) -> set[str]:
 def test_what_is_registered_is_found_by_its_registry_and_named_in_no_if() -> None:
     """Families, tasks, environments, methods, engines, verifiers and sinks: one more of them is no branch elsewhere."""
     registered = registries()
-    assert {"algorithms/__init__.py", "environments/__init__.py", "rewards/verifier.py", "rollout/build.py"} < {
+    assert {"algorithms/__init__.py", "environments/__init__.py", "rewards/verifier.py", "rollout/replicas.py"} < {
         *registered
     }
     names = set().union(*registered.values())
@@ -190,13 +188,13 @@ def test_sglang_is_named_in_its_folder_the_registry_and_config_alone() -> None:
     setting = re.compile(rf"\bsglang\.({'|'.join(SGLangConfig.model_fields)})\b")
     naming = {str(file.relative_to(PACKAGE)) for file in FILES if "sglang" in setting.sub("", file.read_text()).lower()}
     elsewhere = {name for name in naming if not name.startswith(("rollout/sglang/", "config/"))}
-    assert elsewhere == {"rollout/build.py"}
+    assert elsewhere == {"rollout/replicas.py"}
 
 
 def test_no_two_modules_have_one_name() -> None:
     names = Counter(file.stem for file in FILES if file.stem != "__init__")
-    assert {name for name, files in names.items() if files > 1} == TWINS
-    assert names.keys() & sys.stdlib_module_names == SHADOWS
+    assert {name for name, files in names.items() if files > 1} == set()
+    assert names.keys() & sys.stdlib_module_names == set()
 
 
 def test_the_driver_reads_like_the_algorithm() -> None:

@@ -17,7 +17,7 @@ from megatron_stare.algorithms.method import State, TokenTerms
 from megatron_stare.algorithms.policy import PolicyGradient
 from megatron_stare.algorithms.surrogate import weighted_likelihood
 from megatron_stare.batch import TokenBatch
-from megatron_stare.statistics import Statistics
+from megatron_stare.records.batch_statistics import Statistics
 
 
 @dataclass(frozen=True, kw_only=True)

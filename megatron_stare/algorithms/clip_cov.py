@@ -22,7 +22,7 @@ from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.algorithms.method import State, TokenTerms
 from megatron_stare.algorithms.surrogate import clipped_surrogate
 from megatron_stare.batch import TokenBatch
-from megatron_stare.statistics import Request, Statistics, TopK, threshold
+from megatron_stare.records.batch_statistics import Request, Statistics, TopK, threshold
 
 
 @dataclass(frozen=True, kw_only=True)

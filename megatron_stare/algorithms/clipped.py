@@ -10,7 +10,7 @@ from megatron_stare.algorithms.method import State, TokenTerms
 from megatron_stare.algorithms.policy import PolicyGradient
 from megatron_stare.algorithms.surrogate import Surrogate, clipped_surrogate
 from megatron_stare.batch import TokenBatch
-from megatron_stare.statistics import Statistics
+from megatron_stare.records.batch_statistics import Statistics
 
 
 @dataclass(frozen=True, kw_only=True)

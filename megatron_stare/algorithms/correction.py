@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron_stare.algorithms.surrogate import LOG_RATIO_LIMIT
 from megatron_stare.batch import TokenBatch
-from megatron_stare.statistics import Mean, Request, SegmentSum, Statistics, scalar, tensor
+from megatron_stare.records.batch_statistics import Mean, Request, SegmentSum, Statistics, scalar, tensor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.batch import TokenBatch
-from megatron_stare.statistics import Count, Mean, Request, Statistics, scalar
+from megatron_stare.records.batch_statistics import Count, Mean, Request, Statistics, scalar
 
 
 def mean_requests(batch: TokenBatch) -> Mapping[str, Request]:

@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 import torch
 
 from megatron_stare.batch import TokenBatch
-from megatron_stare.statistics import Mean, Request, Statistics, scalar
+from megatron_stare.records.batch_statistics import Mean, Request, Statistics, scalar
 
 # names of the state and of the statistic; strings of their own, so that a method's own state cannot collide
 COEF, OPEN, USED, MEASURE = "entropy_bonus/coef", "entropy_bonus/open", "entropy_bonus/used", "entropy_bonus/measure"

@@ -13,7 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron_stare.batch import TokenBatch
-from megatron_stare.statistics import Request, Statistics
+from megatron_stare.records.batch_statistics import Request, Statistics
 
 
 class Filter(Protocol):

@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_stare.algorithms.advantage import all_equal
 from megatron_stare.algorithms.clipped import Clipped
 from megatron_stare.batch import TokenBatch
-from megatron_stare.statistics import Request, SegmentSum, Statistics, tensor
+from megatron_stare.records.batch_statistics import Request, SegmentSum, Statistics, tensor
 
 
 @dataclass(frozen=True, kw_only=True)

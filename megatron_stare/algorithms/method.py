@@ -16,8 +16,8 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from megatron_stare.batch import TokenBatch
+from megatron_stare.records.batch_statistics import Count, Request, Statistics, scalar
 from megatron_stare.records.rollout_batch import RolloutBatch
-from megatron_stare.statistics import Count, Request, Statistics, scalar
 
 State = dict[str, Tensor]  # 0-dim float64 tensors: what a method remembers from step to step
 

@@ -22,8 +22,8 @@ from megatron_stare.algorithms.kl import ReferenceKl, kl_estimate
 from megatron_stare.algorithms.method import Method, State, TokenTerms
 from megatron_stare.algorithms.shaping import LengthPenalty, Overlong, Truncated
 from megatron_stare.batch import TokenBatch
+from megatron_stare.records.batch_statistics import Count, Request, SegmentSum, Statistics, scalar, tensor
 from megatron_stare.records.rollout_batch import RolloutBatch
-from megatron_stare.statistics import Count, Request, SegmentSum, Statistics, scalar, tensor
 
 
 @dataclass(frozen=True, kw_only=True)

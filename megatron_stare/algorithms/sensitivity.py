@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.batch import TokenBatch
-from megatron_stare.statistics import Count, Mean, Request, Statistics, Sum, scalar
+from megatron_stare.records.batch_statistics import Count, Mean, Request, Statistics, Sum, scalar
 
 QUADRANTS = ("common_plus", "rare_plus", "common_minus", "rare_minus")  # U+, L+, U-, L-
 # float32 log-probs carry errors of some 1e-6, and where a token is all but certain Phi is smaller than that: without a

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_stare.algorithms.filters import Filter
 from megatron_stare.algorithms.stapo import SpuriousTokens
 from megatron_stare.algorithms.stare import Stare
-from megatron_stare.statistics import Statistics, scalar
+from megatron_stare.records.batch_statistics import Statistics, scalar
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from megatron_stare.algorithms.aggregate import Aggregation
 from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.algorithms.method import State, TokenTerms
 from megatron_stare.batch import TokenBatch
-from megatron_stare.statistics import Mean, Request, Statistics, TopK, scalar, threshold
+from megatron_stare.records.batch_statistics import Mean, Request, Statistics, TopK, scalar, threshold
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_stare.megatron.batching.microbatch import RankBatch
-from megatron_stare.ops.statistics import answer
+from megatron_stare.ops.statistics_executor import answer
+from megatron_stare.records.batch_statistics import Count, Max, Quantile, Request, scalar
 from megatron_stare.records.log_prob_difference import LogProbDifference, Sizes
-from megatron_stare.statistics import Count, Max, Quantile, Request, scalar
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 POSITIONS = (0, 1, 8, 64, 512, 4096)  # where the ranges of positions begin that are reported by themselves

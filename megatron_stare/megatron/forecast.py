@@ -17,8 +17,8 @@ from megatron_stare.batch import TokenBatch
 from megatron_stare.megatron.batching.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.head import Head, LossFunction
 from megatron_stare.megatron.passes import score
-from megatron_stare.ops.statistics import answer
-from megatron_stare.statistics import Mean, scalar
+from megatron_stare.ops.statistics_executor import answer
+from megatron_stare.records.batch_statistics import Mean, scalar
 
 
 def forecast(

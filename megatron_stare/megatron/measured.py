@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 
 from megatron_stare.algorithms.method import Method, State
 from megatron_stare.batch import TokenBatch
-from megatron_stare.ops.statistics import gather_statistics
-from megatron_stare.statistics import Max, Mean, Request, Statistics
+from megatron_stare.ops.statistics_executor import gather_statistics
+from megatron_stare.records.batch_statistics import Max, Mean, Request, Statistics
 
 # tensors [N] that a training pass in the place of a log-prob pass leaves behind
 LOG_PROB, ENTROPY = "pass/log_prob", "pass/entropy"

@@ -18,8 +18,8 @@ from megatron_stare.batch import TokenBatch
 from megatron_stare.megatron.batching.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.measured import ENTROPY, LOG_PROB
 from megatron_stare.ops.micro_batch_scope import gather_by_micro_batch, summary
-from megatron_stare.ops.statistics import gather_statistics
-from megatron_stare.statistics import Max, Mean, Request, Statistics, Sum
+from megatron_stare.ops.statistics_executor import gather_statistics
+from megatron_stare.records.batch_statistics import Max, Mean, Request, Statistics, Sum
 
 
 @dataclass(frozen=True)

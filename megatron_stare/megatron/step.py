@@ -31,8 +31,8 @@ from megatron_stare.megatron.optimizer import take_step
 from megatron_stare.megatron.passes import accumulate_gradients, score
 from megatron_stare.megatron.reference import Reference
 from megatron_stare.models.shape import ModelShape
-from megatron_stare.ops.statistics import answer
-from megatron_stare.statistics import scalar
+from megatron_stare.ops.statistics_executor import answer
+from megatron_stare.records.batch_statistics import scalar
 
 
 @dataclass(frozen=True)

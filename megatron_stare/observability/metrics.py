@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_stare.observability.jsonl import read_jsonl
+from megatron_stare.observability.json_lines import read_jsonl
 
 METRICS_FILE = "metrics.jsonl"
 EVAL_FILE = "eval.jsonl"

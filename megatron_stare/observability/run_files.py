@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from megatron_stare.errors import DataError
-from megatron_stare.observability.jsonl import Record, read_jsonl
+from megatron_stare.observability.json_lines import Record, read_jsonl
 from megatron_stare.observability.metrics import EVAL_FILE, METRICS_FILE, read_metrics
 
 CONFIG_FILE = "config.yaml"

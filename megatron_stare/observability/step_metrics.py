@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from megatron_stare.observability.memory import tree_pss_bytes
+from megatron_stare.observability.process_memory import tree_pss_bytes
 from megatron_stare.observability.signals import hacking_signals
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import Trajectory

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron_stare.ops.statistics import MAX_ROUNDS, answer
-from megatron_stare.statistics import (
+from megatron_stare.ops.statistics_executor import MAX_ROUNDS, answer
+from megatron_stare.records.batch_statistics import (
     Count,
     Mean,
     Quantile,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_stare.config.schema import Config
-from megatron_stare.rollout.pool import EnginePool
+from megatron_stare.rollout.engine_pool import EnginePool
 
 
 class Colocation:

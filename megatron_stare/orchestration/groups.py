@@ -17,7 +17,7 @@ from megatron_stare.orchestration.weight_stream import WeightStream
 from megatron_stare.records.log_prob_difference import LogProbDifference
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.resolved import ResolvedRun
-from megatron_stare.rollout.pool import EnginePool
+from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.weights.stream_plan import BucketLayout
 from megatron_stare.workers import Workers
 

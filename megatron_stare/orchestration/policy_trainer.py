@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from megatron_stare.config.schema import Config
-from megatron_stare.orchestration.agreement import AgreementWatch
+from megatron_stare.orchestration.agreement_watch import AgreementWatch
 from megatron_stare.orchestration.groups import TrainerGroup
 from megatron_stare.orchestration.updates import combined, skipped_after
 from megatron_stare.orchestration.weight_stream import WeightStream

@@ -26,8 +26,8 @@ from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.orchestration.engine_worker import EngineWorker
 from megatron_stare.orchestration.groups import TrainerGroup, plan_rules
 from megatron_stare.resolved import ResolvedRun
-from megatron_stare.rollout.build import replica_count
-from megatron_stare.rollout.pool import EnginePool
+from megatron_stare.rollout.engine_pool import EnginePool
+from megatron_stare.rollout.replicas import replica_count
 from megatron_stare.workers import Handle, Workers
 
 LOOPBACK = "127.0.0.1"

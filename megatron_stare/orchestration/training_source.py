@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from megatron_stare.orchestration.agreement import AgreementWatch
+from megatron_stare.orchestration.agreement_watch import AgreementWatch
 from megatron_stare.orchestration.colocation import Colocation
 from megatron_stare.records.rollout_batch import RolloutBatch
-from megatron_stare.rollout.pool import Exported
-from megatron_stare.rollout.source import RolloutSource
+from megatron_stare.rollout.engine_pool import Exported
+from megatron_stare.rollout.rollout_source import RolloutSource
 
 
 class TrainingSource(RolloutSource):

@@ -1,5 +1,5 @@
-"""One verifier process and the parent's end of its socket. `rewards/pool.py` decides what to send it and when to kill
-it; `rewards/worker.py` is the program it runs.
+"""One verifier process and the parent's end of its socket. `rewards/verifier_pool.py` decides what to send it and when
+to kill it; `rewards/worker.py` is the program it runs.
 
 A plain subprocess rather than multiprocessing: that would import the parent's __main__ again, which is a console
 script, a Ray worker or pytest.

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 
-from megatron_stare.rewards.pool import Answers, RewardPool, Score
+from megatron_stare.rewards.verifier_pool import Answers, RewardPool, Score
 
 
 class Verdicts:

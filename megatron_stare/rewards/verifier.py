@@ -1,7 +1,7 @@
 """What a verifier is, and the one that a configuration names. Runs in reward workers, so torch stays out.
 
 A verifier is any function `(response text, reference answer) -> reward`. It may be slow, hang or raise:
-`rewards/pool.py` runs it in a process of its own and bounds it.
+`rewards/verifier_pool.py` runs it in a process of its own and bounds it.
 
 Its module may also have `self_test() -> list of faults`, run before anything else, and `answer_start(response) -> int`:
 the character where the answer begins as the verifier's parser sees it, -1 where no answer stands in the right format.
@@ -20,8 +20,8 @@ Verifier = Callable[[str, str], SupportsFloat]
 AnswerStart = Callable[[str], int]
 
 VERIFIERS = {
-    "arithmetic": "megatron_stare.rewards.arithmetic.verify",
-    "math": "megatron_stare.rewards.math.verify",
+    "arithmetic": "megatron_stare.rewards.arithmetic_verifier.verify",
+    "math": "megatron_stare.rewards.math_verifier.verify",
 }
 
 

@@ -1,8 +1,8 @@
 """What a rollout engine is: one replica of the policy that samples responses, and the records it takes and returns.
 
-An engine lives in a worker of its own. Requests come from the pool (pool.py), results go back to it; weights come from
-the weight sync, under Hugging Face names. LocalEngine (local.py) computes in its worker's process, others speak for a
-server.
+An engine lives in a worker of its own. Requests come from the pool (engine_pool.py), results go back to it; weights
+come from the weight sync, under Hugging Face names. LocalEngine (local.py) computes in its worker's process, others
+speak for a server.
 """
 
 from __future__ import annotations

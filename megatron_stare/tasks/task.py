@@ -1,6 +1,6 @@
 """From the configuration to tasks: the one a run trains on, and those it is evaluated on.
 
-A task names its parts, each found where its kind is registered: the prompt source (data/source.py), the verifier
+A task names its parts, each found where its kind is registered: the prompt source (data/prompt_source.py), the verifier
 (rewards/verifier.py), the environment (environments/environment.py).
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_stare.batch import Prompt, SamplingParams
 from megatron_stare.config.schema import Config, EvalTask
-from megatron_stare.data.source import held_out
+from megatron_stare.data.prompt_source import held_out
 from megatron_stare.environments.environment import Environment, make_environment
 from megatron_stare.errors import UserError
 

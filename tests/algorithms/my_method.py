@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.algorithms.method import State, TokenTerms
 from megatron_stare.batch import TokenBatch
-from megatron_stare.statistics import Max, Request, Statistics, scalar
+from megatron_stare.records.batch_statistics import Max, Request, Statistics, scalar
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ from megatron_stare.algorithms.entropy_bonus import USED
 from megatron_stare.algorithms.policy import PolicyGradient
 from megatron_stare.batch import TokenBatch
 from megatron_stare.config.load import build_method
-from megatron_stare.ops.statistics import gather_statistics
-from megatron_stare.statistics import threshold
+from megatron_stare.ops.statistics_executor import gather_statistics
+from megatron_stare.records.batch_statistics import threshold
 
 REWARDS = [1.0, 0.0, 0.0, 1.0]
 NAN = math.nan

@@ -11,7 +11,7 @@ from token_batches import ask, by_sequence, token_batch
 from megatron_stare.algorithms.method import Method
 from megatron_stare.config.load import build_method
 from megatron_stare.ops.micro_batch_scope import gather_by_micro_batch, summary
-from megatron_stare.statistics import Threshold, scalar, tensor, threshold
+from megatron_stare.records.batch_statistics import Threshold, scalar, tensor, threshold
 
 REWARDS = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
 

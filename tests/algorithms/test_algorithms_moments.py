@@ -21,7 +21,7 @@ from megatron_stare.algorithms.gtpo import Gtpo
 from megatron_stare.batch import TokenBatch
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.ops.statistics import gather_statistics
+from megatron_stare.ops.statistics_executor import gather_statistics
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.resolved import resolve_run
 

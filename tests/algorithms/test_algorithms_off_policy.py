@@ -20,7 +20,7 @@ from megatron_stare.algorithms.entropy_bonus import USED
 from megatron_stare.algorithms.method import Method
 from megatron_stare.batch import Prompt, TokenBatch
 from megatron_stare.config.load import build_method
-from megatron_stare.ops.statistics import gather_statistics
+from megatron_stare.ops.statistics_executor import gather_statistics
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import Trajectory, sampled_trajectory
 

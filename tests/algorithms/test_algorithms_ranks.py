@@ -11,7 +11,7 @@ from test_algorithms_family import MIXED, built, with_everything
 from token_batches import loss_and_gradient, state_of, token_batch
 
 from megatron_stare.algorithms import METHODS
-from megatron_stare.ops.statistics import gather_statistics
+from megatron_stare.ops.statistics_executor import gather_statistics
 
 OWNER = torch.tensor([2, 0, 1, 1, 0, 2, 1, 0])  # of eight responses; the last rank holds none
 

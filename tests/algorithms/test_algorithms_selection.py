@@ -16,7 +16,7 @@ from megatron_stare.algorithms.stapo import SpuriousTokens, Stapo
 from megatron_stare.algorithms.stapo_stare import StapoStare
 from megatron_stare.algorithms.stare import Stare
 from megatron_stare.algorithms.twenty_entropy import TwentyEntropy
-from megatron_stare.statistics import threshold
+from megatron_stare.records.batch_statistics import threshold
 
 MIXED = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
 

@@ -20,7 +20,7 @@ from megatron_stare.algorithms.sensitivity import (
     sensitivity_requests,
 )
 from megatron_stare.batch import TokenBatch
-from megatron_stare.ops.statistics import answer
+from megatron_stare.ops.statistics_executor import answer
 from megatron_stare.ops.vocab_parallel import log_prob_and_entropy
 
 

@@ -22,9 +22,9 @@ from megatron_stare.algorithms.kl import ReferenceKl, kl_estimate
 from megatron_stare.algorithms.shaping import LengthPenalty, Overlong
 from megatron_stare.algorithms.twenty_entropy import TwentyEntropy
 from megatron_stare.batch import Prompt
+from megatron_stare.records.batch_statistics import Count, scalar
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import sampled_trajectory
-from megatron_stare.statistics import Count, scalar
 
 MIXED = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
 PLAIN = Grpo(aggregation="token_mean")

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megatron_stare.algorithms.method import Method
 from megatron_stare.batch import TokenBatch
-from megatron_stare.ops.statistics import gather_statistics
-from megatron_stare.statistics import Statistics
+from megatron_stare.ops.statistics_executor import gather_statistics
+from megatron_stare.records.batch_statistics import Statistics
 
 STEP = 7
 

@@ -20,10 +20,10 @@ from megatron_stare.data.arithmetic import (
     draw_problem,
     split_of,
 )
-from megatron_stare.data.source import make_source
+from megatron_stare.data.prompt_source import make_source
 from megatron_stare.data.streams import counter_hash
 from megatron_stare.errors import ConfigError, DataError
-from megatron_stare.rewards.arithmetic import verify
+from megatron_stare.rewards.arithmetic_verifier import verify
 
 
 def config(**sections):

@@ -8,7 +8,7 @@ import pytest
 from char_tokenizer import CHAT_TEMPLATE, char_tokenizer, ids
 
 from megatron_stare.config.load import validate
-from megatron_stare.data.source import held_out, make_source
+from megatron_stare.data.prompt_source import held_out, make_source
 from megatron_stare.errors import ConfigError, DataError
 
 TOKENIZER = char_tokenizer()

@@ -16,7 +16,7 @@ from megatron_stare.config.load import build_method
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.forecast import push_of
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.ops.statistics import gather_statistics
+from megatron_stare.ops.statistics_executor import gather_statistics
 from megatron_stare.resolved import resolve_run
 
 TEMPERATURE = 0.8

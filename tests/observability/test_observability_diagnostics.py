@@ -6,7 +6,7 @@ import pytest
 from test_observability_report import Page
 
 from megatron_stare.observability.diagnostic_charts import parts
-from megatron_stare.observability.jsonl import to_line
+from megatron_stare.observability.json_lines import to_line
 from megatron_stare.observability.paired import forecast_fit
 from megatron_stare.observability.report import write_report
 from megatron_stare.observability.run_files import read_runs

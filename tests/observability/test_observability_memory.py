@@ -6,8 +6,8 @@ import sys
 import psutil
 import pytest
 
-from megatron_stare.observability import memory
-from megatron_stare.observability.memory import tree_pss_bytes
+from megatron_stare.observability import process_memory
+from megatron_stare.observability.process_memory import tree_pss_bytes
 
 MB = 2**20
 pytestmark = pytest.mark.skipif(tree_pss_bytes() is None, reason="needs Linux's /proc/<pid>/smaps_rollup")
@@ -62,10 +62,10 @@ def test_processes_that_are_gone_count_as_nothing(start):
 
 
 def test_a_process_that_vanishes_between_listing_and_reading(monkeypatch):
-    monkeypatch.setattr(memory, "_tree", lambda pid: {pid, 2**22 + 1})
+    monkeypatch.setattr(process_memory, "_tree", lambda pid: {pid, 2**22 + 1})
     assert tree_pss_bytes() > MB
 
 
 def test_none_without_proc(monkeypatch, tmp_path):
-    monkeypatch.setattr(memory, "_PROC", tmp_path)
+    monkeypatch.setattr(process_memory, "_PROC", tmp_path)
     assert tree_pss_bytes() is None

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_stare.errors import DataError
 from megatron_stare.observability.figures import verdict
-from megatron_stare.observability.jsonl import to_line
+from megatron_stare.observability.json_lines import to_line
 from megatron_stare.observability.report import write_report
 from megatron_stare.observability.run_files import read_run
 from megatron_stare.observability.scales import intervals_on, nice_ticks, short, smooth, thin, tick_label

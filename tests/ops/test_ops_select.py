@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_stare.ops.statistics import answer, gather_statistics
-from megatron_stare.statistics import (
+from megatron_stare.ops.statistics_executor import answer, gather_statistics
+from megatron_stare.records.batch_statistics import (
     Count,
     Interpolation,
     Max,

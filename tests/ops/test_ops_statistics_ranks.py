@@ -20,9 +20,9 @@ from torch.distributed import ProcessGroup
 
 from megatron_stare.algorithms.stare import Stare
 from megatron_stare.batch import TokenBatch
-from megatron_stare.ops.select import kth_largest
-from megatron_stare.ops.statistics import answer, gather_statistics
-from megatron_stare.statistics import (
+from megatron_stare.ops.kth_largest import kth_largest
+from megatron_stare.ops.statistics_executor import answer, gather_statistics
+from megatron_stare.records.batch_statistics import (
     Count,
     Interpolation,
     Max,

@@ -17,8 +17,8 @@ from torch import Tensor
 from megatron_stare.config.schema import Config
 from megatron_stare.orchestration import engine_worker
 from megatron_stare.orchestration.weight_stream import WeightStream
-from megatron_stare.rollout.pool import EnginePool
-from megatron_stare.rollout.sglang.engine import SGLangEngine
+from megatron_stare.rollout.engine_pool import EnginePool
+from megatron_stare.rollout.sglang.server_engine import SGLangEngine
 from megatron_stare.rollout.sglang.tensor_sync import TensorSync
 from megatron_stare.weights.checksum import tensor_checksum
 from megatron_stare.weights.stream_plan import BucketLayout, Slot

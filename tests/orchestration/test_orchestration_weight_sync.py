@@ -11,7 +11,7 @@ from models import save_model
 from megatron_stare.config.schema import Config
 from megatron_stare.orchestration.inline import InlineRunner
 from megatron_stare.resolved import resolve_run
-from megatron_stare.rollout.pool import SyncError, check_arrived
+from megatron_stare.rollout.engine_pool import SyncError, check_arrived
 from megatron_stare.rollout.state import EngineState
 from megatron_stare.weights.checksum import tensor_checksum
 from megatron_stare.weights.hf_folder import HfFolder

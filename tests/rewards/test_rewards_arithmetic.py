@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_stare.rewards.arithmetic import answer_start, verify
+from megatron_stare.rewards.arithmetic_verifier import answer_start, verify
 
 
 @pytest.mark.parametrize(

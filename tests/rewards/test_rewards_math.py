@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from megatron_stare.rewards import math as math_verifier
-from megatron_stare.rewards.math import answer_start, last_boxed, self_test, verify
+from megatron_stare.rewards import math_verifier
+from megatron_stare.rewards.math_verifier import answer_start, last_boxed, self_test, verify
 
 
 def test_known_answers():

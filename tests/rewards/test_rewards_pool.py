@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_stare.errors import ConfigError
-from megatron_stare.rewards.pool import RewardPool, Score, TooManyFailuresError
+from megatron_stare.rewards.verifier_pool import RewardPool, Score, TooManyFailuresError
 
 OBEY = "verifiers_for_tests.obey"
 LINES = Path(__file__).with_name("verifiers_for_tests.py")
@@ -213,7 +213,7 @@ def test_workers_leave_when_the_parent_is_killed(tmp_path):
     # One worker is idle, the other hangs in its verifier after starting a process: all three have to go.
     os.mkfifo(tmp_path / "pid")
     script = f"""
-from megatron_stare.rewards.pool import RewardPool
+from megatron_stare.rewards.verifier_pool import RewardPool
 pool = RewardPool({OBEY!r}, workers=2, timeout_s=600)
 print(*pool.pids, flush=True)
 pool.score([("child {tmp_path / "pid"}", "")])
@@ -233,8 +233,8 @@ pool.score([("child {tmp_path / "pid"}", "")])
 def test_the_pool_and_its_workers_do_without_torch():
     script = """
 import sys
-import megatron_stare.rewards.pool, megatron_stare.rewards.worker, megatron_stare.rewards.math
-import megatron_stare.rewards.arithmetic
+import megatron_stare.rewards.verifier_pool, megatron_stare.rewards.worker, megatron_stare.rewards.math_verifier
+import megatron_stare.rewards.arithmetic_verifier
 sys.exit("torch" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

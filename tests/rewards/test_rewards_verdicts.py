@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from megatron_stare.errors import ConfigError
-from megatron_stare.rewards.pool import RewardPool, TooManyFailuresError
 from megatron_stare.rewards.verdicts import verdicts
+from megatron_stare.rewards.verifier_pool import RewardPool, TooManyFailuresError
 
 HERE = "verifiers_for_tests"
 

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qw
 from megatron_stare.batch import SamplingParams
 from megatron_stare.errors import ConfigError, DataError, NonFiniteError
 from megatron_stare.rollout import decode
-from megatron_stare.rollout.build import resolve_engine
 from megatron_stare.rollout.engine import GenerateRequest, WeightUpdateError
 from megatron_stare.rollout.local import LocalEngine
+from megatron_stare.rollout.replicas import resolve_engine
 from megatron_stare.rollout.sampling import choose_tokens
 from megatron_stare.rollout.state import EngineState, EngineStateError
 from megatron_stare.rollout.stop import stop_token_ids

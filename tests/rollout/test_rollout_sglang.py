@@ -20,9 +20,9 @@ from megatron_stare.batch import SamplingParams
 from megatron_stare.errors import DataError
 from megatron_stare.models.qwen2 import FAMILY as QWEN2
 from megatron_stare.rollout.engine import GenerateRequest, WeightUpdateError
-from megatron_stare.rollout.sglang.build import SGLangReplica, make_sync
 from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
 from megatron_stare.rollout.sglang.protocol import SGLangError, generate_body, result_of
+from megatron_stare.rollout.sglang.replica import SGLangReplica, make_sync
 from megatron_stare.rollout.sglang.tensor_sync import TensorSync
 from megatron_stare.rollout.sglang.update import WeightUpdate
 from megatron_stare.rollout.state import EngineState, EngineStateError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_stare.rollout.sglang import http
+from megatron_stare.rollout.sglang import transport
 from megatron_stare.rollout.sglang.client import ServerLostError, SGLangClient
 from megatron_stare.rollout.sglang.protocol import SGLangError
 
@@ -89,7 +89,7 @@ def test_a_connection_that_the_server_has_closed_is_not_used() -> None:
 
 
 def test_a_connection_is_given_up_before_the_server_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "KEPT_S", 0.0)
+    monkeypatch.setattr(transport, "KEPT_S", 0.0)
     server = Server(OK, OK)
 
     async def story(client: SGLangClient) -> list[Any]:

@@ -22,11 +22,17 @@ from megatron_stare.environments.environment import Environment, Response, make_
 from megatron_stare.environments.single_turn import SingleTurn
 from megatron_stare.errors import ConfigError, DataError, WeightVersionError
 from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory, sampled_trajectory
-from megatron_stare.rewards.pool import Score
+from megatron_stare.rewards.verifier_pool import Score
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult
+from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.local import LocalEngine
-from megatron_stare.rollout.pool import EnginePool
-from megatron_stare.rollout.source import Rollouts, SynchronousSource, check_result, check_trajectory, check_versions
+from megatron_stare.rollout.rollout_source import (
+    Rollouts,
+    SynchronousSource,
+    check_result,
+    check_trajectory,
+    check_versions,
+)
 from megatron_stare.rollout.text import load_tokenizer, with_text
 from megatron_stare.rollout.validate import check_params
 from megatron_stare.workers import Workers

@@ -22,8 +22,8 @@ from megatron_stare.megatron.export import export_gradients
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.ops.plan import plan_mini_batches
 from megatron_stare.orchestration.groups import plan_rules
+from megatron_stare.records.batch_statistics import Threshold, TopK
 from megatron_stare.resolved import resolve_run
-from megatron_stare.statistics import Threshold, TopK
 
 NEAR = 1e-5  # of a threshold: close enough for rounding to decide
 TIMEOUT_S = 300

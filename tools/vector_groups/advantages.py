@@ -11,8 +11,8 @@ from megatron_stare.algorithms.advantage import group_advantages
 from megatron_stare.algorithms.grpo_s import GrpoS
 from megatron_stare.algorithms.gtpo import Gtpo
 from megatron_stare.algorithms.shaping import LengthPenalty, Overlong, informative_groups
-from megatron_stare.ops.statistics import answer
-from megatron_stare.statistics import Mean, SegmentSum, scalar, tensor
+from megatron_stare.ops.statistics_executor import answer
+from megatron_stare.records.batch_statistics import Mean, SegmentSum, scalar, tensor
 from vector_groups.fields import Fields, other
 from vector_groups.tokens import Padded, aggregate, ask, by_sequence, pad
 

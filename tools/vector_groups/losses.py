@@ -15,7 +15,7 @@ from megatron_stare.algorithms.entropy_bonus import USED, EntropyBonus
 from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.algorithms.gspo import Gspo
 from megatron_stare.algorithms.surrogate import bounded_ratio, ratio
-from megatron_stare.ops.statistics import answer
+from megatron_stare.ops.statistics_executor import answer
 from vector_groups.fields import NUMBER, CannotEvaluateError, Fields, other
 from vector_groups.tokens import Padded, aggregate, ask, by_sequence, first_and_rest, initial, pad, total
 

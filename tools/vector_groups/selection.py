@@ -14,8 +14,8 @@ from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.algorithms.kl_cov import KlCov
 from megatron_stare.algorithms.stapo import SpuriousTokens
 from megatron_stare.algorithms.twenty_entropy import TwentyEntropy
-from megatron_stare.ops.statistics import answer
-from megatron_stare.statistics import scalar, threshold
+from megatron_stare.ops.statistics_executor import answer
+from megatron_stare.records.batch_statistics import scalar, threshold
 from vector_groups.fields import Fields
 from vector_groups.tokens import aggregate, ask, pad, total
 

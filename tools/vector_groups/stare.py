@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_stare.algorithms.sensitivity import critical_surprisal, second_moment, sensitivity
 from megatron_stare.algorithms.stare import Stare
 from megatron_stare.ops.vocab_parallel import log_prob_and_entropy
-from megatron_stare.statistics import threshold, top_k_count
+from megatron_stare.records.batch_statistics import threshold, top_k_count
 from vector_groups.fields import NUMBER, CannotEvaluateError, Fields, other
 from vector_groups.tokens import ask, first_and_rest, pad, total
 

@@ -12,8 +12,8 @@ from megatron_stare.algorithms.aggregate import coefficients
 from megatron_stare.algorithms.entropy_bonus import EntropyBonus
 from megatron_stare.algorithms.method import Method
 from megatron_stare.batch import TokenBatch
-from megatron_stare.ops.statistics import gather_statistics
-from megatron_stare.statistics import Statistics
+from megatron_stare.ops.statistics_executor import gather_statistics
+from megatron_stare.records.batch_statistics import Statistics
 
 
 @dataclass

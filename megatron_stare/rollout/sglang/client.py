@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeVar
 
 import orjson
 
-from megatron_stare.rollout.sglang.http import HttpTransport, Transport
 from megatron_stare.rollout.sglang.protocol import SGLangError
+from megatron_stare.rollout.sglang.transport import HttpTransport, Transport
 
 T = TypeVar("T")
 # SGLang's third, in_place, counts tokens of the old weights to the new version where its scheduler overlaps batches

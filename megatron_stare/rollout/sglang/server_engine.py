@@ -20,7 +20,7 @@ from megatron_stare.models import family_named
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, ModelInfo, ServedEngine
 from megatron_stare.rollout.model_config import read_model_config
 from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
-from megatron_stare.rollout.sglang.memory import release, resume
+from megatron_stare.rollout.sglang.offload import release, resume
 from megatron_stare.rollout.sglang.protocol import (
     SGLangError,
     check_flags,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
-from megatron_stare.ops.select import kth_largest
-from megatron_stare.statistics import (
+from megatron_stare.ops.kth_largest import kth_largest
+from megatron_stare.records.batch_statistics import (
     Count,
     Max,
     Mean,

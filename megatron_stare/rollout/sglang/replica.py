@@ -12,12 +12,12 @@ from urllib.parse import urlsplit
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, unknown_name
 from megatron_stare.models.shape import ModelShape
-from megatron_stare.rollout.build import Replica
+from megatron_stare.rollout.replicas import Replica
 from megatron_stare.rollout.sglang.broadcast import BroadcastSync
 from megatron_stare.rollout.sglang.client import SGLangClient
 from megatron_stare.rollout.sglang.disk_sync import DiskSync
-from megatron_stare.rollout.sglang.engine import NEVER_FILLED, SGLangEngine
 from megatron_stare.rollout.sglang.server import ServerOptions, ServerProcess
+from megatron_stare.rollout.sglang.server_engine import NEVER_FILLED, SGLangEngine
 from megatron_stare.rollout.sglang.sync import WeightSync
 from megatron_stare.rollout.sglang.tensor_sync import TensorSync
 from megatron_stare.shipped import CHECKOUT

@@ -19,7 +19,7 @@ from megatron_stare.errors import DataError, WeightVersionError
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory, VersionRuns
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult
-from megatron_stare.rollout.pool import EnginePool, Exported, Serving
+from megatron_stare.rollout.engine_pool import EnginePool, Exported, Serving
 
 Progress = Callable[[int, int], None]  # is told trajectories finished and wanted
 

@@ -14,7 +14,7 @@ from megatron_stare.rollout.engine import Engine
 
 ENGINES = {
     "local": "megatron_stare.rollout.local.LocalEngine",
-    "sglang": "megatron_stare.rollout.sglang.build.SGLangReplica",
+    "sglang": "megatron_stare.rollout.sglang.replica.SGLangReplica",
 }
 WHERE = "rollout.engine"
 

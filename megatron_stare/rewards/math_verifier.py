@@ -13,7 +13,7 @@ from math_verify import LatexExtractionConfig
 from math_verify import parse as parse_math
 from math_verify import verify as equal_math
 
-# It warns once a process that its own time limit is off. Ours is outside: see rewards/pool.py.
+# It warns once a process that its own time limit is off. Ours is outside: see rewards/verifier_pool.py.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _BOX = re.compile(r"\\boxed\s*\{")

@@ -16,7 +16,7 @@ from megatron_stare.rollout.agreement import (
     rollout_verdict,
     summary,
 )
-from megatron_stare.rollout.pool import EnginePool
+from megatron_stare.rollout.engine_pool import EnginePool
 
 
 class AgreementWatch:

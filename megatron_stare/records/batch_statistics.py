@@ -1,7 +1,7 @@
 """What a method may ask about the whole batch, and what it is answered. Imports torch only.
 
-A method names its requests; `ops/statistics.py` answers them over the right process groups, so every method is exact
-over the global batch in every layout. Shape legend: N response positions held by this rank.
+A method names its requests; `ops/statistics_executor.py` answers them over the right process groups, so every method is
+exact over the global batch in every layout. Shape legend: N response positions held by this rank.
 """
 
 from __future__ import annotations

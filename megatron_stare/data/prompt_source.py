@@ -14,7 +14,7 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.registry import resolve
 
 SOURCES = {
-    "jsonl": "megatron_stare.data.jsonl.JsonlPrompts",
+    "jsonl": "megatron_stare.data.jsonl_prompts.JsonlPrompts",
     "arithmetic": "megatron_stare.data.arithmetic.ArithmeticPrompts",
 }
 
