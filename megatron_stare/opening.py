@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_stare.config.load import load_recorded
 from megatron_stare.config.schema import Config
@@ -29,7 +28,6 @@ class Inputs:
     """What a run reads. `run` is checked."""
 
     run: ResolvedRun
-    tokenizer: Any  # of transformers
     stop_ids: tuple[int, ...]
     task: Task  # that is trained on
     source: PromptSource
@@ -60,7 +58,6 @@ def read_inputs(config: Config) -> Inputs:
     task = training_task(config)
     return Inputs(
         run,
-        tokenizer,
         stop_token_ids(config.model.path, tokenizer),
         task,
         make_source(config, tokenizer, "train"),

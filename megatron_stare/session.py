@@ -51,10 +51,9 @@ class Session:
 
     def __init__(self, inputs: Inputs, *, resume: bool = False, dump_step: int | None = None) -> None:
         self.config = config = inputs.config
-        self.method, self.source = inputs.run.method, inputs.source
-        self.tokenizer, self.stop_ids = inputs.tokenizer, inputs.stop_ids
+        method, self.source, self.stop_ids = inputs.run.method, inputs.source, inputs.stop_ids
         self.task, self.evaluations = inputs.task, inputs.evaluations
-        self.state = RunState(data=self.source.state(), method=self.method.initial_state())
+        self.state = RunState(data=self.source.state(), method=method.initial_state())
         with ClosingStack() as stack:
             restored: Path | None = None
             if resume:
@@ -95,8 +94,7 @@ class Session:
                 self.monitor.progress,
                 colocation.release,
             )
-            judge = self.method.judge
-            self.rollouts = TrainingSource(self.samples, judge, colocation, agreement, phase, self._published)
+            self.rollouts = TrainingSource(self.samples, method.judge, colocation, agreement, phase, self._published)
             dump = None if dump_step is None else (dump_step, self.dir.path / f"dump_step_{dump_step}")
             self.trainer = PolicyTrainer(config, self.ranks, self.state, agreement, phase, dump)
             for line in [*notices(config), *self.ranks.notes()]:

@@ -1,4 +1,4 @@
-"""Samples responses: engines, their weights' state, sampling noise, and the way from prompts to Samples."""
+"""Samples responses: engines, their weights' state, sampling noise, and the way from prompts to batches."""
 
 from megatron_stare.vector_maths import settle
 
