@@ -155,7 +155,8 @@ def random_batch(seed: int, size: int = 6, vocab: int = 37, group: int = 2) -> A
 
     samples = []
     for i in range(size):
-        prompt = Prompt(i // group, str(i // group), "", "", tuple(draw(2, vocab) for _ in range(3 + i // group)))
+        if i % group == 0:  # a group's responses are to one prompt
+            prompt = Prompt(i // group, str(i // group), "", "", tuple(draw(2, vocab) for _ in range(3 + i // group)))
         n = draw(1, 12)
         sample = sampled_trajectory(prompt, i % group, [draw(2, vocab) for _ in range(n)], [-1.0] * n)
         sample.reward, sample.reward_status = float(draw(0, 2)), "ok"
