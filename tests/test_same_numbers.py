@@ -28,8 +28,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 ROOT = Path(__file__).parent.parent
 BASELINE = "5d9f290"
 TIMED = ("time/", "perf/", "memory/")
-# A server's log-probs of one sequence differ in the last bits from run to run of the same code: prefixes it has seen
-# before are read from its cache, or not. What compares them with the trainer's does too.
+# A server's log-probs were seen to differ by up to 5e-7 between two runs of the same code, and so does what compares
+# them with the trainer's. Why was not established.
 SERVED = ("agreement/", "rollout/logprob_diff")
 TIMEOUT_S = 900
 
