@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_stare.batch import SamplingParams
 from megatron_stare.errors import DataError
-from megatron_stare.models.qwen2 import FAMILY as QWEN2
+from megatron_stare.models import read_shape
 from megatron_stare.rollout.engine import GenerateRequest, WeightUpdateError
 from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
 from megatron_stare.rollout.sglang.protocol import SGLangError, generate_body, result_of
@@ -29,6 +29,7 @@ from megatron_stare.rollout.state import EngineState, EngineStateError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.skipif(servers.MISSING is not None, reason=str(servers.MISSING))]
 
+SHAPE = read_shape(servers.MODEL)
 STOP = 1
 A, B = 5, 9
 PARAMS = SamplingParams(temperature=0.8, max_new_tokens=24, seed=1, step=1, stop_token_ids=(STOP,))
@@ -115,7 +116,7 @@ def test_every_sync_method_brings_all_weights_to_all_servers(engines, method):
     with servers.attached(*engines) as (loop, clients):
         sync = make_sync(method, clients, str(servers.MODEL), timeout_s=120)
         for version, token in ((11, A), (12, B)):
-            update = WeightUpdate(clients, sync, version, QWEN2, torch.float32)
+            update = WeightUpdate(clients, sync, version, SHAPE, torch.float32)
             loop.run_until_complete(whole(update, servers.says_only(token)))
             answers = loop.run_until_complete(
                 everywhere(*(c.generate(generate_body(requests(1)[0], PARAMS, f"{method}{version}")) for c in clients))
@@ -141,7 +142,7 @@ def test_versions_match_tokens_over_swaps_in_the_middle_of_responses(engines):
 
     async def story(clients):
         sync = make_sync("tensor", clients, str(servers.MODEL), timeout_s=120)
-        await whole(WeightUpdate(clients, sync, 20, QWEN2, torch.float32), servers.says_only(A))
+        await whole(WeightUpdate(clients, sync, 20, SHAPE, torch.float32), servers.says_only(A))
         wanted = requests(12)
         under_way = [
             asyncio.create_task(clients[i % 2].generate(generate_body(request, params, f"swapped-{i}")))
@@ -149,7 +150,7 @@ def test_versions_match_tokens_over_swaps_in_the_middle_of_responses(engines):
         ]
         for version in (21, 22):
             await everywhere(*(first_tokens(client, params, f"before-{version}") for client in clients))
-            update = WeightUpdate(clients, sync, version, QWEN2, torch.float32, "retract")
+            update = WeightUpdate(clients, sync, version, SHAPE, torch.float32, "retract")
             await whole(update, servers.says_only(says[version]))
         answers = await asyncio.gather(*under_way)
         return [result_of(answer, request, (STOP,), "") for answer, request in zip(answers, wanted, strict=True)]

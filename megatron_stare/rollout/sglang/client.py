@@ -133,13 +133,13 @@ class SGLangClient:
         """From the next token on, tokens carry this version."""
         await self.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
-    async def checksums(self) -> dict[str, str]:
-        """SGLang's own checksum of every parameter it holds, by SGLang's name."""
+    async def checksums(self) -> list[dict[str, str]]:
+        """By tensor-parallel rank: SGLang's own checksum of every parameter the rank holds, by SGLang's name."""
         answer = await self.post("/weights_checker", {"action": "checksum"})
-        ranks = answer["ranks"]
-        if len(ranks) != 1:
-            raise SGLangError(f"weights over {len(ranks)} ranks cannot be compared yet", where=self.url)
-        return dict(ranks[0]["checksums"])
+        ranks = {int(rank["parallelism_info"][0]["tp_rank"]): dict(rank["checksums"]) for rank in answer["ranks"]}
+        if sorted(ranks) != list(range(len(answer["ranks"]))):
+            raise SGLangError(f"{len(answer['ranks'])} checksums came for the ranks {sorted(ranks)}", where=self.url)
+        return [ranks[number] for number in range(len(ranks))]
 
     async def close(self) -> None:
         await self._transport.close()

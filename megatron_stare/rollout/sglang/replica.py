@@ -18,6 +18,7 @@ from megatron_stare.rollout.sglang.client import SGLangClient
 from megatron_stare.rollout.sglang.disk_sync import DiskSync
 from megatron_stare.rollout.sglang.server import ServerOptions, ServerProcess
 from megatron_stare.rollout.sglang.server_engine import NEVER_FILLED, SGLangEngine
+from megatron_stare.rollout.sglang.server_layout import CPU_WIDTHS
 from megatron_stare.rollout.sglang.sync import WeightSync
 from megatron_stare.rollout.sglang.tensor_sync import TensorSync
 from megatron_stare.shipped import CHECKOUT
@@ -25,7 +26,6 @@ from megatron_stare.shipped import CHECKOUT
 ENVIRONMENT = CHECKOUT / ".venv-sglang" if CHECKOUT else None  # of scripts/setup_sglang.sh
 PYTHON_VARIABLE = "MEGATRON_STARE_SGLANG_PYTHON"
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
-CPU_WIDTHS = 32  # what SGLang pads a feed-forward layer to a multiple of, on CPUs
 API_KEY_VARIABLE = "SGLANG_API_KEY"  # of servers that are attached to
 
 

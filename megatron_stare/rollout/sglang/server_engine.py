@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from megatron_stare.batch import SamplingParams
-from megatron_stare.models import family_named
+from megatron_stare.models import read_shape
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, ModelInfo, ServedEngine
 from megatron_stare.rollout.model_config import read_model_config
 from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
@@ -73,7 +73,7 @@ class SGLangEngine(ServedEngine):
         flags: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         config = read_model_config(model_path)
-        self._family = family_named(config.model_type, model_path)
+        self._shape = read_shape(model_path)
         self._vocab_size = int(config.vocab_size)
         self._stop_token_ids = model_stop_token_ids(model_path)
         self._client, self._sync, self.process = client, sync, process
@@ -164,7 +164,7 @@ class SGLangEngine(ServedEngine):
 
     def begin_weight_update(self, version: int) -> None:
         self._state = advance(self._state, EngineState.UPDATING)
-        self._update = WeightUpdate([self._client], self._sync, version, self._family, self._dtype)
+        self._update = WeightUpdate([self._client], self._sync, version, self._shape, self._dtype)
         self._guarded(self._update.begin())
 
     def update_weights(self, named_tensors: Sequence[tuple[str, Tensor]]) -> None:

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_stare.models.family import ModelFamily
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.rollout.engine import WeightUpdateError
 from megatron_stare.rollout.sglang.client import PauseMode, SGLangClient, everywhere
 from megatron_stare.rollout.sglang.fingerprint import Fingerprint, differences
+from megatron_stare.rollout.sglang.server_layout import ServerLayout
 from megatron_stare.rollout.sglang.sync import Bucket, WeightSync
 from megatron_stare.weights.checksum import tensor_checksum
 
@@ -23,7 +24,7 @@ class WeightUpdate:
     """Consumes the buckets of one version, in order; each method waits for every server, and for nothing else.
 
     Args:
-        family: of the model.
+        shape: of the model.
         dtype: that the servers compute in.
         mode: what becomes of responses under way. `abort` ends them; `retract` goes on with them, their cache computed
             anew with the new weights.
@@ -34,18 +35,23 @@ class WeightUpdate:
         clients: Sequence[SGLangClient],
         sync: WeightSync,
         version: int,
-        family: ModelFamily,
+        shape: ModelShape,
         dtype: torch.dtype,
         mode: PauseMode = "abort",
     ) -> None:
         self.version, self._mode = version, mode
         self._clients, self._sync = list(clients), sync
-        self._fingerprint = Fingerprint(family, dtype)
+        self._shape, self._dtype = shape, dtype
+        self._fingerprints: dict[ServerLayout, Fingerprint] = {}
+        self._layouts: list[ServerLayout] = []  # of each server
         self._received: dict[str, str] = {}
 
     async def begin(self) -> None:
         await everywhere(*(client.pause(self._mode) for client in self._clients))
-        await self._sync.begin()
+        infos = await everywhere(*(client.server_info() for client in self._clients))
+        self._layouts = [ServerLayout.of(info, c.url) for info, c in zip(infos, self._clients, strict=True)]
+        self._fingerprints = {layout: Fingerprint(self._shape, self._dtype, layout) for layout in self._layouts}
+        await self._sync.begin(self._layouts)
 
     async def send(self, bucket: Bucket) -> None:
         """Raises WeightUpdateError for a name that was sent before."""
@@ -59,7 +65,8 @@ class WeightUpdate:
     def _hash(self, bucket: Bucket) -> None:
         for name, tensor in bucket:
             self._received[name] = tensor_checksum(tensor)
-            self._fingerprint.add(name, tensor)
+            for fingerprint in self._fingerprints.values():
+                fingerprint.add(name, tensor)
 
     async def end(self) -> dict[str, str]:
         """Checksums (weights/checksum.py) of the tensors that were sent, by name, once every server is proven to hold
@@ -69,9 +76,10 @@ class WeightUpdate:
             WeightUpdateError: a server lacks a tensor, or has other values.
         """
         await self._sync.end()
-        sent = self._fingerprint.checksums()
-        for client, held in zip(self._clients, await everywhere(*(c.checksums() for c in self._clients)), strict=True):
-            if wrong := differences(sent, held):
+        sent = {layout: fingerprint.checksums() for layout, fingerprint in self._fingerprints.items()}
+        held_by = await everywhere(*(client.checksums() for client in self._clients))
+        for client, layout, held in zip(self._clients, self._layouts, held_by, strict=True):
+            if wrong := differences(sent[layout], held):
                 more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
                 raise WeightUpdateError(
                     f"the server does not hold the weights that were sent: {'; '.join(wrong[:3])}{more}",
