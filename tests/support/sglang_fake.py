@@ -29,6 +29,7 @@ class FakeServer:
         self.name = name
         self.calls: list[str] = []
         self.answers: dict[str, Any] = {}  # the newest of every path
+        self.bodies: dict[str, Any] = {}  # likewise, of requests
         self.broken: set[str] = set()
         self.sampling_fields: set[str] = set()
         self.under_way = self.most_under_way = 0  # responses asked for at the same time
@@ -61,7 +62,8 @@ class FakeServer:
             return 401, b"Unauthorized"
         if path in self.broken:
             return 400, f"{path} is broken".encode()
-        answer = self.answers[path] = self._answer(path, json.loads(body) if body else {})
+        self.bodies[path] = json.loads(body) if body else {}
+        answer = self.answers[path] = self._answer(path, self.bodies[path])
         return 200, answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
 
     def _answer(self, path: str, body: dict[str, Any]) -> Any:

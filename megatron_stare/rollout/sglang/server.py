@@ -15,59 +15,20 @@ import socket
 import subprocess
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from megatron_stare.rollout.sglang.client import ServerLostError, SGLangClient
-from megatron_stare.rollout.sglang.protocol import NO_VERSION, SGLangError
+from megatron_stare.rollout.sglang.protocol import SGLangError
 from megatron_stare.rollout.sglang.serve import API_KEY_VARIABLE, SCRATCH_VARIABLE
+from megatron_stare.rollout.sglang.server_options import ServerOptions
 
 LOOPBACK = "127.0.0.1"
 PROBE_EVERY_S = 0.5
 PORTS = range(20_000, 32_000)
 LEAVE_S = 5.0  # from the order to go until the process group is killed
 LOG_TAIL_BYTES = 3000
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """How a server is started.
-
-    seeds: honour sampling seeds; see docs/sglang.md for what that promises.
-    """
-
-    python: str  # of the environment SGLang is installed in
-    model_path: str
-    dtype: str
-    threads: int
-    max_running: int  # responses decoded together
-    cache_tokens: int  # tokens the key/value cache holds
-    seeds: bool
-    start_timeout_s: float
-
-    def arguments(self, port: int) -> list[str]:
-        """Of sglang.launch_server."""
-        given: dict[str, object] = {
-            "model-path": str(Path(self.model_path).resolve()),
-            "host": LOOPBACK,
-            "port": port,
-            "dtype": self.dtype,
-            "device": "cpu",
-            "attention-backend": "torch_native",
-            "sampling-backend": "pytorch",
-            "mem-fraction-static": 0.1,
-            "max-total-tokens": self.cache_tokens,
-            "max-running-requests": self.max_running,
-            "weight-version": NO_VERSION,
-            "log-level-http": "warning",  # not a line a request
-            "load-format": "dummy",  # weights come from the weight sync alone, so that a lost one cannot go unseen
-        }
-        flags = ["--sleep-on-idle", "--skip-tokenizer-init", "--skip-server-warmup"]
-        if self.seeds:
-            flags.append("--enable-deterministic-inference")
-        return [*(word for name, value in given.items() for word in (f"--{name}", str(value))), *flags]
 
 
 class ServerProcess:
@@ -82,7 +43,7 @@ class ServerProcess:
         self._log = self._scratch / "server.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [options.python, "-m", "megatron_stare.rollout.sglang.serve", *options.arguments(port)],
+                [options.python, "-m", "megatron_stare.rollout.sglang.serve", *options.arguments(LOOPBACK, port)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -92,15 +53,7 @@ class ServerProcess:
             )
 
     def _environment(self) -> dict[str, str]:
-        # the trainer's paths lead to packages of its own environment
-        kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "SGLANG_USE_CPU_ENGINE")}
-        threads = str(self._options.threads)
-        return kept | {
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-            "TOKENIZERS_PARALLELISM": "false",
-            "THP_MEM_ALLOC_ENABLE": "1",  # a bucket of weights is new memory: in pages of 4 KB that costs half its time
+        return self._options.process_environment() | {
             SCRATCH_VARIABLE: str(self._scratch),
             API_KEY_VARIABLE: self.api_key,
         }

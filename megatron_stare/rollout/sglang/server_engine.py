@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from megatron_stare.batch import SamplingParams
@@ -34,7 +35,7 @@ from megatron_stare.rollout.sglang.server import ServerProcess
 from megatron_stare.rollout.sglang.stop_probe import probe_stop
 from megatron_stare.rollout.sglang.sync import DTYPES, WeightSync
 from megatron_stare.rollout.sglang.update import WeightUpdate
-from megatron_stare.rollout.state import EngineState, advance, require
+from megatron_stare.rollout.state import EngineState, advance, publishes, require
 from megatron_stare.rollout.stop import model_stop_token_ids
 from megatron_stare.rollout.validate import check_params, check_requests
 
@@ -81,14 +82,14 @@ class SGLangEngine(ServedEngine):
         self._max_running, self._slots = max_running, asyncio.Semaphore(max_running)
         self._state, self._version = EngineState.DIRTY, -1
         self._update: WeightUpdate | None = None  # the open one, or the last
+        self._proven: dict[str, torch.Size] = {}  # the tensors that the server was proven to consist of
         self._calls = 0
         self._under_way: set[asyncio.Task[GenerateResult]] = set()
         info = self._run(client.server_info())
         check_version(str(info["version"]), client.url)
         check_flags(info, flags, client.url)
-        self._context_length = (
-            min(int(config.max_position_embeddings), int(info["max_total_num_tokens"])) - NEVER_FILLED
-        )
+        bounds = (config.max_position_embeddings, info["max_total_num_tokens"], info.get("context_length"))
+        self._context_length = min(int(bound) for bound in bounds if bound is not None) - NEVER_FILLED
         self._run(probe_stop(client, self._stop_token_ids))
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -162,9 +163,10 @@ class SGLangEngine(ServedEngine):
         first, self._calls = self._calls + 1, self._calls + len(sequences)
         return self._run(everywhere(*(one(tokens, first + i) for i, tokens in enumerate(sequences))))
 
-    def begin_weight_update(self, version: int) -> None:
+    def begin_weight_update(self, version: int, prove: bool = True) -> None:
         self._state = advance(self._state, EngineState.UPDATING)
-        self._update = WeightUpdate([self._client], self._sync, version, self._shape, self._dtype)
+        proven = None if prove or not self._proven else self._proven
+        self._update = WeightUpdate([self._client], self._sync, version, self._shape, self._dtype, proven=proven)
         self._guarded(self._update.begin())
 
     def update_weights(self, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -173,7 +175,10 @@ class SGLangEngine(ServedEngine):
     def end_weight_update(self) -> dict[str, str]:
         update = self._open_update("end the weight update")
         checksums = self._guarded(update.end())
-        self._state, self._version = advance(self._state, EngineState.HEALTHY), update.version
+        if update.proves:
+            self._proven = update.sizes
+        held = EngineState.HEALTHY if update.proves else EngineState.UNPROVED
+        self._state, self._version = advance(self._state, held), update.version
         return checksums
 
     def _open_update(self, action: str) -> WeightUpdate:
@@ -205,7 +210,7 @@ class SGLangEngine(ServedEngine):
 
     def model_info(self) -> ModelInfo:
         return ModelInfo(
-            weight_version=self._version if self._state is EngineState.HEALTHY else None,
+            weight_version=self._version if publishes(self._state) else None,
             state=self._state,
             vocab_size=self._vocab_size,
             context_length=self._context_length,
