@@ -169,6 +169,11 @@ class SGLangConfig(Section):
     urls: list[str] = Field(
         [], description="running servers to use, keyed by SGLANG_API_KEY; empty: start rollout.engines of them here"
     )
+    host: str = Field(
+        "127.0.0.1",
+        description="address that servers of a run listen on; 0.0.0.0: all of the machine's. They ask for a key drawn "
+        "for the run on each",
+    )
     python: str | None = Field(
         None, description="Python of the environment SGLang is installed in; null: that of scripts/setup_sglang.sh"
     )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 import tempfile
 from dataclasses import replace
 
+import aiohttp
+import psutil
 import pytest
 import torch
 from support import sglang_servers as servers
@@ -32,6 +35,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.skipif(servers.MISSING is not None
 SHAPE = read_shape(servers.MODEL)
 STOP = 1
 A, B = 5, 9
+OPEN = {"/health", "/health_generate", "/ready", "/metrics"}  # what SGLang leaves open, for probes
 PARAMS = SamplingParams(temperature=0.8, max_new_tokens=24, seed=1, step=1, stop_token_ids=(STOP,))
 
 
@@ -233,6 +237,41 @@ def test_nobody_without_the_key_is_served(engine):
 
     with pytest.raises(SGLangError, match="401"):
         asyncio.run(ask())
+
+
+@pytest.mark.slow
+def test_off_loopback_no_endpoint_is_open_without_the_key():
+    """All that the server itself lists, by every method; who has the key is let in under the same address."""
+    address = next(
+        a.address
+        for addresses in psutil.net_if_addrs().values()
+        for a in addresses
+        if a.family == socket.AF_INET and not a.address.startswith("127.")
+    )
+
+    async def ask(engine):
+        port = engine.process.url.rpartition(":")[2]
+        url = f"http://{address}:{port}"
+        key = {"Authorization": f"Bearer {engine.process.api_key}"}
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"{url}/openapi.json", headers=key) as answer:
+                known = (await answer.json())["paths"]
+            answers = {}
+            for path, methods in known.items():
+                for method in methods:
+                    for name, headers in (("none", {}), ("wrong", {"Authorization": "Bearer wrong"})):
+                        async with session.request(method, url + path, headers=headers, json={}) as answer:
+                            answers[path, method, name] = answer.status
+            async with session.get(f"{url}/model_info", headers=key) as answer:
+                assert answer.status == 200
+        return answers
+
+    with servers.running(host="0.0.0.0") as engine:
+        answers = asyncio.run(ask(engine))
+        servers.sync(engine, 60, servers.weights())  # it is whole still
+    changing = [path for path, *_ in answers if any(word in path for word in ("weight", "memory", "generation"))]
+    assert {"/update_weights_from_tensor", "/update_weights_from_disk", "/init_weights_update_group"} <= set(changing)
+    assert {path for (path, *_), status in answers.items() if status not in (401, 403)} <= OPEN
 
 
 def outputs(results):

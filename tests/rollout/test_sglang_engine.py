@@ -307,6 +307,16 @@ def test_a_server_that_cannot_do_what_is_asked_for_is_refused(fake, sglang, devi
     loop.close()
 
 
+def test_a_server_off_loopback_that_asks_nobody_for_a_key_is_refused(fake, monkeypatch):
+    loop = asyncio.new_event_loop()
+    monkeypatch.setattr(fake, "open", True)
+    with pytest.raises(ConfigError, match="asks nobody for a key"):
+        over(fake, loop)
+    fake.name = "localhost:30000"  # this machine's programs alone reach it
+    over(fake, loop)
+    loop.close()
+
+
 def test_a_closed_engine_is_dead(engine):
     engine.close()
     engine.close()

@@ -15,7 +15,13 @@ from megatron_stare.rollout.sglang.broadcast import BroadcastSync
 from megatron_stare.rollout.sglang.client import SGLangClient
 from megatron_stare.rollout.sglang.disk_sync import DiskSync
 from megatron_stare.rollout.sglang.server import ServerProcess
-from megatron_stare.rollout.sglang.server_checks import check_attached, check_lengths, check_started, server_device
+from megatron_stare.rollout.sglang.server_checks import (
+    API_KEY_VARIABLE,
+    check_attached,
+    check_lengths,
+    check_started,
+    server_device,
+)
 from megatron_stare.rollout.sglang.server_engine import SGLangEngine
 from megatron_stare.rollout.sglang.server_options import ServerOptions
 from megatron_stare.rollout.sglang.sync import WeightSync
@@ -25,7 +31,6 @@ from megatron_stare.shipped import CHECKOUT
 ENVIRONMENT = CHECKOUT / ".venv-sglang" if CHECKOUT else None  # of scripts/setup_sglang.sh
 PYTHON_VARIABLE = "MEGATRON_STARE_SGLANG_PYTHON"
 CPU_CACHE_TOKENS = 20_000  # where nothing is set: a CPU server has no share of memory to fill
-API_KEY_VARIABLE = "SGLANG_API_KEY"  # of servers that are attached to
 
 
 class SGLangReplica(Replica):
@@ -139,6 +144,7 @@ def server_options(config: Config) -> ServerOptions:
         cache_tokens=asked.cache_tokens or (CPU_CACHE_TOKENS if device == "cpu" else None),
         seeds=asked.seeds,
         start_timeout_s=asked.start_timeout_s,
+        host=asked.host,
         tensor=asked.tensor_parallel,
         expert=asked.expert_parallel,
         memory_fraction=asked.memory_fraction,

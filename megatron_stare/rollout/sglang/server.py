@@ -1,7 +1,7 @@
 """Starts SGLang servers on this machine, waits until they answer, and ends them with everything they left behind.
 
-Each is a process group of its own. It runs serve.py in SGLang's environment, listens on loopback with a key drawn for
-the run, and writes its output to a log whose end is quoted when it dies.
+Each is a process group of its own. It runs serve.py in SGLang's environment, asks for a key drawn for the run wherever
+it listens, and writes its output to a log whose end is quoted when it dies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_stare.rollout.sglang.protocol import SGLangError
 from megatron_stare.rollout.sglang.serve import API_KEY_VARIABLE, SCRATCH_VARIABLE
 from megatron_stare.rollout.sglang.server_options import ServerOptions
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
 PROBE_EVERY_S = 0.5
 PORTS = range(20_000, 32_000)
 LEAVE_S = 5.0  # from the order to go until the process group is killed
@@ -37,13 +37,13 @@ class ServerProcess:
     def __init__(self, options: ServerOptions) -> None:
         self._options = options
         self.api_key = secrets.token_hex(16)
-        port = free_port()
-        self.url = f"http://{LOOPBACK}:{port}"
+        port = free_port(options.host)
+        self.url = f"http://{LOOPBACK if options.host == EVERYWHERE else options.host}:{port}"
         self._scratch = Path(tempfile.mkdtemp(prefix="megatron-stare-sglang-"))
         self._log = self._scratch / "server.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [options.python, "-m", "megatron_stare.rollout.sglang.serve", *options.arguments(LOOPBACK, port)],
+                [options.python, "-m", "megatron_stare.rollout.sglang.serve", *options.arguments(port)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -118,8 +118,8 @@ class ServerProcess:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
-def free_port() -> int:
-    """A TCP port of loopback that is free now.
+def free_port(host: str) -> int:
+    """A TCP port of an address of this machine that is free now.
 
     Below the range the kernel hands out by itself: minutes pass until the server listens, in which another program's
     connection would take it.
@@ -127,6 +127,10 @@ def free_port() -> int:
     for _ in range(100):
         port = PORTS.start + secrets.randbelow(len(PORTS))
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((LOOPBACK, port))
+            probe.bind((host, port))
             return port
-    raise SGLangError(f"no free port between {PORTS.start} and {PORTS.stop}", fix="end programs that listen there")
+    raise SGLangError(
+        f"no port of {host} between {PORTS.start} and {PORTS.stop} can be listened on",
+        where="sglang.host",
+        fix="end programs that listen there, or name an address of this machine",
+    )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import torch
 
@@ -15,8 +15,9 @@ from megatron_stare.rollout.sglang.flag_check import refused_flag
 from megatron_stare.rollout.sglang.server_engine import NEVER_FILLED
 from megatron_stare.rollout.sglang.server_layout import CPU_WIDTHS
 from megatron_stare.rollout.sglang.server_options import CPU_ATTENTION, ServerOptions
+from megatron_stare.rollout.sglang.transport import on_loopback
 
-LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
+API_KEY_VARIABLE = "SGLANG_API_KEY"  # of servers that are attached to
 
 
 def server_device(config: Config) -> str:
@@ -53,7 +54,13 @@ def check_lengths(config: Config, shape: ModelShape, *bounds: int | None) -> Non
 
 def check_attached(config: Config) -> None:
     """Raises ConfigError where servers that are attached to cannot be synced as configured."""
-    elsewhere = [url for url in config.sglang.urls if urlsplit(url).hostname not in LOOPBACK_NAMES]
+    elsewhere = [url for url in config.sglang.urls if not on_loopback(url)]
+    if elsewhere and not os.environ.get(API_KEY_VARIABLE):
+        raise ConfigError(
+            f"{elsewhere[0]} is not on loopback, so it must ask for a key: who can reach it could replace its weights",
+            where="sglang.urls",
+            fix=f"start it with --api-key, and set {API_KEY_VARIABLE} to the same",
+        )
     if elsewhere and config.sglang.sync == "distributed":
         raise ConfigError(
             f"the broadcast reaches servers of this machine only, and {elsewhere[0]} is not named as one",
@@ -74,7 +81,7 @@ def check_started(config: Config, shape: ModelShape, options: ServerOptions) -> 
             where="sglang.python",
             fix="bash scripts/setup_sglang.sh builds SGLang's environment",
         )
-    if options.flags and (refused := refused_flag(options.python, options.own_arguments("", 0), options.flags)):
+    if options.flags and (refused := refused_flag(options.python, options.own_arguments(0), options.flags)):
         raise ConfigError(
             refused, where="sglang.flags", fix="python -m sglang.launch_server --help lists what it takes"
         )

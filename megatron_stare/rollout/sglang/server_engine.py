@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.batch import SamplingParams
+from megatron_stare.errors import ConfigError
 from megatron_stare.models import read_shape
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, ModelInfo, ServedEngine
 from megatron_stare.rollout.model_config import read_model_config
@@ -34,6 +35,7 @@ from megatron_stare.rollout.sglang.protocol import (
 from megatron_stare.rollout.sglang.server import ServerProcess
 from megatron_stare.rollout.sglang.stop_probe import probe_stop
 from megatron_stare.rollout.sglang.sync import DTYPES, WeightSync
+from megatron_stare.rollout.sglang.transport import on_loopback
 from megatron_stare.rollout.sglang.update import WeightUpdate
 from megatron_stare.rollout.state import EngineState, advance, publishes, require
 from megatron_stare.rollout.stop import model_stop_token_ids
@@ -59,7 +61,7 @@ class SGLangEngine(ServedEngine):
 
     Raises:
         SGLangError: the server runs an unsupported release, or does not return stop tokens as it must.
-        ConfigError: the server was not started with one of the flags.
+        ConfigError: the server was not started with one of the flags, or is open to whoever can reach it.
     """
 
     def __init__(
@@ -88,6 +90,13 @@ class SGLangEngine(ServedEngine):
         info = self._run(client.server_info())
         check_version(str(info["version"]), client.url)
         check_flags(info, flags, client.url)
+        if not on_loopback(client.url) and not self._run(client.asks_for_key()):
+            raise ConfigError(
+                "the server can be reached from other machines and asks nobody for a key: who can reach it could "
+                "replace its weights",
+                where=client.url,
+                fix="start it with --api-key, and set SGLANG_API_KEY to the same",
+            )
         bounds = (config.max_position_embeddings, info["max_total_num_tokens"], info.get("context_length"))
         self._context_length = min(int(bound) for bound in bounds if bound is not None) - NEVER_FILLED
         self._run(probe_stop(client, self._stop_token_ids))

@@ -33,7 +33,11 @@ class ServerLayout:
     @classmethod
     def of(cls, info: Mapping[str, Any], where: str) -> ServerLayout:
         """Of a server's /server_info. Raises SGLangError for ways of cutting a model that are not known here."""
-        for name, what in (("pp_size", "pipeline stages"), ("dp_size", "data-parallel ranks")):
+        for name, what in (
+            ("pp_size", "pipeline stages"),
+            ("dp_size", "data-parallel ranks"),
+            ("attn_dp_size", "data-parallel ranks of attention"),
+        ):
             if (ranks := int(info.get(name) or 1)) > 1:
                 raise SGLangError(
                     f"the server cuts the model over {ranks} {what}, and what each of them holds is not known here",

@@ -32,6 +32,7 @@ class ServerOptions:
     cache_tokens: int | None  # tokens the key/value cache holds
     seeds: bool
     start_timeout_s: float
+    host: str = "127.0.0.1"  # that the server listens on
     tensor: int = 1
     expert: int = 1
     memory_fraction: float | None = None
@@ -42,16 +43,16 @@ class ServerOptions:
     flags: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def arguments(self, host: str, port: int) -> list[str]:
+    def arguments(self, port: int) -> list[str]:
         """Of sglang.launch_server."""
-        return [*self.own_arguments(host, port), *self.flags]
+        return [*self.own_arguments(port), *self.flags]
 
-    def own_arguments(self, host: str, port: int) -> tuple[str, ...]:
+    def own_arguments(self, port: int) -> tuple[str, ...]:
         """Those that are made here, without the user's."""
         on_cpu = self.device == "cpu"
         given: dict[str, object] = {
             "model-path": str(Path(self.model_path).resolve()),
-            "host": host,
+            "host": self.host,
             "port": port,
             "dtype": self.dtype,
             "device": self.device,
