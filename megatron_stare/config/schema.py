@@ -216,7 +216,10 @@ class SGLangConfig(Section):
     )
     seeds: bool = Field(False, description="servers key sampling noise on the request, at a cost in speed")
     cache_tokens: int | None = Field(
-        None, ge=1, description="tokens a server's key/value cache holds; null: 20,000 on a CPU, on GPUs what fits"
+        20_000,
+        ge=1,
+        description="tokens a server's key/value cache holds; null: on GPUs as many as fit memory_fraction, which is "
+        "what GPUs want",
     )
     start_timeout_s: float = Field(300.0, gt=0, description="limit of a server's start, seconds")
     agreement_limit: float | None = Field(

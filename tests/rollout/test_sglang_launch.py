@@ -74,7 +74,7 @@ def test_the_command_line_of_a_server_on_gpus():
 
 
 def test_what_is_not_set_on_gpus_is_sglangs_choice():
-    words = server_options(config(device="cuda")).arguments(1)
+    words = server_options(config(device="cuda", cache_tokens=None)).arguments(1)
     for name in ("attention-backend", "mem-fraction-static", "context-length", "max-total-tokens", "sampling-backend"):
         assert f"--{name}" not in words
     for name in ("--sleep-on-idle", "--enable-memory-saver", "--cuda-graph-bs-decode", "--ep-size"):
@@ -83,7 +83,7 @@ def test_what_is_not_set_on_gpus_is_sglangs_choice():
 
 
 def test_a_server_on_the_cpu_is_told_what_it_needs():
-    words = server_options(config(device="cpu", tensor_parallel=2, colocated=True)).arguments(1)
+    words = server_options(config(device="cpu", tensor_parallel=2, colocated=True, cache_tokens=None)).arguments(1)
     for name, value in (
         ("attention-backend", ATTENTION),
         ("sampling-backend", "pytorch"),

@@ -30,7 +30,7 @@ from megatron_stare.shipped import CHECKOUT
 
 ENVIRONMENT = CHECKOUT / ".venv-sglang" if CHECKOUT else None  # of scripts/setup_sglang.sh
 PYTHON_VARIABLE = "MEGATRON_STARE_SGLANG_PYTHON"
-CPU_CACHE_TOKENS = 20_000  # where nothing is set: a CPU server has no share of memory to fill
+CPU_CACHE_TOKENS = 20_000  # where none are set: a CPU server has no share of memory to fill
 
 
 class SGLangReplica(Replica):

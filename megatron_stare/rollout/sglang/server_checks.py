@@ -55,17 +55,17 @@ def check_lengths(config: Config, shape: ModelShape, *bounds: int | None) -> Non
 def check_attached(config: Config) -> None:
     """Raises ConfigError where servers that are attached to cannot be synced as configured."""
     elsewhere = [url for url in config.sglang.urls if not on_loopback(url)]
-    if elsewhere and not os.environ.get(API_KEY_VARIABLE):
-        raise ConfigError(
-            f"{elsewhere[0]} is not on loopback, so it must ask for a key: who can reach it could replace its weights",
-            where="sglang.urls",
-            fix=f"start it with --api-key, and set {API_KEY_VARIABLE} to the same",
-        )
     if elsewhere and config.sglang.sync == "distributed":
         raise ConfigError(
             f"the broadcast reaches servers of this machine only, and {elsewhere[0]} is not named as one",
             where="sglang.sync",
             fix="use tensor, or disk with a file system that all servers see",
+        )
+    if elsewhere and not os.environ.get(API_KEY_VARIABLE):
+        raise ConfigError(
+            f"{elsewhere[0]} is not on loopback, so it must ask for a key: who can reach it could replace its weights",
+            where="sglang.urls",
+            fix=f"start it with --api-key, and set {API_KEY_VARIABLE} to the same",
         )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_stare.batch import SamplingParams
 from megatron_stare.errors import ConfigError
-from megatron_stare.models import read_shape
+from megatron_stare.models import family_named
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, ModelInfo, ServedEngine
 from megatron_stare.rollout.model_config import read_model_config
 from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
@@ -76,7 +76,7 @@ class SGLangEngine(ServedEngine):
         flags: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         config = read_model_config(model_path)
-        self._shape = read_shape(model_path)
+        self._shape = family_named(config.model_type, model_path).shape(config.to_dict())
         self._vocab_size = int(config.vocab_size)
         self._stop_token_ids = model_stop_token_ids(model_path)
         self._client, self._sync, self.process = client, sync, process
