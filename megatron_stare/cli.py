@@ -179,7 +179,7 @@ def _convert(args: argparse.Namespace) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
-    from megatron_stare.observability.report import write_report
+    from megatron_stare.observability.report.page import write_report
 
     for run in args.runs:
         if not (run / "metrics.jsonl").exists():

@@ -1,6 +1,6 @@
 """Reads a run directory back for the report.
 
-Comes from config.yaml, metrics.jsonl and eval.jsonl; goes to `figures.py` and `report.py`. A run that is still going,
+Comes from config.yaml, metrics.jsonl and eval.jsonl; goes to `figures.py` and `report/`. A run that is still going,
 was killed, or never evaluated is as welcome as a finished one.
 """
 
