@@ -57,8 +57,8 @@ from megatron_stare.records.rollout_batch import RankShare, RolloutBatch
 from megatron_stare.rewards.verdicts import verdicts
 from megatron_stare.rewards.verifier_pool import VerifierPool
 from megatron_stare.rollout.engine_pool import EnginePool
+from megatron_stare.rollout.model_folder import load_tokenizer
 from megatron_stare.rollout.rollout_source import Rollouts, SynchronousSource
-from megatron_stare.rollout.text import load_tokenizer
 from megatron_stare.weights.checksum import tensor_checksum
 from megatron_stare.weights.stream_plan import BucketLayout, Slot
 from megatron_stare.workers import Handle, Workers

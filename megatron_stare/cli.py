@@ -134,7 +134,7 @@ def _train_or_check(args: argparse.Namespace) -> None:
 
         print(dump_yaml(rehearse(config, resume=args.resume, dump_step=args.dump_step)), end="")
         return
-    from megatron_stare.observability.closing import closing
+    from megatron_stare.observability.figures import closing
     from megatron_stare.train import train  # imports torch and transformers: seconds
 
     run_dir = train(config, resume=args.resume, dump_step=args.dump_step)

@@ -14,15 +14,14 @@ from megatron_stare.environments.environment import Environment
 from megatron_stare.errors import RewardFailureError
 from megatron_stare.evaluate import evaluate
 from megatron_stare.interruption import ClosingStack, Standing, raise_if_received, stopped_at
-from megatron_stare.observability.metrics import evaluated_steps
 from megatron_stare.observability.monitor import Monitor
+from megatron_stare.observability.run_files import evaluated_steps
 from megatron_stare.observability.sink import RunOutline
 from megatron_stare.opening import Inputs, check_dump_step
 from megatron_stare.orchestration.agreement_watch import AgreementWatch
-from megatron_stare.orchestration.colocation import Colocation
 from megatron_stare.orchestration.groups import Runner
 from megatron_stare.orchestration.policy_trainer import PolicyTrainer
-from megatron_stare.orchestration.training_source import TrainingSource
+from megatron_stare.orchestration.training_source import Colocation, TrainingSource
 from megatron_stare.preflight import notices
 from megatron_stare.records.trajectory import Trajectory
 from megatron_stare.resolved import ResolvedRun

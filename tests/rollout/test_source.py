@@ -26,6 +26,7 @@ from megatron_stare.rewards.verifier_pool import Verdict
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult
 from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.local import LocalEngine
+from megatron_stare.rollout.model_folder import load_tokenizer, with_text
 from megatron_stare.rollout.rollout_source import (
     Rollouts,
     SynchronousSource,
@@ -33,7 +34,6 @@ from megatron_stare.rollout.rollout_source import (
     check_trajectory,
     check_versions,
 )
-from megatron_stare.rollout.text import load_tokenizer, with_text
 from megatron_stare.rollout.validate import check_params
 from megatron_stare.workers import Workers
 
