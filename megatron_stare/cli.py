@@ -130,7 +130,7 @@ def _train_or_check(args: argparse.Namespace) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers are forked and spawned around it
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models and tokenizers are local folders
     if args.dry_run:
-        from megatron_stare.opening import rehearse
+        from megatron_stare.run.opening import rehearse
 
         print(dump_yaml(rehearse(config, resume=args.resume, dump_step=args.dump_step)), end="")
         return
