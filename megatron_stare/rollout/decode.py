@@ -127,7 +127,8 @@ def _forward(model: Any, ids: Tensor, positions: Tensor, mask: Tensor | None, ca
 
 
 def growing_cache(config: object) -> DynamicCache:
-    """An empty cache for a model of this config; sliding-window and other special layers stay as they are."""
+    """An empty cache for a model of this config, written in place: transformers' own copies itself every token.
+    Sliding-window and other special layers stay as they are."""
     cache = DynamicCache(config=config)
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache

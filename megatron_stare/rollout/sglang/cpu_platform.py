@@ -66,6 +66,8 @@ def _path_of_loads(instance: str) -> str:
 def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
     """MurmurHash3 (32 bits, seed 0) of the 16 bytes of seed, position and column, as SGLang's kernel computes it.
 
+    Keys seeded sampling noise. In plain torch, because SGLang's own need Triton or a kernel package.
+
     Args:
         seed: [n] 64 bits a row.
         positions: [n] 32 bits a row.
