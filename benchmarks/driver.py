@@ -57,6 +57,7 @@ from megatron_stare.records.rollout_batch import RankShare, RolloutBatch
 from megatron_stare.rewards.verdicts import verdicts
 from megatron_stare.rewards.verifier_pool import VerifierPool
 from megatron_stare.rollout.engine_pool import EnginePool
+from megatron_stare.rollout.group_sampling import EveryGroup
 from megatron_stare.rollout.model_folder import load_tokenizer
 from megatron_stare.rollout.rollout_source import Rollouts, SynchronousSource
 from megatron_stare.weights.checksum import tensor_checksum
@@ -132,9 +133,7 @@ def measure_from(args: argparse.Namespace, folder: Path, urls: list[str], sent: 
             arrivals = Arrivals()
             source = SynchronousSource(
                 Rollouts(pool, SingleTurn(config, load_tokenizer(str(folder))), lambda _: verdicts(verifiers)),
-                Prompts(),
-                config.batch.prompts,
-                args.samples,
+                EveryGroup(Prompts(), config.batch.prompts, args.samples),
                 partial(SamplingParams, 1.0, args.tokens, 1, stop_token_ids=(0,)),
                 arrivals,
             )
