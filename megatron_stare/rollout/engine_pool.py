@@ -27,7 +27,7 @@ class SyncError(UserError):
 
 
 class Exported(Protocol):
-    """The policy's weights on their way, bucket by bucket; see orchestration/weight_stream.py."""
+    """The policy's weights on their way, bucket by bucket; see WeightStream in orchestration/groups.py."""
 
     layouts: tuple[BucketLayout, ...]
 

@@ -27,6 +27,7 @@ from megatron_stare.rollout.engine import GenerateRequest, GenerateResult
 from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.group_sampling import EveryGroup
 from megatron_stare.rollout.local import LocalEngine
+from megatron_stare.rollout.model_folder import load_tokenizer
 from megatron_stare.rollout.rollout_source import (
     Rollouts,
     SynchronousSource,
@@ -34,7 +35,6 @@ from megatron_stare.rollout.rollout_source import (
     check_trajectory,
     check_versions,
 )
-from megatron_stare.rollout.text import load_tokenizer
 from megatron_stare.rollout.validate import check_params
 from megatron_stare.workers import Workers
 

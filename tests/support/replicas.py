@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stare.batch import Prompt
-from megatron_stare.rollout.text import load_tokenizer, with_text
+from megatron_stare.rollout.model_folder import load_tokenizer, with_text
 from megatron_stare.workers import Workers
 
 TOKENIZER = load_tokenizer(str(Path(__file__).parents[2] / "assets" / "tiny-adder"))
