@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support import sglang_servers as servers
@@ -15,6 +18,7 @@ from megatron_stare.models import read_shape
 from megatron_stare.rollout.sglang.cpu_platform import ATTENTION
 from megatron_stare.rollout.sglang.flag_check import refused_flag
 from megatron_stare.rollout.sglang.replica import check_servers, served_dtype, server_flags, server_options
+from megatron_stare.rollout.sglang.serve import remove_shared_memory
 from megatron_stare.rollout.sglang.server_options import CPU_ATTENTION
 
 SHAPE = read_shape(servers.MODEL)
@@ -158,6 +162,23 @@ def test_a_server_that_other_machines_reach_must_have_a_key(monkeypatch):
     check_servers(config(urls=["http://localhost:1"]), SHAPE)
     monkeypatch.setenv("SGLANG_API_KEY", "key")
     check_servers(config(urls=["http://node7:30000"]), SHAPE)
+
+
+def test_what_the_ranks_of_one_server_share_is_removed_and_no_others():
+    """Processes that are killed leave it in /dev/shm; another server's ranks are at work with theirs."""
+    with ExitStack() as stack:
+        ours, others = (
+            subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+            for _ in range(2)
+        )
+        for process in (ours, others):
+            stack.callback(process.communicate, b"\n")
+        files = [Path(f"/dev/shm/sgl_shm_mq_{pid}_test") for pid in (ours.pid, others.pid, 2**22 + 1)]
+        for file in files:
+            file.touch()
+            stack.callback(file.unlink, missing_ok=True)
+        remove_shared_memory(os.getpgid(ours.pid))
+        assert [file.exists() for file in files] == [False, True, True]
 
 
 @pytest.mark.sglang

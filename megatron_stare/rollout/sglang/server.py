@@ -21,7 +21,7 @@ import psutil
 
 from megatron_stare.rollout.sglang.client import ServerLostError, SGLangClient
 from megatron_stare.rollout.sglang.protocol import SGLangError
-from megatron_stare.rollout.sglang.serve import API_KEY_VARIABLE, SCRATCH_VARIABLE
+from megatron_stare.rollout.sglang.serve import API_KEY_VARIABLE, SCRATCH_VARIABLE, remove_shared_memory
 from megatron_stare.rollout.sglang.server_options import ServerOptions
 
 LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
@@ -112,6 +112,7 @@ class ServerProcess:
             self._process.stdin.close()  # the order to go, see serve.py
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(LEAVE_S)
+            remove_shared_memory(self.process_group)  # of ranks that outlived their launcher
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process_group, signal.SIGKILL)
             self._process.wait()
