@@ -1,0 +1,522 @@
+"""Reads one of this project's files for what it uses of an upstream, with as much of types as annotations tell.
+
+An expression is a name of the upstream or of ours, something made of such a class, many of them, or unknown. Types come
+from calls of classes, from annotations of ours and upstream's, and from what upstream's methods set on `self`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+
+from upstream.definitions import Definition, Definitions, Module, bindings, bound_names, dotted
+from upstream.own_source import PACKAGE
+from upstream.signatures import Function
+from upstream.uses import Arguments, Use
+
+_SCRIPT = re.compile(r"\b(from|import) (megatron\.core|sglang)\b")
+_LIKE_ITS_ARGUMENT = {"enumerate": 1, "list": 0, "tuple": 0, "reversed": 0, "sorted": 0, "iter": 0, "next": -1}
+_ASKING = {"get", "post", "_call"}  # of an HTTP client
+_PATH = re.compile(r"/[a-z_]+")
+_SAME = {"to", "cuda", "cpu", "eval", "train", "requires_grad_", "half", "bfloat16", "float"}  # of torch's modules
+
+
+@dataclass(frozen=True)
+class Named:
+    """A module, class or function."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Made:
+    """An instance of a class."""
+
+    cls: str
+
+
+@dataclass(frozen=True)
+class Many:
+    """A list, or anything to go through, of one kind of thing."""
+
+    each: Value
+
+
+@dataclass(frozen=True)
+class Several:
+    """A tuple."""
+
+    parts: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Either:
+    """One of some, which one depends on the run."""
+
+    parts: tuple[Named | Made, ...]
+
+
+Value = Named | Made | Many | Several | Either | None
+Names = dict[str, Value]
+
+
+class Types:
+    """What names and annotations mean, ours and the upstream's together."""
+
+    def __init__(self, own: Definitions, upstream: Definitions, content: Mapping[str, tuple[str, ...]]) -> None:
+        """`content`: see declared.py."""
+        self.own, self.upstream, self._declared = own, upstream, content
+
+    def of(self, name: str) -> Definitions:
+        return self.upstream if self.upstream.source.holds(name) else self.own
+
+    def find(self, name: str) -> Definition | None:
+        return self.of(name).find(name)
+
+    def named(self, module: Module, path: str) -> Value:
+        """What a dotted path means in the code of a module."""
+        first, *rest = path.split(".")
+        for node in module.names.get(first, []):
+            if isinstance(node, ast.ImportFrom):
+                (alias,) = (each for each in node.names if (each.asname or each.name) == first)
+                return self.reached(".".join([f"{module.absolute(node)}.{alias.name}", *rest]))
+            if isinstance(node, ast.Import):
+                (alias,) = (a for a in node.names if (a.asname or a.name.split(".")[0]) == first)
+                return self.reached(".".join([alias.name if alias.asname else first, *rest]))
+        return self.reached(f"{module.name}.{path}") if first in module.names else None
+
+    def reached(self, name: str) -> Value:
+        known = self.upstream.source.holds(name) or self.own.source.holds(name)
+        return Named(name) if known else None
+
+    def annotated(self, node: ast.AST | None, module: Module) -> Value:
+        """What has this annotation. Of a union, the first part that is known."""
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return self.annotated(ast.parse(node.value, mode="eval").body, module)
+        if isinstance(node, ast.BinOp):
+            return self.annotated(node.left, module) or self.annotated(node.right, module)
+        if isinstance(node, ast.Subscript):
+            outer = (dotted(node.value) or "").split(".")[-1]
+            if outer in ("Literal", "Callable"):
+                return None
+            parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+            inner = tuple(self.annotated(part, module) for part in parts)
+            if outer in ("Optional", "Union", "Annotated", "Final", "ClassVar"):
+                return next((part for part in inner if part), None)
+            if outer in ("tuple", "Tuple") and not (len(parts) == 2 and ast.unparse(parts[1]) == "..."):
+                return Several(inner) if any(inner) else None
+            return Many(inner[-1] if outer in ("dict", "Dict", "Mapping") else inner[0]) if any(inner) else None
+        path = dotted(node)
+        value = self.named(module, path) if path else None
+        found = self.find(value.name) if isinstance(value, Named) else None
+        return Made(value.name) if isinstance(value, Named) and found is not None and found.kind == "class" else None
+
+    def member(self, cls: str, name: str) -> tuple[str, Value] | None:
+        """The dotted name of a member and what it is; None if the class, as far as it can be read, has none."""
+        for base in self.lineage(cls):
+            defs = self.of(base)
+            definition = defs.find(base)
+            found = defs.member(definition, name) if definition is not None else None
+            if found is not None:
+                return f"{base}.{name}", self._content(f"{base}.{name}", found)
+        return None
+
+    def lineage(self, cls: str) -> list[str]:
+        """A class and its nearest ancestors of the other side: those of ours end where upstream's begin."""
+        definition = self.find(cls)
+        if definition is None or not isinstance(definition.node, ast.ClassDef):
+            return []
+        found = [cls]
+        if not self.upstream.source.holds(cls):
+            for base in definition.node.bases:
+                value = self.named(definition.module, dotted(base) or "")
+                found += self.lineage(value.name) if isinstance(value, Named) else []
+        return found
+
+    def upstream_base(self, cls: str) -> str | None:
+        return next((base for base in self.lineage(cls) if self.upstream.source.holds(base)), None)
+
+    def declared(self, name: str, found: Definition) -> Value:
+        """What declared.py says that this is, or answers."""
+        given = self._declared.get(name) or self._declared.get(found.name) or ()
+        of = [self.find(each) for each in given if each != "each"]
+        parts = tuple(
+            Named(each.name) if each.kind == "function" else Made(each.name) for each in of if each is not None
+        )
+        value = (parts[0] if len(parts) == 1 else Either(parts)) if parts else None
+        return Many(value) if "each" in given else value
+
+    def _content(self, name: str, found: Definition) -> Value:
+        node = found.node
+        if (declared := self.declared(name, found)) is not None:
+            return declared
+        if isinstance(node, Function):
+            if any("property" in ast.unparse(each) for each in node.decorator_list):
+                return self.annotated(node.returns, found.module)
+            return Named(name)
+        if isinstance(node, ast.AnnAssign):
+            return self.annotated(node.annotation, found.module)
+        if isinstance(node, ast.Assign):
+            if isinstance(node.value, ast.Call) and (path := dotted(node.value.func)):
+                value = self.named(found.module, path)
+                definition = self.find(value.name) if isinstance(value, Named) else None
+                return (
+                    Made(value.name) if isinstance(value, Named) and definition and definition.kind == "class" else None
+                )
+            if isinstance(node.value, ast.Name) and found.method is not None:
+                given = [each for each in ast.walk(found.method.args) if isinstance(each, ast.arg)]
+                same = (each for each in given if each.arg == node.value.id)
+                return next((self.annotated(each.annotation, found.module) for each in same), None)
+        return None
+
+    def answer(self, name: str) -> Value:
+        """What a call of this function or class gives."""
+        found = self.find(name)
+        if found is None:
+            return None
+        if found.kind == "class":
+            return Made(name)
+        if (declared := self.declared(name, found)) is not None:
+            return declared
+        return self.annotated(found.node.returns, found.module) if isinstance(found.node, Function) else None
+
+
+class Reader:
+    """Goes through one file once; `uses` is what it found."""
+
+    def __init__(self, types: Types, module: Module, shown: str) -> None:
+        self.types, self.module, self.shown = types, module, shown
+        self.uses: list[Use] = []
+        self._line = 0
+        self._class: str | None = None
+        self._enclosing: str | None = None  # class, for super()
+        self._assigned: dict[str, list[ast.expr]] = {}  # values of local names
+
+    def read(self) -> list[Use]:
+        self._block(self.module.tree.body, {})
+        return self.uses
+
+    def _use(self, kind: str, name: str, node: ast.AST, arguments: Arguments = Arguments(), **more: bool) -> None:  # noqa: B008
+        if self.types.upstream.source.holds(name):
+            line = self._line + getattr(node, "lineno", 0)
+            self.uses.append(Use(kind, name, f"{self.shown}:{line}", arguments, **more))
+
+    # statements
+
+    def _block(self, body: list[ast.stmt], names: Names) -> None:
+        for node in body:
+            self._statement(node, names)
+
+    def _statement(self, node: ast.stmt, names: Names) -> None:
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            self._import(node, names)
+        elif isinstance(node, Function):
+            self._function(node, names)
+        elif isinstance(node, ast.ClassDef):
+            self._class_of_ours(node, names)
+        elif isinstance(node, ast.Assign):
+            value = self._value(node.value, names)
+            for target in node.targets:
+                self._bind(target, value, names)
+                if isinstance(target, ast.Name):
+                    self._assigned.setdefault(target.id, []).append(node.value)
+        elif isinstance(node, ast.AnnAssign):
+            value = self._value(node.value, names) if node.value is not None else None
+            self._bind(node.target, self.types.annotated(node.annotation, self.module) or value, names)
+            if isinstance(node.target, ast.Name) and node.value is not None:
+                self._assigned.setdefault(node.target.id, []).append(node.value)
+        elif isinstance(node, ast.For | ast.AsyncFor):
+            self._bind(node.target, _each(self._value(node.iter, names)), names)
+            self._block([*node.body, *node.orelse], names)
+        elif isinstance(node, ast.With | ast.AsyncWith):
+            for item in node.items:
+                value = self._value(item.context_expr, names)
+                if item.optional_vars is not None:
+                    self._bind(item.optional_vars, value, names)
+            self._block(node.body, names)
+        else:
+            for _, part in ast.iter_fields(node):
+                for each in part if isinstance(part, list) else [part]:
+                    if isinstance(each, ast.stmt):
+                        self._statement(each, names)
+                    elif isinstance(each, ast.ExceptHandler):
+                        self._value(each.type, names)
+                        self._block(each.body, names)
+                    elif isinstance(each, ast.expr):
+                        self._value(each, names)
+                    elif isinstance(each, ast.match_case):
+                        self._block(each.body, names)
+
+    def _import(self, node: ast.ImportFrom | ast.Import, names: Names) -> None:
+        for alias in node.names:
+            if isinstance(node, ast.ImportFrom):
+                name = f"{self.module.absolute(node)}.{alias.name}"
+                self._use("name", name, node)
+                names[alias.asname or alias.name] = self.types.reached(name)
+            else:
+                self._use("name", alias.name, node)
+                first = alias.asname or alias.name.split(".")[0]
+                names[first] = Named(alias.name if alias.asname else first)
+
+    def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef, names: Names) -> None:
+        inside, arguments = dict(names), node.args
+        for default in [*arguments.defaults, *arguments.kw_defaults, *node.decorator_list]:
+            self._value(default, names)
+        places = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+        for each in places:
+            inside[each.arg] = self.types.annotated(each.annotation, self.module)
+        if self._class is not None and places:
+            inside[places[0].arg] = Made(self._class)
+        outer, self._class, assigned = self._class, None, self._assigned
+        self._assigned = {name: list(values) for name, values in assigned.items()}
+        self._block(node.body, inside)
+        self._class, self._assigned = outer, assigned
+
+    def _class_of_ours(self, node: ast.ClassDef, names: Names) -> None:
+        for base in node.bases:
+            self._value(base, names)
+        name = f"{self.module.name}.{node.name}"
+        base = self.types.upstream_base(name)
+        for each in bindings(node.body) if base else ():
+            overridden = each.name if isinstance(each, Function) else None
+            if isinstance(each, ast.Assign | ast.AnnAssign):
+                target = each.targets[0] if isinstance(each, ast.Assign) else each.target
+                if isinstance(target, ast.Name) and self.types.member(base, target.id):
+                    self._use("name", f"{base}.{target.id}", each)
+            if overridden and self.types.member(base, overridden):
+                self._use("override", f"{base}.{overridden}", each)
+        if base:
+            ours = frozenset(each for part in bindings(node.body) for each in bound_names(part))
+            self._use("subclass", base, node, Arguments(names=ours))
+        outer, self._class = self._class, name
+        around, inside = self._enclosing, dict(names)
+        for each in node.body:
+            self._class = self._enclosing = name
+            self._statement(each, inside)
+        self._class, self._enclosing = outer, around
+
+    def _bind(self, target: ast.AST, value: Value, names: Names) -> None:
+        if isinstance(target, ast.Name):
+            names[target.id] = value
+        elif isinstance(target, ast.Tuple | ast.List):
+            parts = value.parts if isinstance(value, Several) else (_each(value),) * len(target.elts)
+            for each, part in zip(target.elts, parts, strict=False):
+                self._bind(each, part, names)
+        elif isinstance(target, ast.expr):
+            self._value(target, names)
+
+    # expressions
+
+    def _value(self, node: ast.AST | None, names: Names) -> Value:
+        """What an expression is; all uses within it are noted."""
+        if node is None:
+            return None
+        method = getattr(self, f"_{type(node).__name__.lower()}", None)
+        if method is not None:
+            return method(node, names)
+        found: list[Value] = [
+            self._value(child, names) for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr_context)
+        ]
+        if isinstance(node, ast.BoolOp | ast.IfExp | ast.Await | ast.NamedExpr | ast.Starred):
+            return next((each for each in found if each), None)
+        return None
+
+    def _name(self, node: ast.Name, names: Names) -> Value:
+        return names[node.id] if node.id in names else self.types.named(self.module, node.id)
+
+    def _constant(self, node: ast.Constant, names: Names) -> Value:
+        text = node.value
+        if isinstance(text, str) and re.fullmatch(r"\w+(\.\w+)+", text):
+            # SGLang's plug-ins are told by their full names what to replace
+            found = self.types.upstream.find(text) if self.shown.startswith(PACKAGE + "/") else None
+            if found is not None and found.kind in ("function", "class"):
+                self._use("substitute", text, node)
+        elif isinstance(text, str) and _SCRIPT.search(text):
+            try:
+                script = ast.parse(textwrap.dedent(text))
+            except SyntaxError:
+                return None
+            line, self._line = self._line, self._line + node.lineno - 1
+            self._block(script.body, {})
+            self._line = line
+        return None
+
+    def _attribute(self, node: ast.Attribute, names: Names) -> Value:
+        return self._part(self._value(node.value, names), node.attr, node)
+
+    def _part(self, of: Value, name: str, node: ast.AST, optional: bool = False) -> Value:
+        if isinstance(of, Either):
+            found_parts = [self._part(each, name, node, optional) for each in of.parts]
+            return next((each for each in found_parts if each), None)
+        if isinstance(of, Named):
+            found = self.types.find(of.name)
+            if found is not None and found.kind == "function":
+                self._use("attribute", of.name, node)
+                return None
+            self._use("name", f"{of.name}.{name}", node, optional=optional)
+            inner = self.types.find(f"{of.name}.{name}")
+            return Named(f"{of.name}.{name}") if inner is not None else None
+        if isinstance(of, Made):
+            if name in _SAME and self.types.member(of.cls, name) is None:
+                return Named(f"{of.cls}.{name}")  # torch's, which gives the module itself
+            if (member := self.types.member(of.cls, name)) is not None:
+                self._use("name", member[0], node, optional=optional)
+                return member[1]
+        return None
+
+    def _subscript(self, node: ast.Subscript, names: Names) -> Value:
+        value = self._value(node.value, names)
+        self._value(node.slice, names)
+        return value if isinstance(node.slice, ast.Slice) else _each(value)
+
+    def _tuple(self, node: ast.Tuple, names: Names) -> Value:
+        return Several(tuple(self._value(each, names) for each in node.elts))
+
+    def _list(self, node: ast.List, names: Names) -> Value:
+        parts = [self._value(each, names) for each in node.elts]
+        return Many(parts[0]) if parts and parts[0] else None
+
+    def _listcomp(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp, names: Names) -> Value:
+        inside = self._generators(node.generators, names)
+        return Many(self._value(node.elt, inside))
+
+    _generatorexp = _setcomp = _listcomp
+
+    def _dictcomp(self, node: ast.DictComp, names: Names) -> Value:
+        inside = self._generators(node.generators, names)
+        self._value(node.key, inside)
+        return Many(self._value(node.value, inside))
+
+    def _generators(self, generators: list[ast.comprehension], names: Names) -> Names:
+        inside = dict(names)
+        for each in generators:
+            self._bind(each.target, _each(self._value(each.iter, inside)), inside)
+            for condition in each.ifs:
+                self._value(condition, inside)
+        return inside
+
+    def _lambda(self, node: ast.Lambda, names: Names) -> Value:
+        inside = {**names, **{each.arg: None for each in ast.walk(node.args) if isinstance(each, ast.arg)}}
+        self._value(node.body, inside)
+        return None
+
+    def _call(self, node: ast.Call, names: Names) -> Value:
+        function = node.func.id if isinstance(node.func, ast.Name) and node.func.id not in names else None
+        callee = None if function == "super" else self._value(node.func, names)
+        given = [self._value(each, names) for each in node.args]
+        for keyword in node.keywords:
+            self._value(keyword.value, names)
+        if function == "super" and not node.args:
+            base = self.types.upstream_base(self._enclosing or "")
+            return Made(base) if base else None
+        if function == "getattr" and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
+            value = self._part(given[0], str(node.args[1].value), node, optional=len(node.args) > 2)
+            return value or (given[2] if len(given) > 2 else None)
+        if function in _LIKE_ITS_ARGUMENT and given:
+            value = given[0]
+            return {1: Many(Several((None, _each(value)))), 0: value, -1: _each(value)}[_LIKE_ITS_ARGUMENT[function]]
+        if function == "zip":
+            return Many(Several(tuple(_each(each) for each in given)))
+        if isinstance(node.func, ast.Attribute) and node.func.attr in _ASKING:
+            self._request(node)
+        answers = [
+            self._called(each.name, node, given)
+            for each in (callee.parts if isinstance(callee, Either) else [callee])
+            if isinstance(each, Named)
+        ]
+        return answers[0] if answers else None
+
+    def _request(self, node: ast.Call) -> None:
+        """Notes a call of SGLang's server: a path, and the body that follows it."""
+        texts = [each.value if isinstance(each, ast.Constant) else None for each in node.args]
+        place = next((i for i, text in enumerate(texts) if isinstance(text, str) and _PATH.fullmatch(text)), None)
+        if (
+            place is None
+            or not self.shown.startswith(PACKAGE + "/")
+            or not self.types.upstream.source.holds("sglang.srt")
+        ):
+            return
+        assert isinstance(node.func, ast.Attribute)
+        method = texts[0] if place else node.func.attr.upper()
+        body = node.args[place + 1] if len(node.args) > place + 1 else None
+        keys = self._keys(body, 3) if body is not None else set()
+        where = f"{self.shown}:{node.lineno}"
+        arguments = Arguments(names=frozenset(keys or ()), more=keys is None)
+        self.uses.append(Use("request", f"{method} {texts[place]}", where, arguments))
+
+    def _called(self, name: str, node: ast.Call, given: list[Value]) -> Value:
+        cls, _, method = name.rpartition(".")
+        if method in _SAME and self.types.find(name) is None:
+            return Made(cls)
+        found = self.types.find(name)
+        if self.types.upstream.source.holds(name):
+            self._use("call", name, node, self._arguments(node))
+        elif found is not None and found.kind == "class":
+            base = self.types.upstream_base(name)
+            if base and self.types.own.member(found, "__init__") is None:
+                fields = {each.name for each in self.types.own.fields(found)}
+                self._use("call", base, node, self._arguments(node, without=fields))
+        elif name.endswith(".substituted") and isinstance(given[0], Named) and isinstance(node.args[1], ast.Constant):
+            absent = any(keyword.arg == "absent" for keyword in node.keywords)
+            self._use("substitute", f"{given[0].name}.{node.args[1].value}", node, optional=absent)
+        return self.types.answer(name)
+
+    def _arguments(self, node: ast.Call, without: set[str] = frozenset()) -> Arguments:
+        spread = [keyword.value for keyword in node.keywords if keyword.arg is None]
+        keys = [self._keys(each, 3) for each in spread]
+        return Arguments(
+            sum(not isinstance(each, ast.Starred) for each in node.args),
+            frozenset(keyword.arg for keyword in node.keywords if keyword.arg and keyword.arg not in without),
+            frozenset(key for each in keys for key in each or ()),
+            any(isinstance(each, ast.Starred) for each in node.args) or any(each is None for each in keys),
+        )
+
+    def _keys(self, node: ast.expr, left: int) -> set[str] | None:
+        """The text keys that a dict may have: of literals, of a local name, or of what functions of ours make."""
+        if isinstance(node, ast.Subscript):
+            return self._keys(node.value, left)
+        if isinstance(node, ast.Name) and left:
+            found = [self._keys(each, left - 1) for each in self._assigned.get(node.id, [])]
+            return {key for keys in found for key in keys or ()} if found else None
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name) and left:
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+            bodies = list(self._functions_named(called))
+            return {key for each in bodies for key in dict_keys(each)} if bodies else None
+        if isinstance(node, ast.Dict | ast.IfExp | ast.BinOp):
+            inner = [each for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)]
+            return dict_keys(node) | {
+                key for each in inner for key in (self._keys(each, left - 1) if left else None) or ()
+            }
+        return None
+
+    def _functions_named(self, name: str) -> Iterator[ast.AST]:
+        own = self.types.own
+        for file in own.source.files:
+            module = own.module(file.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+            for node in ast.walk(module.tree) if module else ():
+                if isinstance(node, Function) and node.name == name:
+                    yield node
+
+    def made_by(self, names: Container[str]) -> Iterator[tuple[str, ast.AST, set[str]]]:
+        """Functions of the file with one of these names, and the keys of the dicts they make."""
+        for node in ast.walk(self.module.tree):
+            if isinstance(node, Function) and node.name in names:
+                yield node.name, node, dict_keys(node)
+
+
+def dict_keys(node: ast.AST) -> set[str]:
+    """All text keys of the dict literals in a piece of code."""
+    return {
+        key.value
+        for each in ast.walk(node)
+        if isinstance(each, ast.Dict)
+        for key in each.keys
+        if isinstance(key, ast.Constant) and isinstance(key.value, str)
+    }
+
+
+def _each(value: Value) -> Value:
+    return value.each if isinstance(value, Many) else None
