@@ -119,8 +119,8 @@ class Comparison:
         if was is None or now is None:
             return f"with all of {parent}"
         new = sorted(_members(now) - _members(was))
-        near = difflib.get_close_matches(last, new, n=1, cutoff=0.75)
-        return f"perhaps {near[0]} now, which is new there" if near else f"from {parent.split('.')[-1]}"
+        near = _renamed(last, new)
+        return f"perhaps {near} now, which is new there" if near else f"from {parent.split('.')[-1]}"
 
     def _found_elsewhere(self, name: str) -> Definition | None:
         """Of a name that is not where it was: the same where its longest part that is known has moved to."""
@@ -192,9 +192,8 @@ class Comparison:
                 yield "signature", f"argument {place + 1} is {new.name}, was {old.name}"
         for name in sorted(given.names | given.perhaps):
             if was.named(name) and not now.named(name):
-                new_names = [each.name for each in now.parameters if not was.named(each.name)]
-                near = difflib.get_close_matches(name, new_names, n=1, cutoff=0.75)
-                ending = f", perhaps {near[0]} now" if near else ", only any name" if now.more_names else ""
+                near = _renamed(name, [each.name for each in now.parameters if not was.named(each.name)])
+                ending = f", perhaps {near} now" if near else ", only any name" if now.more_names else ""
                 yield "signature", f"no longer takes {name}{ending}"
         passed = (
             given.names
@@ -226,7 +225,8 @@ class Comparison:
             if was is not None and now is not None and use.kind != "relied on":
                 yield from (("signature", prefix + what) for what in differences(was, now))
             functions = isinstance(old.node, Function) and isinstance(new.node, Function)
-            if use.kind != "stand-in" and functions and _acts(old.node) != _acts(new.node):
+            inside = use.kind != "stand-in" and not use.optional
+            if inside and functions and _acts(old.node) != _acts(new.node):
                 yield "body", _size_of_change(old.node, new.node)
         if use.kind == "substitute" and self._read(self.before, name) and self._read(self.after, name) is False:
             yield "gone", f"is no longer read in {name.split('.')[-2]}, so a substitute does nothing"
@@ -267,6 +267,13 @@ def differences(was: Signature, now: Signature) -> list[str]:
     return found
 
 
+def _renamed(name: str, new: Iterable[str]) -> str | None:
+    """One of the new names that has the same words but for one."""
+    words = set(name.split("_"))
+    near = (each for each in new if len(words ^ set(each.split("_"))) <= 1 and len(words) > 1)
+    return min(near, key=len, default=None)
+
+
 def _members(of: Definition) -> set[str]:
     if of.kind == "module":
         return set(of.module.names)
@@ -280,7 +287,7 @@ def _was_there(before: Definitions, name: str, modules: set[str]) -> bool:
 
 def _literals(before: Definition, after: Definition) -> tuple[str, str] | None:
     """Two values that are written out, if they differ."""
-    nodes = [getattr(each.node, "value", None) for each in (before, after)]
+    nodes = [each.node.value if isinstance(each.node, ast.Assign) else None for each in (before, after)]
     if all(isinstance(node, ast.Constant) for node in nodes):
         was, now = (ast.unparse(node) for node in nodes if node is not None)
         return (was, now) if was != now else None

@@ -248,7 +248,7 @@ _SGLANG_USES = (
             ("managers.tokenizer_manager", "protocol.py", ("output_token_logprobs", "input_token_logprobs")),
             ("utils.weight_versions", "protocol.py", ("weight_versions", "start", "end", "version")),
             ("utils.weight_checker", "client.py", ("checksums",)),
-            ("entrypoints.http_server", "client.py", ("ranks", "success", "message")),
+            ("entrypoints.http_server", "client.py", ("ranks", "success")),
             ("entrypoints.http_server", "server_engine.py", ("version",)),
             ("managers.scheduler", "server_engine.py", ("max_total_num_tokens",)),
         )

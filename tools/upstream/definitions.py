@@ -166,12 +166,17 @@ class Definitions:
     def _find(self, name: str, left: int) -> Definition | None:
         if not left or not self.source.holds(name):
             return None
-        top = self.source.top(name)
-        module = self.module(top)
-        found = Definition(module.name, module, None) if module is not None else None
-        for part in filter(None, name[len(top) :].split(".")):
-            found = self._part(found, part, left - 1) if found is not None else None
-        return found
+        top, parts = self.source.top(name), name.split(".")
+        for cut in range(len(parts) - 1, len(top.split(".")) - 1, -1):
+            # what a package binds to a name goes before its module of that name
+            module = self.module(".".join(parts[:cut]))
+            found = Definition(module.name, module, None) if module is not None else None
+            for part in parts[cut:]:
+                found = self._part(found, part, left - 1) if found is not None else None
+            if found is not None:
+                return found
+        module = self.module(name)
+        return Definition(name, module, None) if module is not None else None
 
     def _part(self, of: Definition, name: str, left: int) -> Definition | None:
         if of.kind == "class":
@@ -191,7 +196,8 @@ class Definitions:
         if value is not None:
             return value
         for star in module.names.get("*", []):
-            if isinstance(star, ast.ImportFrom) and (found := self._find(f"{module.absolute(star)}.{name}", left)):
+            source = self.module(module.absolute(star)) if isinstance(star, ast.ImportFrom) and left else None
+            if source is not None and source is not module and (found := self._global(source, name, left - 1)):
                 return found
         return self._submodule(module, name)
 
@@ -203,9 +209,13 @@ class Definitions:
         here = Definition(f"{module.name}.{name}", module, node)
         if isinstance(node, ast.ImportFrom):
             (alias,) = (each for each in node.names if (each.asname or each.name) == name)
-            source = f"{module.absolute(node)}.{alias.name}"
-            inside = self.source.holds(source)
-            return self._find(source, left) if inside else here  # of another package: the name is there, no more
+            path = module.absolute(node)
+            if not self.source.holds(path):
+                return here  # of another package: the name is there, and no more is known
+            if path == module.name:
+                return self._submodule(module, alias.name)
+            source = self.module(path)
+            return self._global(source, alias.name, left - 1) if source is not None and left else None
         if isinstance(node, ast.Import):
             (alias,) = (a for a in node.names if (a.asname or a.name.split(".")[0]) == name)
             return self._find(alias.name if alias.asname else name, left) or here

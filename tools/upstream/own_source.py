@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from functools import cached_property
 from pathlib import Path
 
@@ -36,6 +37,7 @@ class OwnSource:
     def files(self) -> dict[str, Path]:
         return self.paths
 
+    @functools.cache  # noqa: B019  the one object of a run
     def text(self, file: str) -> str:
         return self.paths[file].read_text()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from upstream.declared import CONTENT, DECLARED
 from upstream.definitions import Definitions
-from upstream.own_source import OwnSource
+from upstream.own_source import PACKAGE, OwnSource
 from upstream.reading import Reader, Types
 from upstream.served import flags_used
 from upstream.uses import Arguments, Use
@@ -36,7 +36,7 @@ def uses_of(root: Path, upstream: Definitions, more: tuple[Path, ...] = (), alon
         module = own.module(file.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
         if module is None:
             continue
-        reader = Reader(types, module, source.shown(file))
+        reader = Reader(types, module, source.shown(file), path in more or file.startswith(f"{PACKAGE}/"))
         found += reader.read()
         if upstream.source.holds("sglang.srt") and source.shown(file).startswith(_SERVERS):
             trees[source.shown(file)] = module.tree

@@ -13,7 +13,6 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 
 from upstream.definitions import Definition, Definitions, Module, bindings, bound_names, dotted
-from upstream.own_source import PACKAGE
 from upstream.signatures import Function
 from upstream.uses import Arguments, Use
 
@@ -187,8 +186,9 @@ class Types:
 class Reader:
     """Goes through one file once; `uses` is what it found."""
 
-    def __init__(self, types: Types, module: Module, shown: str) -> None:
-        self.types, self.module, self.shown = types, module, shown
+    def __init__(self, types: Types, module: Module, shown: str, plugs_in: bool = True) -> None:
+        """`plugs_in`: full names of the upstream in texts, and paths that an HTTP client asks, are uses too."""
+        self.types, self.module, self.shown, self._plugs_in = types, module, shown, plugs_in
         self.uses: list[Use] = []
         self._line = 0
         self._class: str | None = None
@@ -331,7 +331,7 @@ class Reader:
         text = node.value
         if isinstance(text, str) and re.fullmatch(r"\w+(\.\w+)+", text):
             # SGLang's plug-ins are told by their full names what to replace
-            found = self.types.upstream.find(text) if self.shown.startswith(PACKAGE + "/") else None
+            found = self.types.upstream.find(text) if self._plugs_in else None
             if found is not None and found.kind in ("function", "class"):
                 self._use("substitute", text, node)
         elif isinstance(text, str) and _SCRIPT.search(text):
@@ -433,11 +433,7 @@ class Reader:
         """Notes a call of SGLang's server: a path, and the body that follows it."""
         texts = [each.value if isinstance(each, ast.Constant) else None for each in node.args]
         place = next((i for i, text in enumerate(texts) if isinstance(text, str) and _PATH.fullmatch(text)), None)
-        if (
-            place is None
-            or not self.shown.startswith(PACKAGE + "/")
-            or not self.types.upstream.source.holds("sglang.srt")
-        ):
+        if place is None or not self._plugs_in or not self.types.upstream.source.holds("sglang.srt"):
             return
         assert isinstance(node.func, ast.Attribute)
         method = texts[0] if place else node.func.attr.upper()
@@ -495,10 +491,11 @@ class Reader:
     def _functions_named(self, name: str) -> Iterator[ast.AST]:
         own = self.types.own
         for file in own.source.files:
-            module = own.module(file.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
-            for node in ast.walk(module.tree) if module else ():
-                if isinstance(node, Function) and node.name == name:
-                    yield node
+            if f"def {name}(" in own.source.text(file):
+                module = own.module(file.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+                for node in ast.walk(module.tree) if module else ():
+                    if isinstance(node, Function) and node.name == name:
+                        yield node
 
     def made_by(self, names: Container[str]) -> Iterator[tuple[str, ast.AST, set[str]]]:
         """Functions of the file with one of these names, and the keys of the dicts they make."""
