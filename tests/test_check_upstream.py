@@ -506,6 +506,15 @@ def test_bad_input_is_refused_in_words(releases: tuple[list[str], Path], capsys:
     assert error.value.code == 2
 
 
+def test_without_our_source_nothing_is_called_unchanged(
+    releases: tuple[list[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the tool came in a wheel: no uses would be found, and so no change."""
+    arguments, folder = releases
+    monkeypatch.setattr(check_upstream, "ROOT", folder)
+    assert "not beside this tool" in refused(arguments[:3], capsys)
+
+
 def test_help_needs_no_release() -> None:
     command = [sys.executable, str(ROOT / "tools/check_upstream.py"), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

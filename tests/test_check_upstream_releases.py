@@ -27,7 +27,17 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("wheels")
 
     def get(name: str, version: str) -> Path:
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary=:all:",
+            "-d",
+            str(folder),
+        ]
         for python in ([], ["--python-version", "3.12"]):  # the newest are not made for every Python
             done = subprocess.run([*pip, *python, f"{name}=={version}"], capture_output=True, text=True)
             if found := sorted(folder.glob(f"{name}-{version}-*.whl")):

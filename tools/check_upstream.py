@@ -26,6 +26,7 @@ from upstream import table
 from upstream.compare import Comparison
 from upstream.declared import CONCRETE
 from upstream.definitions import Definitions
+from upstream.own_source import PACKAGE
 from upstream.project import uses_of
 from upstream.release import Release, open_release, pinned_release
 
@@ -74,6 +75,12 @@ def check(before: Release, after: Release, args: argparse.Namespace) -> int:
             f"{after.title} cannot be held against {before.title}",
             where=str(args.release),
             fix="name two releases of one upstream",
+        )
+    if not args.alone and not (ROOT / PACKAGE).is_dir():
+        raise UserError(
+            "the project's source is not beside this tool, so nothing would be found to be used",
+            where=str(ROOT),
+            fix="run it in a checkout, or name what uses the upstream with --uses and --alone",
         )
     for file in args.uses:
         _check_python(file)

@@ -7,9 +7,10 @@ from pathlib import Path
 from upstream.declared import CONTENT, DECLARED
 from upstream.definitions import Definitions
 from upstream.own_source import PACKAGE, OwnSource
-from upstream.reading import Reader, Types
+from upstream.reading import Reader
 from upstream.served import flags_used
 from upstream.uses import Arguments, Use
+from upstream.values import Types
 
 _SERVERS = "megatron_stare/rollout/sglang/"
 # functions of ours that make a body, or a part of one, which is handed on before it is sent
