@@ -63,7 +63,7 @@ def test_every_listed_change_is_named_and_one_in_ten_is_a_false_alarm_at_most(
     upstream: str, wheels: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before, after = (str(wheels(upstream, version)) for version in RELEASES[upstream])
-    plausible = str(ROOT / "tests" / "check_upstream_uses.py")
+    plausible = str(ROOT / "tests" / "support" / "check_upstream_uses.py")
     findings = []
     for more in ([], ["--uses", plausible, "--alone"]):
         assert TOOL.main([after, "--against", before, "--json", *more]) == 1

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 PACKAGE = "megatron_stare"
-FOLDERS = ("tools", "tests", "benchmarks")  # whose modules find each other by bare names, tests' from any subfolder
+FOLDERS = ("tools", "tests", "benchmarks")  # whose modules find each other from there
 
 
 class OwnSource:
@@ -28,9 +28,8 @@ class OwnSource:
         for folder in FOLDERS:
             for file in sorted((self.root / folder).rglob("*.py")):
                 path = file.relative_to(self.root / folder).as_posix()
-                if path.startswith("upstream/") or "check_upstream" in path:
-                    continue  # what compares is full of names that it compares
-                found[path if folder != "tests" or file.name in found else file.name] = file
+                if not path.startswith("upstream/") and "check_upstream" not in path:
+                    found[path] = file  # the others are what compares, full of the names that it compares
         return found | {file.name: file for file in self._more}
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from upstream.compare import KINDS, Finding
+from upstream.own_source import PACKAGE
 from upstream.release import Release
 
 
@@ -28,13 +29,15 @@ def terminal(before: Release, after: Release, found: Sequence[Finding], uses: in
 
 
 def markdown(before: Release, after: Release, found: Sequence[Finding]) -> str:
-    """A heading and a table; without line numbers, which would be out of date with every other commit."""
+    """A heading and a table. Files of the package alone where it has some, and without line numbers, which would be out
+    of date with every other commit."""
     lines = [f"## {before.title} → {after.version}", ""]
     if not found:
         return "\n".join([*lines, "Nothing that is used has changed.", ""])
     lines += ["| | name | change | used in |", "|---|---|---|---|"]
     for each in found:
         files = sorted({place.split(":")[0] for place in each.where})
+        files = [file for file in files if file.startswith(f"{PACKAGE}/")] or files
         what = each.what.replace("|", "\\|")
         lines.append(f"| {each.kind} | `{_short(each, after)}` | {what} | {', '.join(files)} |")
     return "\n".join(lines) + "\n"
