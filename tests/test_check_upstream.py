@@ -124,6 +124,12 @@ CHANGES = {
         "class C: ...",
         ["gone a.C.m: from C"],
     ),
+    "a method of what a static method is given": (
+        CLASS + "class Ours:\n @staticmethod\n def g(x: C): x.m()",
+        "class C:\n def m(self): ...",
+        "class C: ...",
+        ["gone a.C.m: from C"],
+    ),
     "a method of what we made": (
         CLASS + "x, y = C(1), 2\nx.m(1)",
         "class C:\n def __init__(self, n): ...\n def m(self, x): ...",
@@ -427,7 +433,7 @@ def test_exit_codes_and_what_is_printed(releases: tuple[list[str], Path], capsys
     assert check_upstream.main(arguments) == 1
     printed = capsys.readouterr().out
     assert "a.f: y: 1 → 2\n      ours.py:2\n" in printed
-    assert printed.endswith("megatron-core 1.0 → 2.0, 2 uses: 1 changes of what is used: 1 default\n")
+    assert printed.endswith("megatron-core 1.0 → 2.0, 2 uses: 1 change of what is used: 1 default\n")
     assert check_upstream.main([*arguments, "--markdown"]) == 1
     assert "| default | `a.f` | y: 1 → 2 | ours.py |\n" in capsys.readouterr().out
     assert check_upstream.main([*arguments, "--json"]) == 1

@@ -108,7 +108,8 @@ class Reader:
         places = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
         for each in places:
             inside[each.arg] = self.types.annotated(each.annotation, self.module)
-        if self._class is not None and places:
+        is_static = any(isinstance(each, ast.Name) and each.id == "staticmethod" for each in node.decorator_list)
+        if self._class is not None and places and not is_static:
             inside[places[0].arg] = Made(self._class)
         outer, self._class, assigned = self._class, None, self._assigned
         self._assigned = {name: list(values) for name, values in assigned.items()}

@@ -23,7 +23,8 @@ def terminal(before: Release, after: Release, found: Sequence[Finding], uses: in
         lines.append("")
     counts = Counter(each.kind for each in found)
     parts = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind])
-    ending = f"{len(found)} changes of what is used: {parts}" if found else "nothing that is used has changed"
+    changes = "1 change" if len(found) == 1 else f"{len(found)} changes"
+    ending = f"{changes} of what is used: {parts}" if found else "nothing that is used has changed"
     lines.append(f"{before.title} → {after.version}, {uses} uses: {ending}")
     return "\n".join(lines) + "\n"
 
