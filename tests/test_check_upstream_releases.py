@@ -1,4 +1,4 @@
-"""tools/check_upstream.py on the real releases: it names every change that was found by hand, and little else."""
+"""tools/check_upstream.py on the real releases: it names every change that is listed by hand, and little else."""
 
 from __future__ import annotations
 
