@@ -39,7 +39,7 @@ import orjson
 import torch
 from aiohttp import web
 from machine import machine
-from sglang_fake import FakeServer
+from support.sglang_fake import FakeServer
 from tiny import save_tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
@@ -55,7 +55,7 @@ from megatron_stare.orchestration.engine_worker import EngineWorker
 from megatron_stare.orchestration.inline import InlineWorkers
 from megatron_stare.records.rollout_batch import RankShare, RolloutBatch
 from megatron_stare.rewards.verdicts import verdicts
-from megatron_stare.rewards.verifier_pool import RewardPool
+from megatron_stare.rewards.verifier_pool import VerifierPool
 from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.rollout_source import Rollouts, SynchronousSource
 from megatron_stare.rollout.text import load_tokenizer
@@ -128,7 +128,7 @@ def measure_from(args: argparse.Namespace, folder: Path, urls: list[str], sent: 
     try:
         pool = EnginePool(workers)
         pool.update_weights(VERSION, Weights())
-        with RewardPool("arithmetic", 1, 60.0) as verifiers:
+        with VerifierPool("arithmetic", 1, 60.0) as verifiers:
             arrivals = Arrivals()
             source = SynchronousSource(
                 Rollouts(pool, SingleTurn(config, load_tokenizer(str(folder))), lambda _: verdicts(verifiers)),
@@ -187,7 +187,7 @@ def measure_from(args: argparse.Namespace, folder: Path, urls: list[str], sent: 
 
 def check(batch: RolloutBatch, args: argparse.Namespace, sent: list[str], first: list[int]) -> None:
     """Every reply came whole, was verified, and is one that was sent: tokens, log-probs and text."""
-    assert batch.size == args.replies and bool(batch.scored.all()) and bool(batch.loss_mask.all())
+    assert batch.size == args.replies and bool(batch.verified.all()) and bool(batch.loss_mask.all())
     assert set(batch.response_lengths.tolist()) == {args.tokens} and set(batch.run_versions.tolist()) == {VERSION}
     found = {digest(t.tokens, t.log_probs, t.text) for t in batch.trajectories}
     assert found <= set(sent) and len(found) == min(TEMPLATES, args.replies), "what was decoded is not what was sent"

@@ -27,7 +27,7 @@ from megatron_stare.megatron.batching.microbatch import RankBatch
 from megatron_stare.megatron.batching.sequence_layout import WholeSequences
 from megatron_stare.megatron.cpu_backend import device
 from megatron_stare.megatron.head import Head
-from megatron_stare.megatron.passes import score
+from megatron_stare.megatron.passes import compute_log_probs
 from megatron_stare.models import cost_of
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 from megatron_stare.ops.vocab_parallel import log_prob_and_entropy
@@ -66,7 +66,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         rank_batch = RankBatch(share, plan, 0, device(), WholeSequences(packed=True))
 
         def whole_pass(second_moment: bool) -> None:
-            score(model, rank_batch, head, second_moment=second_moment)
+            compute_log_probs(model, rank_batch, head, second_moment=second_moment)
 
         @torch.no_grad()
         def operator(second_moment: bool) -> None:

@@ -26,7 +26,7 @@ from megatron_stare.megatron.batching.microbatch import RankBatch
 from megatron_stare.megatron.batching.sequence_layout import WholeSequences
 from megatron_stare.megatron.cpu_backend import device
 from megatron_stare.megatron.head import Head
-from megatron_stare.megatron.passes import accumulate_gradients, score
+from megatron_stare.megatron.passes import accumulate_gradients, compute_log_probs
 from megatron_stare.models import cost_of
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 
@@ -66,7 +66,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             plan = plan_micro_batches(batch.lengths.tolist(), rules)
             share = batch.share(plan.samples_of(0))
             rank_batch = RankBatch(share, plan, 0, device(), WholeSequences(packed=packed))
-            score(model, rank_batch, head)
+            compute_log_probs(model, rank_batch, head)
             accumulate_gradients(model, rank_batch, head, lambda lp, _, __: (lp.sum() / tokens, {"lp": lp.detach()}))
             return time.perf_counter() - start, len(rank_batch.micro_batches)
 

@@ -1,9 +1,9 @@
 """What STARE costs a training step: against GRPO with the same log-prob pass, and against GRPO without one.
 
-One trainer takes the same step - score, measure, update, on a fixed batch - as STARE and as GRPO by turns, in the order
-A B B A, so that a change of the machine's speed meets both and each follows either as often. A ratio is that of two
-steps of the same turn; its median comes with the range that holds the true one in 95 of 100 runs. Beside it stands what
-needs no difference of two long times: the seconds that STARE takes more than GRPO for selecting and in the loss.
+One trainer takes the same step (log-prob pass, measure, update, on a fixed batch) as STARE and as GRPO by turns, in the
+order A B B A, so that a change of the machine's speed meets both and each follows either as often. A ratio is that of
+two steps of the same turn; its median comes with the range that holds the true one in 95 of 100 runs. Beside it stands
+what needs no difference of two long times: the seconds that STARE takes more than GRPO for selecting and in the loss.
 
     python benchmarks/step_overhead.py
 """
@@ -46,7 +46,7 @@ STARE = {"name": "stare", "variant": "C2", "entropy_target": 100.0}  # nats: the
 NO_PASS = {"surprisal": "rollout", "gate": "lagged"}
 PASSES: dict[str, dict[str, Any]] = {"with log-prob pass": {}, "without log-prob pass": {"statistics": NO_PASS}}
 METHODS = {"grpo": GRPO, "stare": STARE}
-PHASES = ("score", "measure", "update", "loss")  # loss: the method's own part of update, forward
+PHASES = ("log_probs", "measure", "update", "loss")  # loss: the method's own part of update, forward
 
 Times = dict[str, dict[str, list[float]]]  # method -> phase -> seconds, in order of the turns
 LAYOUTS = {"tp1": {"tensor": 1}, "tp2": {"tensor": 2}}
@@ -95,7 +95,7 @@ def measure(args: argparse.Namespace, folder: str, parallel: dict[str, int]) -> 
 
 def steps(phases: dict[str, list[float]]) -> list[float]:
     """Seconds of whole steps."""
-    return [sum(step) for step in zip(phases["score"], phases["measure"], phases["update"], strict=True)]
+    return [sum(step) for step in zip(phases["log_probs"], phases["measure"], phases["update"], strict=True)]
 
 
 def summary(times: Times) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def turns(
             share = trainer.method.judge(batch).share(plan.samples_of(trainer.data_rank()))
             clocks[name].seconds = 0.0
             marks = [now()]
-            trainer.score(share, plan)
+            trainer.compute_log_probs(share, plan)
             marks.append(now())
             trainer.measure(trainer.method.initial_state())
             marks.append(now())

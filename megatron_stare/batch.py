@@ -63,12 +63,14 @@ class TokenBatch:
     rollout_log_prob: Tensor  # [N] from the engine
     entropy: Tensor  # [N] nats, from the log-prob pass
     advantage: Tensor  # [N]
-    mask: Tensor  # [N] bool, positions that carry loss
+    loss_mask: Tensor  # [N] bool, positions that carry loss
     sequence: Tensor  # [N] int64, which sample of the whole batch
     position: Tensor  # [N] int64, from the start of the response
     index: Tensor  # [N] int64, canonical
     num_sequences: int  # samples of the optimizer step's batch with loss positions
-    moments_mask: Tensor | None = None  # [N] bool, positions of responses that others are judged against; None: `mask`
+    baseline_mask: Tensor | None = (
+        None  # [N] bool, positions of responses that others are judged against; None: `loss_mask`
+    )
     current_entropy: Tensor | None = None  # [N] with gradient, in the training pass of methods that ask for it
     sequence_lengths: Tensor | None = None  # [B] loss positions of each sample; 0 outside the optimizer step's batch
     selection_log_prob: Tensor | None = None  # [N] what surprisals and selections read; None: old_log_prob
@@ -83,10 +85,10 @@ class TokenBatch:
     step: int = 0  # keys seeded draws
 
     @property
-    def in_moments(self) -> Tensor:
+    def in_baseline(self) -> Tensor:
         """[N] bool, positions of responses that others are judged against; those without loss (`truncated: mask`) are
-        outside `mask`."""
-        return self.mask if self.moments_mask is None else self.moments_mask
+        outside `loss_mask`."""
+        return self.loss_mask if self.baseline_mask is None else self.baseline_mask
 
     @property
     def surprisal(self) -> Tensor:

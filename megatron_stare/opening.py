@@ -15,7 +15,7 @@ from megatron_stare.observability.sink import Sink, make_sinks
 from megatron_stare.preflight import check, check_checkpoints, check_runner
 from megatron_stare.resolved import ResolvedRun
 from megatron_stare.resuming import check_resume, find_run, resume_point
-from megatron_stare.rewards.verifier_pool import RewardPool
+from megatron_stare.rewards.verifier_pool import VerifierPool
 from megatron_stare.rollout.stop import stop_token_ids
 from megatron_stare.rollout.text import load_tokenizer
 from megatron_stare.run_state import CONFIG, check_place
@@ -88,7 +88,7 @@ def rehearse(config: Config, *, resume: bool, dump_step: int | None) -> Config:
     check_dump_step(inputs.config, dump_step, done)
     for verifier, task in inputs.verifiers().items():
         with task.blamed():
-            RewardPool(verifier, 1, config.reward.timeout_s).close()
+            VerifierPool(verifier, 1, config.reward.timeout_s).close()
     return inputs.config
 
 

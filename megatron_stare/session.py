@@ -28,7 +28,7 @@ from megatron_stare.records.trajectory import Trajectory
 from megatron_stare.resolved import ResolvedRun
 from megatron_stare.resuming import find_run, resume_point
 from megatron_stare.rewards.verdicts import Verdicts, verdicts
-from megatron_stare.rewards.verifier_pool import RewardPool, TooManyFailuresError
+from megatron_stare.rewards.verifier_pool import TooManyFailuresError, VerifierPool
 from megatron_stare.rollout.rollout_source import Rollouts, SynchronousSource, check_versions
 from megatron_stare.run_state import RunDir, RunState
 from megatron_stare.tasks.task import Evaluation
@@ -73,10 +73,10 @@ class Session:
             self.monitor = Monitor(inputs.sinks, RunOutline(self.dir.path, config))
             stack.callback(self.monitor.close)
             self.monitor.resume(self.state.step) if resume else self.monitor.start()
-            self.verifiers: dict[str, RewardPool] = {}
+            self.verifiers: dict[str, VerifierPool] = {}
             for verifier, task in inputs.verifiers().items():
                 with task.blamed():
-                    self.verifiers[verifier] = RewardPool(verifier, config.reward.workers, config.reward.timeout_s)
+                    self.verifiers[verifier] = VerifierPool(verifier, config.reward.workers, config.reward.timeout_s)
                 stack.callback(self.verifiers[verifier].close)
             with self.monitor.phase("start"):
                 runner = make_runner(inputs.run)

@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from hypothesis import settings
-from ranks import RankPool
+from support.ranks import RankPool
 
 settings.register_profile("project", deadline=None, derandomize=True)  # no timing asserts, the same examples every run
 settings.load_profile("project")

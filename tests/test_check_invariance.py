@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import ROOT, environment
+from support.runs import ROOT, environment
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -43,7 +43,7 @@ def test_thresholds_per_rank_are_caught() -> None:
     arguments = ["--world", "2", "--micro-batch-tokens", "64", "--algorithm", "stare", "--set", "variant=C2"]
     passed = check(*arguments)
     assert (passed.returncode, passed.stderr) == (0, "")  # not a word of an upstream's
-    mutant = check(*arguments, "--trainer", "mutants.PerRankThresholds")
+    mutant = check(*arguments, "--trainer", "support.mutants.PerRankThresholds")
     assert mutant.returncode == 1
     assert "plus: given equal scores, other tokens are selected" in mutant.stdout
 
@@ -136,7 +136,7 @@ def twenty_entropy_in_float64(folder: Path, case: Case) -> tuple[dict[str, Tenso
         start += p + n
         log_p = policy(tokens[None]).logits[0, p - 1 : -1].log_softmax(-1)
         taken = log_p.gather(1, tokens[p:, None]).squeeze(1)
-        counts = (advantages[i] * batch.scored[i]).expand(n)
+        counts = (advantages[i] * batch.verified[i]).expand(n)
         rows.append((taken, -(log_p.exp() * log_p).sum(1).detach(), counts))
     log_prob, entropy, advantage = (torch.cat(column) for column in zip(*rows, strict=True))
     candidates = (advantage != 0).nonzero().squeeze(1)

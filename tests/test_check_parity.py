@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from models import save_model
-from runs import ROOT
+from support.models import save_model
+from support.runs import ROOT
 
 from megatron_stare.models import FAMILIES as KNOWN
 from megatron_stare.weights.convert import Options, convert

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from models import save_model
-from runs import ROOT
+from support.models import save_model
+from support.runs import ROOT
 
 from megatron_stare.cli import main
 
@@ -122,7 +122,7 @@ LAGGED = ("statistics={surprisal: rollout, gate: lagged}", "observability.entrop
         ("algorithm=stapo_stare", "STAPO's mask"),
         ("algorithm=twenty_entropy", "20-Entropy chooses"),
         ("algorithm.correction={mode: truncate}", "the importance correction"),
-        ("algorithm.reference_kl={coef: 0.1}", "the reference policy is scored"),
+        ("algorithm.reference_kl={coef: 0.1}", "the reference policy passes"),
         ("algorithm={name: grpo, entropy_bonus: {target: 0.2}}", "entropy_bonus.target"),
         ("observability.entropy_forecast=true", "observability.entropy_forecast=false"),
     ],

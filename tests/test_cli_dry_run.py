@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from runs import ROOT
+from support.runs import ROOT
 
 from megatron_stare.cli import main
 from megatron_stare.config.load import dump_yaml, load_config

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import save_model
-from runs import ROOT
+from support.models import save_model
+from support.runs import ROOT
 
 from megatron_stare.cli import main
 from megatron_stare.config.load import load_config

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import ROOT
+from support.runs import ROOT
 
 TOOL = ROOT / "tools/make_tiny_model.py"
 

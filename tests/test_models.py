@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import FAMILIES as TINY
-from models import GONE, HARMLESS, REFUSED, save_model
+from support.models import FAMILIES as TINY
+from support.models import GONE, HARMLESS, REFUSED, save_model
 from torch import Tensor
 
 from megatron_stare import models

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from models import save_model
-from runs import ROOT
+from support.models import save_model
+from support.runs import ROOT
 
 from megatron_stare.algorithms.stare import Stare
 from megatron_stare.config.load import load_config

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import ROOT, environment, metrics, model, train
+from support.runs import ROOT, environment, metrics, model, train
 
 pytestmark = pytest.mark.distributed
 ALONE = {"runtime.runner": "inline", "parallel.tensor": 1, "eval.prompts": 0}  # one process: seconds a run

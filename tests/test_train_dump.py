@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import model, train
 from safetensors.torch import load_file
+from support.runs import model, train
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import FAMILIES
-from runs import ROOT, metrics, train
+from support.models import FAMILIES
+from support.runs import ROOT, metrics, train
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.distributed

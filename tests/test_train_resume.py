@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from runs import ROOT, command, metrics, train
+from support.runs import ROOT, command, metrics, train
 
 from megatron_stare.cli import main
 from megatron_stare.config.load import dump_yaml, load_config

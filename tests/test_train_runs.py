@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from interrupts import uninterruptible
-from runs import command, environment, metrics, model, train
+from support.interrupts import uninterruptible
+from support.runs import command, environment, metrics, model, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.distributed
@@ -58,7 +58,9 @@ def test_a_run_leaves_everything_it_promises(tmp_path: Path) -> None:
 
 def test_a_frozen_weight_sync_stops_the_run(tmp_path: Path) -> None:
     alone = {"runtime.runner": "inline", "parallel.tensor": 1, "eval.prompts": 0}
-    done = train(model(), f"run.dir={tmp_path / 'run'}", "rollout.engine=engines.FrozenEngine", cwd=tmp_path, **alone)
+    done = train(
+        model(), f"run.dir={tmp_path / 'run'}", "rollout.engine=support.engines.FrozenEngine", cwd=tmp_path, **alone
+    )
     assert done.returncode == 2
     assert "the trainer holds version 1, but the rollout was sampled by version 0" in done.stderr
     assert "Traceback" not in done.stderr

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import sglang_servers as servers
-from interrupts import interruptible
-from leftovers import Traces
-from runs import command, environment, metrics, model
+from support import sglang_servers as servers
+from support.interrupts import interruptible
+from support.leftovers import Traces
+from support.runs import command, environment, metrics, model
 
 pytestmark = [
     pytest.mark.sglang,

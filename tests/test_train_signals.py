@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from leftovers import Traces
-from runs import command, environment, metrics, model
+from support.leftovers import Traces
+from support.runs import command, environment, metrics, model
 
 pytestmark = pytest.mark.distributed
 INLINE = {"runtime.runner": "inline", "parallel.tensor": 1, "eval.prompts": 0}

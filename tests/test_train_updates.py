@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import random_batch
-from runs import ROOT, metrics, model, train
+from support.models import random_batch
+from support.runs import ROOT, metrics, model, train
 
 from megatron_stare.config.load import load_config
 from megatron_stare.errors import NonFiniteError
@@ -84,8 +84,8 @@ class Ranks:
     def __init__(self, finite: list[bool]) -> None:
         self.finite, self.asked = finite, []
 
-    def score(self, batch: object) -> None:
-        self.asked.append("score")
+    def compute_log_probs(self, batch: object) -> None:
+        self.asked.append("compute_log_probs")
 
     def measure(self, state: dict[str, float]) -> None:
         self.asked.append(f"measure at {state['gate']}")
@@ -112,13 +112,18 @@ def test_a_step_of_the_driver(tmp_path: Path) -> None:
         phases.append(list(ranks.asked))
         ranks.asked.clear()
 
-    agreement: Any = SimpleNamespace(after_score=lambda step: {"agreement/step": float(step)})
+    agreement: Any = SimpleNamespace(after_log_probs=lambda step: {"agreement/step": float(step)})
     trainer = PolicyTrainer(config, ranks, state, agreement, phase, (2, tmp_path / "dump"))
     found = [trainer.step(replace(random_batch(3, size=4), step=step)) for step in (1, 2)]
     updates = ["update 0", "update 1"]
     assert phases == [
-        *("score", ["score", "measure at 7.0"], "update", updates),
-        *("score", ["score", "measure at 1.0"], "update", [f"update 0 to {tmp_path}/dump", "update 1", "refresh"]),
+        *("log_probs", ["compute_log_probs", "measure at 7.0"], "update", updates),
+        *(
+            "log_probs",
+            ["compute_log_probs", "measure at 1.0"],
+            "update",
+            [f"update 0 to {tmp_path}/dump", "update 1", "refresh"],
+        ),
     ]
     assert [(metrics["agreement/step"], metrics["update/finite"]) for metrics in found] == [(1.0, 0.0), (2.0, 0.0)]
     assert (state.method, state.skipped) == ({"gate": 1.0}, 0)  # as the last update left it

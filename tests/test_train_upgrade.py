@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from runs import ROOT, command, metrics, train
 from safetensors.torch import load_file
+from support.runs import ROOT, command, metrics, train
 
 from megatron_stare.cli import main
 from megatron_stare.config.formats import FORMAT

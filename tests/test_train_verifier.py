@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runs import model, train
+from support.runs import model, train
 
 VERIFIER = """
 import threading

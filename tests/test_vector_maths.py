@@ -1,4 +1,4 @@
-"""MKL's kernels are settled before anything else computes, in every kind of process; tests/probe notes what did."""
+"""MKL's kernels are settled before anything else computes, in every kind of process; support/probe notes what did."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sglang_servers as servers
 import torch
-from runs import ROOT, environment, model, train
+from support import sglang_servers as servers
+from support.runs import ROOT, environment, model, train
 
 from megatron_stare.vector_maths import FUNCTIONS
 
 PACKAGES = ("algorithms", "megatron", "ops", "rollout")
-PROBE = str(ROOT / "tests/probe")
+PROBE = str(ROOT / "tests/support/probe")
 
 
 def probed(folder: Path, inherited: dict[str, str]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from runs import ROOT
+from support.runs import ROOT
 
 SOURCES = ("megatron_stare", "configs", "assets", "tools", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 HIDDEN = ("PYTHONPATH", "VIRTUAL_ENV", "MEGATRON_STARE_SGLANG_PYTHON")

@@ -25,7 +25,7 @@ from megatron_stare.megatron.export import export_hf
 from megatron_stare.megatron.head import output_weight, rows_of
 from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.model import build_model, load_hf
-from megatron_stare.megatron.passes import score
+from megatron_stare.megatron.passes import compute_log_probs
 from megatron_stare.models import cost_of, read_shape
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
@@ -66,7 +66,7 @@ class Logits:
     def __init__(self, shape: ModelShape, layout: Layout) -> None:
         self.shape, self.layout = shape, layout
 
-    def score(self, model: GPTModel, hidden: Tensor, micro: MicroBatch, **_: object) -> tuple[Tensor, ...]:
+    def compute_log_probs(self, model: GPTModel, hidden: Tensor, micro: MicroBatch, **_: object) -> tuple[Tensor, ...]:
         mine = torch.nn.functional.linear(rows_of(hidden, micro), output_weight(model))
         parts = [torch.empty_like(mine) for _ in range(self.layout.tp)]
         dist.all_gather(parts, mine, group=self.layout.tp_group)
@@ -95,7 +95,7 @@ def one_rank(rank: int, init: str, task: Task) -> dict[str, Any]:
         )
         share = batch.share(plan.samples_of(layout.dp_rank))
         rank_batch = RankBatch(share, plan, layout.dp_rank, device(), sequence_layout(config, layout))
-        logits, _ = score(model, rank_batch, Logits(shape, layout))
+        logits, _ = compute_log_probs(model, rank_batch, Logits(shape, layout))
         speaks = layout.last_stage and layout.tp_rank == 0
         return {
             "index": rank_batch.index if speaks else None,

@@ -26,7 +26,7 @@ def coefficients(
     lengths: Tensor | None = None,
     length_norm: int | None = None,
 ) -> Tensor:
-    """[N] of the dtype of batch.log_prob; 0 outside batch.mask.
+    """[N] of the dtype of batch.log_prob; 0 outside batch.loss_mask.
 
     Args:
         batch: its mask says which tokens count.
@@ -44,7 +44,7 @@ def coefficients(
     each: Tensor | float
     if aggregation == "micro_batch_mean":
         share = _sequences_here(batch).to(dtype) / max(batch.num_sequences, 1)
-        each = share / batch.mask.sum().clamp_min(1)
+        each = share / batch.loss_mask.sum().clamp_min(1)
     elif aggregation == "token_mean":
         each = 1.0 / tokens.clamp_min(1).to(dtype)
     elif aggregation == "dr_grpo_verl":
@@ -57,7 +57,7 @@ def coefficients(
             each = 1.0 / responses
         else:
             each = 1.0 / (responses * _constant(length_norm))
-    return torch.where(batch.mask, each, torch.zeros((), dtype=dtype, device=batch.mask.device))
+    return torch.where(batch.loss_mask, each, torch.zeros((), dtype=dtype, device=batch.loss_mask.device))
 
 
 def _lengths(batch: TokenBatch, lengths: Tensor | None) -> Tensor:
@@ -78,7 +78,7 @@ def _sequences_here(batch: TokenBatch) -> Tensor:
     """Responses with a counted token among these positions, 0-dim."""
     if batch.sequence_lengths is None:
         raise ValueError("micro_batch_mean needs sequence_lengths")
-    seen = torch.zeros_like(batch.sequence_lengths).index_add_(0, batch.sequence, batch.mask.to(torch.int64))
+    seen = torch.zeros_like(batch.sequence_lengths).index_add_(0, batch.sequence, batch.loss_mask.to(torch.int64))
     return (seen > 0).sum()
 
 

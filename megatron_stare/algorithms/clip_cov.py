@@ -61,7 +61,7 @@ class ClipCov(Grpo):
     def candidates(self, batch: TokenBatch, known: Statistics) -> Tensor:
         """[N] bool, by covariance alone."""
         cov = covariance(batch, known)
-        return batch.mask & (cov > self.cov_low) & (cov < self.cov_high)
+        return batch.loss_mask & (cov > self.cov_low) & (cov < self.cov_high)
 
     def drawable(self, batch: TokenBatch, known: Statistics) -> Tensor:
         """[N] bool: candidates that the ratio clip leaves a gradient, by the log-probs that selections read."""

@@ -1,4 +1,4 @@
-"""Importance correction: the engine that sampled and the trainer that scored are not quite the same policy.
+"""Importance correction: the engine that sampled and the trainer that learns are not quite the same policy.
 
     r = p_train / p_rollout = exp(ln p_old - ln p_rollout)
     R = r (token), the product of r (sequence), or exp(mean ln r) (geometric), over the response's tokens
@@ -77,7 +77,7 @@ class Correction:
     def keep(self, batch: TokenBatch, known: Statistics) -> Tensor | None:
         if any(name not in known for name in self.requests(batch, known)):
             return None
-        keep = torch.ones_like(batch.mask)
+        keep = torch.ones_like(batch.loss_mask)
         if self.mode == "mask":
             level = self._ratio(batch, known)
             keep = keep & (level >= self.low) & (level <= self.high)
@@ -90,7 +90,7 @@ class Correction:
 
     def final_requests(self, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
         """What is asked once it is known which tokens stay."""
-        return {"correction/mean": Mean(self.plain_weights(kept, known), kept.mask)} if self.normalise else {}
+        return {"correction/mean": Mean(self.plain_weights(kept, known), kept.loss_mask)} if self.normalise else {}
 
     def weights(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
         """[N] detached factors on the policy loss; all 0 where they are to be divided by their mean and that is 0,
@@ -134,4 +134,4 @@ def _by_response(x: Tensor, batch: TokenBatch) -> SegmentSum:
     if batch.sequence_lengths is None:
         raise ValueError("correction by response needs sequence_lengths")
     # of responses without loss too, where the others are judged against them
-    return SegmentSum(x, batch.sequence, batch.sequence_lengths.shape[0], batch.mask | batch.in_moments)
+    return SegmentSum(x, batch.sequence, batch.sequence_lengths.shape[0], batch.loss_mask | batch.in_baseline)

@@ -18,17 +18,17 @@ from megatron_stare.records.batch_statistics import Count, Mean, Request, Statis
 
 def mean_requests(batch: TokenBatch) -> Mapping[str, Request]:
     return {
-        "cov/tokens": Count(batch.mask),
-        "cov/advantage": Mean(batch.advantage, batch.mask),
-        "cov/log_prob": Mean(batch.selected_by, batch.mask),
+        "cov/tokens": Count(batch.loss_mask),
+        "cov/advantage": Mean(batch.advantage, batch.loss_mask),
+        "cov/log_prob": Mean(batch.selected_by, batch.loss_mask),
     }
 
 
 def covariance(batch: TokenBatch, statistics: Statistics) -> Tensor:
-    """[N] float64, detached; 0 outside batch.mask."""
+    """[N] float64, detached; 0 outside batch.loss_mask."""
     centred = batch.advantage.detach().to(torch.float64) - scalar(statistics, "cov/advantage")
     spread = batch.selected_by.to(torch.float64) - scalar(statistics, "cov/log_prob")
-    return torch.where(batch.mask, centred * spread, 0.0)
+    return torch.where(batch.loss_mask, centred * spread, 0.0)
 
 
 def budget(statistics: Statistics, share: float) -> Tensor:

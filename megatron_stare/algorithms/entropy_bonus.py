@@ -52,7 +52,7 @@ class EntropyBonus:
     def requests(self, batch: TokenBatch) -> Mapping[str, Request]:
         if self.target is None:
             return {}
-        return {MEASURE: Mean(batch.entropy if self.measure == "entropy" else batch.surprisal, batch.mask)}
+        return {MEASURE: Mean(batch.entropy if self.measure == "entropy" else batch.surprisal, batch.loss_mask)}
 
     def control(self, state: dict[str, torch.Tensor], statistics: Statistics) -> dict[str, torch.Tensor]:
         """USED is what this step multiplies by; COEF and OPEN are what the next one starts from."""

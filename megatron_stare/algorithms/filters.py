@@ -34,7 +34,7 @@ class Filter(Protocol):
 class Narrowed:
     """What filters leave of a batch."""
 
-    kept: TokenBatch  # its mask: tokens whose policy loss counts; in_moments: those that others are judged against
+    kept: TokenBatch  # its mask: tokens whose policy loss counts; in_baseline: those that others are judged against
     counted: Tensor  # [N] bool, tokens in the denominator
     asked: dict[str, Request]
     complete: bool  # False: more rounds of statistics are needed
@@ -42,14 +42,14 @@ class Narrowed:
 
 def narrow(filters: Iterable[Filter], batch: TokenBatch, known: Statistics) -> Narrowed:
     """Applies the filters in turn, as far as `known` allows."""
-    kept, counted = batch, batch.mask
+    kept, counted = batch, batch.loss_mask
     asked: dict[str, Request] = {}
     for each in filters:
         asked.update(each.requests(kept, known))
         keep = each.keep(kept, known)
         if keep is None:
             return Narrowed(kept, counted, asked, complete=False)
-        kept = replace(kept, mask=kept.mask & keep, moments_mask=kept.in_moments & keep)
+        kept = replace(kept, loss_mask=kept.loss_mask & keep, baseline_mask=kept.in_baseline & keep)
         if each.leaves_count:
             counted = counted & keep
     return Narrowed(kept, counted, asked, complete=True)

@@ -60,8 +60,8 @@ class GrpoS(Clipped):
     def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
         number = _whole(kept.sequence_lengths).shape[0]
         return {
-            "grpo_s/entropy": SegmentSum(kept.entropy, kept.sequence, number, kept.in_moments),
-            "grpo_s/length": SegmentSum(torch.ones_like(kept.entropy), kept.sequence, number, kept.in_moments),
+            "grpo_s/entropy": SegmentSum(kept.entropy, kept.sequence, number, kept.in_baseline),
+            "grpo_s/length": SegmentSum(torch.ones_like(kept.entropy), kept.sequence, number, kept.in_baseline),
         }
 
     def shaped(self, batch: TokenBatch, statistics: Statistics) -> tuple[Tensor, Tensor]:

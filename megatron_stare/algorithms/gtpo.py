@@ -61,7 +61,7 @@ class Gtpo(Clipped):
 
     def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
         correct, entropy = self._correct(kept)[kept.sequence], self._entropy(kept)
-        among = kept.in_moments
+        among = kept.in_baseline
         right, wrong = among & correct, among & ~correct
         cell, cells = self._cells(kept)
         ones = torch.ones_like(entropy)
@@ -104,7 +104,7 @@ class Gtpo(Clipped):
         flags, counted = self._correct(batch).to(torch.float64), tensor(statistics, "gtpo/length") > 0
         groups = _whole(batch.groups)
         same = all_equal(flags, groups, counted, batch.num_groups)[groups]
-        return torch.where(batch.mask & ~same[batch.sequence], advantage, 0.0).to(batch.advantage.dtype)
+        return torch.where(batch.loss_mask & ~same[batch.sequence], advantage, 0.0).to(batch.advantage.dtype)
 
     def _correct(self, batch: TokenBatch) -> Tensor:
         """[B] bool."""

@@ -52,12 +52,12 @@ class KlCov(PolicyGradient):
     def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
         asked = dict(mean_requests(kept))
         if "cov/tokens" in known:
-            asked["held"] = TopK(covariance(kept, known), kept.index, kept.mask, count=budget(known, self.share))
+            asked["held"] = TopK(covariance(kept, known), kept.index, kept.loss_mask, count=budget(known, self.share))
         return asked
 
     def held(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
         """[N] bool."""
-        return threshold(statistics, "held").select(covariance(batch, statistics), batch.index, batch.mask)
+        return threshold(statistics, "held").select(covariance(batch, statistics), batch.index, batch.loss_mask)
 
     def policy_loss(self, batch: TokenBatch, statistics: Statistics, state: State) -> TokenTerms:
         held = self.held(batch, statistics)

@@ -44,7 +44,7 @@ class Method(ABC):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the batch must be scored by the reference policy (`TokenBatch.reference_log_prob`)."""
+        """Whether the reference policy must compute log-probs of the batch (`TokenBatch.reference_log_prob`)."""
         return False
 
     @property
@@ -59,11 +59,11 @@ class Method(ABC):
 
     def carries_loss(self, batch: RolloutBatch) -> Tensor:
         """[B] bool: the responses whose tokens of the loss mask carry loss; the others leave N and every quantile."""
-        return batch.scored
+        return batch.verified
 
-    def enters_moments(self, batch: RolloutBatch) -> Tensor:
+    def baseline_mask(self, batch: RolloutBatch) -> Tensor:
         """[B] bool: the responses that the advantages of the others are measured against."""
-        return batch.scored
+        return batch.verified
 
     def shaped_rewards(self, batch: RolloutBatch) -> Tensor:
         """[B] float64 rewards with length penalties added."""
@@ -74,12 +74,12 @@ class Method(ABC):
 
         The one place where these are computed: every rank reads them as columns.
         """
-        shaped, judged_against = self.shaped_rewards(batch), self.enters_moments(batch)
+        shaped, judged_against = self.shaped_rewards(batch), self.baseline_mask(batch)
         return replace(
             batch,
             advantages=self.advantages(shaped, batch.groups, judged_against),
             carries_loss=self.carries_loss(batch),
-            enters_moments=judged_against,
+            baseline_mask=judged_against,
             penalties=shaped - batch.rewards,
         )
 
@@ -97,7 +97,7 @@ class Method(ABC):
         Asked again while it names new ones, so that a request may build on answers in `known`. `tokens`, the number of
         positions that carry loss, is what `coefficients` divides by.
         """
-        return {"tokens": Count(batch.mask)}
+        return {"tokens": Count(batch.loss_mask)}
 
     def control(self, state: State, statistics: Statistics) -> State:
         """The state this step uses and the next one starts from, by the rollout batch's statistics. No host
@@ -110,7 +110,7 @@ class Method(ABC):
 
     @abstractmethod
     def coefficients(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """[N] what every token's loss is multiplied by before summing; 0 outside batch.mask."""
+        """[N] what every token's loss is multiplied by before summing; 0 outside batch.loss_mask."""
 
     def empty(self, statistics: Statistics) -> Tensor:
         """0-dim bool: no token of the mini-batch has a loss, by the statistics of all its tokens. There is no optimizer

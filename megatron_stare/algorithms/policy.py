@@ -77,23 +77,23 @@ class PolicyGradient(Method):
         if self.correction is not None:
             return "the importance correction compares old log-probs with the engine's before the loss"
         if self.needs_reference:
-            return "the reference policy is scored beside the log-prob pass"
+            return "the reference policy passes beside the log-prob pass"
         if self.entropy_bonus is not None and self.entropy_bonus.target is not None:
             return "entropy_bonus.target is steered by the log-prob pass, and acts a step late already"
         return None
 
     def carries_loss(self, batch: RolloutBatch) -> Tensor:
-        return batch.scored if self.truncated == "keep" else batch.scored & ~batch.truncated
+        return batch.verified if self.truncated == "keep" else batch.verified & ~batch.truncated
 
-    def enters_moments(self, batch: RolloutBatch) -> Tensor:
-        return batch.scored & ~batch.truncated if self.truncated == "drop" else batch.scored
+    def baseline_mask(self, batch: RolloutBatch) -> Tensor:
+        return batch.verified & ~batch.truncated if self.truncated == "drop" else batch.verified
 
     def shaped_rewards(self, batch: RolloutBatch) -> Tensor:
         if self.overlong is not None:
             return batch.rewards + self.overlong.penalty(batch.response_lengths)
         if self.length_penalty is not None:
             correct = batch.rewards >= self.length_penalty.correct_from
-            counted = self.enters_moments(batch)
+            counted = self.baseline_mask(batch)
             return batch.rewards + self.length_penalty.penalty(batch.response_lengths, correct, batch.groups, counted)
         return batch.rewards
 
@@ -138,8 +138,8 @@ class PolicyGradient(Method):
         if self.needs_reference or self.entropy_bonus is not None:
             return narrowed.counted
         if self.correction is None:
-            return narrowed.kept.mask
-        return narrowed.kept.mask & (self.correction.plain_weights(batch, known) > 0)
+            return narrowed.kept.loss_mask
+        return narrowed.kept.loss_mask & (self.correction.plain_weights(batch, known) > 0)
 
     def empty(self, statistics: Statistics) -> Tensor:
         return scalar(statistics, "with_loss" if self.filters() else "tokens") == 0
@@ -159,8 +159,8 @@ class PolicyGradient(Method):
             weight = self.correction.weights(batch, statistics)
             loss, shares["correction/weight"] = loss * weight, weight
         if self.filters():
-            loss = torch.where(kept.mask, loss, 0.0)
-            shares["loss/kept"] = kept.mask
+            loss = torch.where(kept.loss_mask, loss, 0.0)
+            shares["loss/kept"] = kept.loss_mask
         if self.reference_kl is not None and self.needs_reference:
             kl = kl_estimate(batch.log_prob, _given(batch.reference_log_prob, "log-prob"), self.reference_kl.estimator)
             loss, shares["reference/kl"] = loss + self.reference_kl.coef * kl, kl.detach()
@@ -172,7 +172,7 @@ class PolicyGradient(Method):
     def coefficients(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
         lengths = tensor(statistics, "lengths") if "lengths" in statistics else None
         return coefficients(
-            replace(batch, mask=self.narrowed(batch, statistics).counted),
+            replace(batch, loss_mask=self.narrowed(batch, statistics).counted),
             self.aggregation,
             scalar(statistics, "tokens"),
             lengths=lengths,

@@ -70,7 +70,7 @@ def is_rare(phi: Tensor) -> Tensor:
 def quadrants(batch: TokenBatch, phi: Tensor) -> dict[str, Tensor]:
     """[N] bool each: the tokens of U+, L+, U-, L- among those that carry loss. Advantage 0 is in none."""
     rare = is_rare(phi)
-    plus, minus = batch.mask & (batch.advantage > 0), batch.mask & (batch.advantage < 0)
+    plus, minus = batch.loss_mask & (batch.advantage > 0), batch.loss_mask & (batch.advantage < 0)
     return dict(zip(QUADRANTS, (plus & ~rare, plus & rare, minus & ~rare, minus & rare), strict=True))
 
 
@@ -88,11 +88,11 @@ def sensitivity_requests(batch: TokenBatch, push: Tensor) -> Mapping[str, Reques
     phi = sensitivity(batch.old_log_prob.detach(), batch.entropy, s2)
     plain = -batch.advantage * phi
     asked: dict[str, Request] = {
-        "sensitivity/tokens": Count(batch.mask),
-        "sensitivity/change": Sum(-push * phi, batch.mask),
-        "sensitivity/plain": Sum(plain, batch.mask),
-        "sensitivity/rare": Count(batch.mask & is_rare(phi)),
-        "sensitivity/critical": Mean(critical_surprisal(batch.entropy, s2), batch.mask),
+        "sensitivity/tokens": Count(batch.loss_mask),
+        "sensitivity/change": Sum(-push * phi, batch.loss_mask),
+        "sensitivity/plain": Sum(plain, batch.loss_mask),
+        "sensitivity/rare": Count(batch.loss_mask & is_rare(phi)),
+        "sensitivity/critical": Mean(critical_surprisal(batch.entropy, s2), batch.loss_mask),
     }
     for name, where in quadrants(batch, phi).items():
         asked[f"sensitivity/{name}"] = Sum(plain, where)

@@ -57,13 +57,13 @@ class SpuriousTokens:
         return ~(candidates & (entropy.to(torch.float32).to(torch.float64) < tau_h))
 
     def requests(self, batch: TokenBatch, known: Statistics) -> Mapping[str, Request]:
-        candidates = self.candidates((-batch.surprisal).exp(), batch.advantage, batch.mask)
-        return {"stapo/entropy": self.threshold(batch.entropy, candidates, batch.mask)}
+        candidates = self.candidates((-batch.surprisal).exp(), batch.advantage, batch.loss_mask)
+        return {"stapo/entropy": self.threshold(batch.entropy, candidates, batch.loss_mask)}
 
     def keep(self, batch: TokenBatch, known: Statistics) -> Tensor | None:
         if "stapo/entropy" not in known:
             return None
-        candidates = self.candidates((-batch.surprisal).exp(), batch.advantage, batch.mask)
+        candidates = self.candidates((-batch.surprisal).exp(), batch.advantage, batch.loss_mask)
         return self.spared(batch.entropy, candidates, scalar(known, "stapo/entropy"))
 
 

@@ -73,9 +73,9 @@ class Stare(Grpo):
 
     def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
         gated = batch if self.gate_entropy == "response" else kept
-        asked: dict[str, Request] = {"entropy": Mean(gated.entropy, gated.mask)}
+        asked: dict[str, Request] = {"entropy": Mean(gated.entropy, gated.loss_mask)}
         for side, sign in self.sides().items():
-            asked[side] = TopK(kept.surprisal, kept.index, kept.mask & (sign * kept.advantage > 0), self.share)
+            asked[side] = TopK(kept.surprisal, kept.index, kept.loss_mask & (sign * kept.advantage > 0), self.share)
         return asked
 
     def control(self, state: State, statistics: Statistics) -> State:
@@ -97,7 +97,7 @@ class Stare(Grpo):
         """[N] float32, the factor on every token's advantage."""
         weights = torch.ones_like(batch.advantage)
         for side, sign in self.sides().items():
-            candidates = batch.mask & (sign * batch.advantage > 0)
+            candidates = batch.loss_mask & (sign * batch.advantage > 0)
             selected = threshold(statistics, side).select(batch.surprisal, batch.index, candidates)
             factor = 1 + state["gate"] * (state["amplify" if sign > 0 else "attenuate"] - 1)
             weights = torch.where(selected, factor.to(weights.dtype), weights)

@@ -80,6 +80,6 @@ def response_mean(x: Tensor, batch: TokenBatch) -> Tensor:
     if batch.sequence_lengths is None:
         raise ValueError("a mean by response needs sequence_lengths")
     zeros = torch.zeros(batch.sequence_lengths.shape[0], dtype=x.dtype, device=x.device)
-    total = zeros.index_add(0, batch.sequence, torch.where(batch.mask, x, 0.0))
-    count = zeros.index_add(0, batch.sequence, batch.mask.to(x.dtype))
+    total = zeros.index_add(0, batch.sequence, torch.where(batch.loss_mask, x, 0.0))
+    count = zeros.index_add(0, batch.sequence, batch.loss_mask.to(x.dtype))
     return (total / count.clamp_min(1))[batch.sequence]

@@ -59,7 +59,7 @@ def fork_count(n: Tensor, share: float) -> Tensor:
 def _candidates(batch: TokenBatch) -> Tensor:
     # groups with equal rewards have no advantage and would fill the quantile with tokens that teach nothing; the
     # paper filters them before training
-    return batch.mask & (batch.advantage != 0)
+    return batch.loss_mask & (batch.advantage != 0)
 
 
 @dataclass(frozen=True, kw_only=True)

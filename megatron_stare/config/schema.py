@@ -118,7 +118,7 @@ class StatisticsConfig(Section):
     surprisal: Literal["old", "current", "rollout"] = Field(
         "old",
         description="surprisals are those of the log-prob pass; of the policy before each optimizer step, whose "
-        "mini-batch is scored again; or of the engine",
+        "mini-batch passes through it again; or of the engine",
     )
     gate: Literal["exact", "lagged"] = Field(
         "exact",
@@ -181,7 +181,9 @@ class SGLangConfig(Section):
         description="largest difference of a token's log-prob from the trainer's, nats; past it a run stops. "
         "null: 1e-3 in float32, 0.5 in bfloat16",
     )
-    canary_prompts: int = Field(4, ge=0, description="sequences scored by servers and trainer after every weight sync")
+    canary_prompts: int = Field(
+        4, ge=0, description="sequences whose log-probs servers and trainer both compute after every weight sync"
+    )
 
 
 class DataConfig(Section):

@@ -1,7 +1,7 @@
 """Core attention for the local layer spec, over torch's scaled_dot_product_attention.
 
-The stock local one builds the score matrix and knows neither causal kernels nor packed sequences. Padding stands on the
-right, so causality alone keeps it from real tokens and no mask is needed.
+The stock local one builds the whole s x s matrix and knows neither causal kernels nor packed sequences. Padding stands
+on the right, so causality alone keeps it from real tokens and no mask is needed.
 Shape legend: s positions, b sequences, t packed tokens, n heads of this rank, g query groups of this rank, d head size.
 """
 

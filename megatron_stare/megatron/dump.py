@@ -46,7 +46,7 @@ def write_batch(folder: Path, batch: RolloutBatch) -> None:
         "response_lengths",
         "groups",
         "rewards",
-        "scored",
+        "verified",
         "truncated",
     )
     columns |= {name: getattr(batch, name) for name in (*as_they_are, "advantages")}

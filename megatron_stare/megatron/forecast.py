@@ -16,7 +16,7 @@ from megatron_stare.algorithms.sensitivity import EntropyForecast, sensitivity_r
 from megatron_stare.batch import TokenBatch
 from megatron_stare.megatron.batching.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.head import Head, LossFunction
-from megatron_stare.megatron.passes import score
+from megatron_stare.megatron.passes import compute_log_probs
 from megatron_stare.ops.statistics_executor import answer
 from megatron_stare.records.batch_statistics import Mean, scalar
 
@@ -31,7 +31,7 @@ def forecast(
     """The `forecast/*` metrics of the step that is about to be taken, over the whole batch; 0-dim each.
 
     Args:
-        tokens: this rank's scored positions, with sum_p2 and sum_p2_log_p.
+        tokens: this rank's positions, with sum_p2 and sum_p2_log_p.
         loss_of: the loss that training takes the gradient of.
         temperature: of the log-probs.
         group: ranks that hold other tokens of the batch; None: this rank holds all.
@@ -57,10 +57,10 @@ def measured_change(
     log-prob pass; nats. A forward pass, which all ranks must enter together.
 
     Args:
-        tokens: as they were scored before the step; None: not on the last pipeline stage, and the answer is empty.
+        tokens: as they were before the step; None: not on the last pipeline stage, and the answer is empty.
     """
-    _, entropy = score(model, batch, head)
+    _, entropy = compute_log_probs(model, batch, head)
     if tokens is None:
         return {}
-    answers = answer({"forecast/measured_change": Mean(entropy - tokens.entropy, tokens.mask)}, group)
+    answers = answer({"forecast/measured_change": Mean(entropy - tokens.entropy, tokens.loss_mask)}, group)
     return {name: scalar(answers, name) for name in answers}

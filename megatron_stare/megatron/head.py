@@ -36,7 +36,7 @@ class Head:
     mode: Mode = "materialised"
     chunk: int = 1024
 
-    def score(
+    def compute_log_probs(
         self, model: GPTModel, hidden: Tensor, micro: MicroBatch, *, second_moment: bool = False
     ) -> tuple[Tensor, ...]:
         """hidden [s, b, H], or this rank's part of s under sequence parallelism -> log-prob and entropy [n] of the
@@ -44,7 +44,7 @@ class Head:
         linear = self._linear
         if second_moment:
             linear = replace(linear, problem=replace(linear.problem, second_moment=True))
-        return linear.score(rows_of(hidden, micro), output_weight(model), micro.targets)
+        return linear.compute_log_probs(rows_of(hidden, micro), output_weight(model), micro.targets)
 
     def loss(
         self, model: GPTModel, hidden: Tensor, micro: MicroBatch, loss_of: LossFunction

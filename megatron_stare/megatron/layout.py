@@ -39,7 +39,7 @@ class Layout:
         return self.pp_rank == self.pp - 1
 
     @property
-    def speaks(self) -> bool:
+    def is_reporting_rank(self) -> bool:
         """Whether this is the one rank that reports results: last stage, first of its tensor and data groups."""
         return self.last_stage and self.tp_rank == 0 and self.dp_rank == 0
 

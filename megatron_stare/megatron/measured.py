@@ -1,4 +1,4 @@
-"""What the last pipeline stage knows of a scored rollout batch."""
+"""What the last pipeline stage knows of a rollout batch after its log-prob pass."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Measured:
         tokens = self.tokens
         drift = (tokens.old_log_prob - tokens.rollout_log_prob).abs()
         return {
-            "entropy/mean": Mean(tokens.entropy, tokens.mask),
-            "surprisal/mean": Mean(tokens.surprisal, tokens.mask),
-            "rollout/logprob_diff_mean": Mean(drift, tokens.mask),
-            "rollout/logprob_diff_max": Max(drift, tokens.mask),
+            "entropy/mean": Mean(tokens.entropy, tokens.loss_mask),
+            "surprisal/mean": Mean(tokens.surprisal, tokens.loss_mask),
+            "rollout/logprob_diff_mean": Mean(drift, tokens.loss_mask),
+            "rollout/logprob_diff_max": Max(drift, tokens.loss_mask),
         }
 
 
@@ -52,7 +52,7 @@ def measure_batch(
     Args:
         state: what the method remembers of the step before.
         group: ranks that hold other tokens of the batch; None: this rank holds all.
-        lagged: the scores are not known yet, so the state stays as it is until `complete`.
+        lagged: the log-probs are not known yet, so the state stays as it is until `complete`.
     """
     statistics = gather_statistics(partial(method.requests, tokens), group)
     now = state if lagged else method.control(state, statistics)
@@ -60,7 +60,7 @@ def measure_batch(
 
 
 def complete(measured: Measured, logged: Mapping[str, Tensor], method: Method, group: ProcessGroup | None) -> Measured:
-    """With the scores that a training pass in the place of the log-prob pass has given, and the method's state moved by
+    """With what a training pass in the place of the log-prob pass has given, and the method's state moved by
     them for the next step. All ranks of the last pipeline stage must call it."""
     log_prob, entropy = logged[LOG_PROB], logged[ENTROPY]
     tokens = replace(measured.tokens, log_prob=log_prob, old_log_prob=log_prob, entropy=entropy)

@@ -30,7 +30,7 @@ class Objective:
     rows: [.] the positions of the mini-batch among the N.
     statistics: over the mini-batch, of all ranks.
     own: under statistics.scope micro_batch, what each micro-batch reads instead, by its span.
-    scores: whether this training pass is also the log-prob pass, so that the old log-prob is the current one.
+    is_log_prob_pass: whether this training pass is also the log-prob pass, so that the old log-prob is the current one.
     """
 
     method: Method
@@ -39,7 +39,7 @@ class Objective:
     statistics: Statistics
     state: State
     own: Mapping[tuple[int, int], Statistics] = field(default_factory=dict)
-    scores: bool = False
+    is_log_prob_pass: bool = False
 
     def loss(self, log_prob: Tensor, entropy: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """A micro-batch's part of the loss, and tensors [n] to log; see passes.LossFunction."""
@@ -50,7 +50,7 @@ class Objective:
             current_entropy=entropy if self.method.needs_entropy_gradient else None,
         )
         passed = {}
-        if self.scores:
+        if self.is_log_prob_pass:
             tokens = replace(tokens, old_log_prob=log_prob.detach(), entropy=entropy.detach())
             passed = {LOG_PROB: log_prob.detach(), ENTROPY: entropy.detach()}
         statistics = self.own.get((micro.span.start, micro.span.stop), self.statistics)
@@ -63,7 +63,7 @@ class Objective:
 
     def requests(self, logged: Mapping[str, Tensor]) -> dict[str, Request]:
         """What is logged of the update, over all ranks, from the tensors that `loss` gave to log."""
-        mask = self.tokens.mask[self.rows]
+        mask = self.tokens.loss_mask[self.rows]
         asked: dict[str, Request] = {
             "loss/policy": Sum(logged["loss/policy"], mask),
             "ratio/max_abs_log": Max(logged["ratio/max_abs_log"], mask),
@@ -80,7 +80,7 @@ def make_objective(
     group: ProcessGroup | None,
     *,
     by_micro_batch: bool,
-    scores: bool,
+    is_log_prob_pass: bool,
     known: Statistics | None = None,
 ) -> Objective:
     """Asks the statistics of one mini-batch. All ranks of the last pipeline stage must call it.
@@ -104,4 +104,4 @@ def make_objective(
         parts = gather_by_micro_batch([partial(method.requests, each) for each in cut], group)
         own = dict(zip(spans, parts, strict=True))
         known = summary(method.requests(chosen, known), known, parts, group)
-    return Objective(method, tokens, rows, known, state, own, scores)
+    return Objective(method, tokens, rows, known, state, own, is_log_prob_pass)

@@ -18,7 +18,9 @@ from megatron_stare.megatron.head import Head, LossFunction
 from megatron_stare.megatron.model import hidden_states, unwrap
 
 
-def score(model: list[nn.Module], batch: RankBatch, head: Head, *, second_moment: bool = False) -> tuple[Tensor, ...]:
+def compute_log_probs(
+    model: list[nn.Module], batch: RankBatch, head: Head, *, second_moment: bool = False
+) -> tuple[Tensor, ...]:
     """Log-probs and entropies [N] of this rank's response positions; on the last pipeline stage only, else empty.
 
     Args:
@@ -26,12 +28,12 @@ def score(model: list[nn.Module], batch: RankBatch, head: Head, *, second_moment
     """
 
     def collect(chunk: nn.Module, hidden: Tensor, micro: MicroBatch) -> tuple[Tensor, ...]:
-        return head.score(unwrap(chunk), hidden, micro, second_moment=second_moment)
+        return head.compute_log_probs(unwrap(chunk), hidden, micro, second_moment=second_moment)
 
     with torch.no_grad():
-        scored = _run(model, batch, collect, forward_only=True)
+        passed = _run(model, batch, collect, forward_only=True)
     empty = torch.zeros(0, device=batch.device)
-    columns = zip(*scored, strict=True) if scored else [()] * (4 if second_moment else 2)
+    columns = zip(*passed, strict=True) if passed else [()] * (4 if second_moment else 2)
     return tuple(torch.cat([empty, *column]) for column in columns)
 
 

@@ -12,7 +12,7 @@ from megatron_stare.megatron.cpu_backend import device
 from megatron_stare.megatron.head import Head
 from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.model import build_model, unwrap
-from megatron_stare.megatron.passes import score
+from megatron_stare.megatron.passes import compute_log_probs
 from megatron_stare.megatron.start import load_start
 from megatron_stare.models.shape import ModelShape
 
@@ -32,10 +32,10 @@ class Reference:
         load_start(self.model, config.model.reference_path or config.model.path, shape, layout)
         self._move("cpu" if self._offload else str(device()))
 
-    def score(self, batch: RankBatch, head: Head) -> Tensor:
+    def compute_log_probs(self, batch: RankBatch, head: Head) -> Tensor:
         """Log-probs [N] of this rank's response positions, over the same micro-batches as the policy's."""
         self._move(str(device()))
-        log_prob, _ = score(self.model, batch, head)
+        log_prob, _ = compute_log_probs(self.model, batch, head)
         if self._offload:
             self._move("cpu")
         return log_prob

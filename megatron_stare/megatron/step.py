@@ -1,6 +1,6 @@
 """A rollout batch on one rank of the trainer, from its log-prob pass to its last optimizer step.
 
-`score` (log-prob pass) -> `measure` (statistics of the rollout batch, the method's state) -> `update`, once a
+`compute_log_probs` -> `measure` (statistics of the rollout batch, the method's state) -> `update`, once a
 mini-batch (gradient, clip, optimizer step). Pipeline stages but the last run the passes and know no numbers.
 """
 
@@ -28,7 +28,7 @@ from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.measured import Measured, complete, measure_batch
 from megatron_stare.megatron.objective import Objective, make_objective
 from megatron_stare.megatron.optimizer import take_step
-from megatron_stare.megatron.passes import accumulate_gradients, score
+from megatron_stare.megatron.passes import accumulate_gradients, compute_log_probs
 from megatron_stare.megatron.reference import Reference
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.ops.statistics_executor import answer
@@ -67,7 +67,7 @@ class Step:
         self.measured: Measured | None = None
         self._objective: Objective | None = None  # of the update at hand; None but on the last stage
 
-    def score(self) -> None:
+    def compute_log_probs(self) -> None:
         """The forward-only pass: log-prob and entropy of every response token under the current policy.
 
         Where the configuration skips it, both are NaN until the training pass has given them.
@@ -78,8 +78,10 @@ class Step:
             log_prob = entropy = torch.full(batch.index.shape, torch.nan, device=device())
         else:
             with_moments = config.observability.entropy_forecast
-            log_prob, entropy, *moments = score(policy.model, batch, policy.head, second_moment=with_moments)
-        reference = policy.reference.score(batch, policy.head) if policy.reference is not None else None
+            log_prob, entropy, *moments = compute_log_probs(
+                policy.model, batch, policy.head, second_moment=with_moments
+            )
+        reference = policy.reference.compute_log_probs(batch, policy.head) if policy.reference is not None else None
         if not policy.layout.last_stage:
             return
         tokens = batch.token_batch(log_prob, entropy)
@@ -105,7 +107,7 @@ class Step:
         self.measured = measure_batch(self._method, tokens, before, self.group, lagged=lagged)
         self._objective = self._make_objective(0)
         if tokens.sum_p2 is not None and (first := self._objective) is not None:
-            # of several updates the first: only its policy is the one that was scored
+            # of several updates the first: only its policy is that of the log-prob pass
             micro_batches, temperature = self.batch.mini_batch(0).micro_batches, self._policy.head.temperature
             found = forecast(first.tokens, micro_batches, first.loss, temperature, self.group)
             self.measured = replace(self.measured, forecast=found)
@@ -129,9 +131,9 @@ class Step:
         empty = self._method.empty(self._objective.statistics) if self._objective is not None else None
         outcome = take_step(policy.optimizer, policy.scheduler, self._config.optimizer.clip_grad, empty)
         if outcome.taken and number == 0 and self._measures_entropy():
-            scored = self._objective.tokens.select(self._objective.rows) if self._objective is not None else None
-            metrics = {**metrics, **measured_change(policy.model, part, policy.head, scored, self.group)}
-        if self.measured is None or not policy.layout.speaks:
+            tokens = self._objective.tokens.select(self._objective.rows) if self._objective is not None else None
+            metrics = {**metrics, **measured_change(policy.model, part, policy.head, tokens, self.group)}
+        if self.measured is None or not policy.layout.is_reporting_rank:
             return None
         rates = {
             "optimizer/grad_norm": outcome.grad_norm,
@@ -149,17 +151,17 @@ class Step:
     @torch.no_grad()
     def _make_objective(self, number: int) -> Objective | None:
         """What an update minimises; None but on the last pipeline stage. All ranks must call it for updates after the
-        first, before which `statistics.surprisal: current` scores the mini-batch again."""
+        first, before which `statistics.surprisal: current` passes the mini-batch through the model again."""
         mini_batch = self._mini_batch(number)
-        part, rescored = self.batch.mini_batch(mini_batch), None
+        part, renewed = self.batch.mini_batch(mini_batch), None
         if self._config.statistics.surprisal == "current" and number > 0:
-            rescored, _ = score(self._policy.model, part, self._policy.head)
+            renewed, _ = compute_log_probs(self._policy.model, part, self._policy.head)
         if self.measured is None:
             return None
         tokens = self.batch.tokens_of(mini_batch, self.measured.tokens)
-        if rescored is not None:
+        if renewed is not None:
             selected_by = tokens.old_log_prob.clone()
-            selected_by[part.span] = rescored
+            selected_by[part.span] = renewed
             tokens = replace(tokens, selection_log_prob=selected_by)
         whole = len(self.batch.plan.mini_batches) == 1
         return make_objective(
@@ -169,8 +171,8 @@ class Step:
             self.measured.state,
             self.group,
             by_micro_batch=self._config.statistics.scope == "micro_batch",
-            scores=self._config.skips_log_prob_pass,
-            known=self.measured.statistics if whole and rescored is None else None,
+            is_log_prob_pass=self._config.skips_log_prob_pass,
+            known=self.measured.statistics if whole and renewed is None else None,
         )
 
     def _loss(self, log_prob: Tensor, entropy: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -203,5 +205,5 @@ class Step:
         gradients = export_gradients(policy.model, policy.shape, policy.layout)
         if policy.layout.rank == 0:  # which has all tensors, as the last stage has the loss
             write_tensors(folder, weights, gradients)
-        if policy.layout.speaks:
+        if policy.layout.is_reporting_rank:
             write_step(folder, float(metrics["loss/policy"]), self._config)

@@ -25,7 +25,7 @@ from megatron_stare.megatron.head_choice import HeadChoice, choose_head, free_me
 from megatron_stare.megatron.layout import join, leave
 from megatron_stare.megatron.model import build_policy
 from megatron_stare.megatron.optimizer import build_optimizer
-from megatron_stare.megatron.passes import score
+from megatron_stare.megatron.passes import compute_log_probs
 from megatron_stare.megatron.reference import Reference
 from megatron_stare.megatron.start import load_start
 from megatron_stare.megatron.step import Policy, Step
@@ -82,9 +82,9 @@ class Trainer:
 
     @property
     def step(self) -> Step:
-        """The rollout batch that was scored last."""
+        """The rollout batch of the last log-prob pass."""
         if self._step is None:
-            raise RuntimeError("there is no batch before score()")
+            raise RuntimeError("there is no batch before compute_log_probs()")
         return self._step
 
     def data_rank(self) -> int:
@@ -94,13 +94,13 @@ class Trainer:
     def _batch_of(self, share: RankShare, plan: MicroBatchPlan) -> RankBatch:
         return RankBatch(share, plan, self.data_rank(), device(), self._sequences)
 
-    def score(self, share: RankShare, plan: MicroBatchPlan) -> None:
+    def compute_log_probs(self, share: RankShare, plan: MicroBatchPlan) -> None:
         """The forward-only pass: log-prob and entropy of every response token under the current policy."""
         self._step = Step(self.config, self.method, self.policy, self._batch_of(share, plan))
-        self._step.score()
+        self._step.compute_log_probs()
 
     def compare(self, versions: Sequence[int], temperature: float | None = None) -> LogProbDifference | None:
-        """The engine's log-probs of the scored batch with the trainer's: those of `score`, or anew at a temperature.
+        """The engine's log-probs of the last batch with the trainer's: of the log-prob pass, or anew at a temperature.
         All ranks must call it.
 
         Args:
@@ -120,14 +120,14 @@ class Trainer:
         self, share: RankShare, plan: MicroBatchPlan, engines: Tensor, temperature: float
     ) -> list[LogProbDifference] | None:
         """As `compare`, of any batch at any temperature with the log-probs [S, whole batch] of several engines in
-        canonical order, one an engine; leaves the scored batch alone."""
+        canonical order, one an engine; leaves the last batch alone."""
         batch = self._batch_of(share, plan)
         log_prob = self._log_probs(batch, temperature)
         return self._differences(batch, [engine[batch.index] for engine in engines], log_prob, ())
 
     def _log_probs(self, batch: RankBatch, temperature: float) -> Tensor | None:
         """[N] of the last stage, in a pass that all ranks must enter together; None on the others."""
-        log_prob, *_ = score(self.policy.model, batch, replace(self.policy.head, temperature=temperature))
+        log_prob, *_ = compute_log_probs(self.policy.model, batch, replace(self.policy.head, temperature=temperature))
         return log_prob if self.policy.layout.last_stage else None
 
     @torch.no_grad()
@@ -139,7 +139,7 @@ class Trainer:
             return None
         parts = [Compared.of(batch, engine, trainer, versions) for engine in engines]
         found = [part.summary(batch.layout.group) for part in parts]
-        return found if self.policy.layout.speaks else None
+        return found if self.policy.layout.is_reporting_rank else None
 
     def measure(self, state: dict[str, float]) -> None:
         """The method's statistics over the rollout batch, and its state for this step, from that of the step before."""

@@ -138,7 +138,7 @@ def truncation(recent: Recent) -> str | None:
 
 
 def logprob_difference(recent: Recent) -> str | None:
-    """Engine and trainer disagree about a token they both scored."""
+    """Engine and trainer disagree about the log-prob of a token."""
     difference = recent.now("rollout/logprob_diff_max")
     if recent.dtype != "float32" or not difference > LOGPROB_DIFF:
         return None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_stare.observability.paired import BAND, RECENT, paired_interval, summary
-from megatron_stare.observability.run_files import RunRecord, score_name
+from megatron_stare.observability.run_files import RunRecord, result_name
 from megatron_stare.observability.scales import short
 
 Tone = Literal["", "good", "warn"]
@@ -117,7 +117,7 @@ def _reward(s: dict[str, float | None]) -> Figure:
 def _pass_at_1_of(run: RunRecord, task: str | None) -> list[Figure]:
     """The results on one task."""
     on = run.on_task(task)
-    sampled = score_name(on.after or on.before or {})
+    sampled = result_name(on.after or on.before or {})
     named = f"{task}: " if task else ""
     return [
         _pass_at_1(on, f"{named}{sampled}, sampled", "pass1", "correct"),
@@ -125,15 +125,17 @@ def _pass_at_1_of(run: RunRecord, task: str | None) -> list[Figure]:
     ]
 
 
-def _pass_at_1(run: RunRecord, label: str, score: str, results: str) -> Figure:
+def _pass_at_1(run: RunRecord, label: str, accuracy: str, results: str) -> Figure:
     before, after = run.before or {}, run.after or {}
-    if after.get(score) is None:
+    if after.get(accuracy) is None:
         return Figure(
-            label, short(before.get(score)), "before training" if before.get(score) is not None else "no evaluation"
+            label,
+            short(before.get(accuracy)),
+            "before training" if before.get(accuracy) is not None else "no evaluation",
         )
-    if before.get(score) is None:
-        return Figure(label, short(after[score]), "after training")
-    value = f"{before[score]:.3f} → {after[score]:.3f}"
+    if before.get(accuracy) is None:
+        return Figure(label, short(after[accuracy]), "after training")
+    value = f"{before[accuracy]:.3f} → {after[accuracy]:.3f}"
     pair = _as_pairs(before.get(results), after.get(results))
     problems = after.get("problem")  # evaluations of earlier releases do not say
     if pair is None or before.get("problem") not in (None, problems):

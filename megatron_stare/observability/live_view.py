@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from megatron_stare.observability.alerts import Alert
 
 MAX_WIDTH = 160  # of the panel, characters; wider, the eye loses the line
-PHASES = ("rollout", "reward", "score", "update", "sync", "eval", "checkpoint")
+PHASES = ("rollout", "reward", "log_probs", "update", "sync", "eval", "checkpoint")
 SERIES = (
     "entropy/mean",
     "entropy/target",

@@ -67,7 +67,7 @@ class RunDisplay(ABC):
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The time spent inside is this phase's: rollout, reward, score, update, sync, eval, checkpoint, or another."""
+        """The time spent inside is this phase's: rollout, reward, log_probs, update, sync, eval, checkpoint."""
         yield
 
     def rollout_progress(self, done: int, total: int) -> None:  # noqa: B027 - one line a step has no place for it

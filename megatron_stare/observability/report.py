@@ -21,7 +21,7 @@ from megatron_stare.observability.diagnostic_charts import Part, parts
 from megatron_stare.observability.figures import settings, verdict
 from megatron_stare.observability.paired import BAND
 from megatron_stare.observability.report_style import CSS, PALETTE, SCRIPT
-from megatron_stare.observability.run_files import RunRecord, read_runs, score_name
+from megatron_stare.observability.run_files import RunRecord, read_runs, result_name
 from megatron_stare.observability.scales import intervals_on, short
 
 # The browser is told as well to fetch nothing, whatever a sample or a setting may hold.
@@ -174,7 +174,7 @@ def _charts(runs: Sequence[RunRecord]) -> list[Chart]:
             for name, colour, records in evals
         ]
         title = f"Evaluation, {task}" if task else "Evaluation"
-        unit = " or ".join(dict.fromkeys(score_name(e) for _, _, records in evals for e in records))
+        unit = " or ".join(dict.fromkeys(result_name(e) for _, _, records in evals for e in records))
         charts.append(Chart(title, f"{unit}, sampled", lines, raw=True))
     return charts
 

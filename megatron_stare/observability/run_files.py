@@ -113,7 +113,7 @@ def _once(evals: Sequence[Record]) -> list[Record]:
     return list({tuple(record.get(key) for key in ("step", "weights", "task")): record for record in evals}.values())
 
 
-def score_name(record: Record) -> str:
+def result_name(record: Record) -> str:
     """What the mean result of an evaluation is called: pass@1, or avg@k of k responses a problem."""
     samples = record.get("decoding", {}).get("samples", 1)
     return "pass@1" if samples == 1 else f"avg@{samples}"

@@ -1,6 +1,6 @@
 """Signs that a policy earns its reward by other means than reasoning, from the samples of one step.
 
-Comes from scored samples; goes into the step's metrics and from there to the report. Pure functions of the samples.
+Comes from verified samples; goes into the step's metrics and from there to the report. Pure functions of the samples.
 None of them proves anything alone; docs/diagnostics.md says how each is read.
 """
 
@@ -28,16 +28,16 @@ def hacking_signals(samples: Sequence[Trajectory]) -> dict[str, float]:
 
     Metrics of where the answer stands are missing where the verifier does not say it.
     """
-    scored = [s for s in samples if s.reward_status == "ok"]
-    right, wrong = [s for s in scored if is_right(s)], [s for s in scored if not is_right(s)]
+    verified = [s for s in samples if s.reward_status == "ok"]
+    right, wrong = [s for s in verified if is_right(s)], [s for s in verified if not is_right(s)]
     signals = {
-        "signal/length_reward": length_reward_correlation(scored),
+        "signal/length_reward": length_reward_correlation(verified),
         "signal/length_right": _mean([len(s) for s in right]),
         "signal/length_wrong": _mean([len(s) for s in wrong]),
         "signal/repetition": repetition([s.tokens for s in samples]),
     }
-    if any(s.answer_at is not None for s in scored):
-        signals["signal/format"] = _mean([has_answer(s) for s in scored])
+    if any(s.answer_at is not None for s in verified):
+        signals["signal/format"] = _mean([has_answer(s) for s in verified])
         signals["signal/no_reasoning"] = _mean([tokens_before_answer(s) < FEW_TOKENS for s in right if has_answer(s)])
     return signals
 

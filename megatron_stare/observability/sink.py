@@ -65,7 +65,7 @@ class Sink:
         """A remark for the person who watches."""
 
     def begin_phase(self, name: str) -> None:
-        """A phase begins: start, rollout, score, update, sync, eval or checkpoint. They may lie within each other."""
+        """A phase begins: start, rollout, log_probs, update, sync, eval or checkpoint. They may be nested."""
 
     def end_phase(self, name: str) -> None:
         """The innermost phase is over, or has failed."""

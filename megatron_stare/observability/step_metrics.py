@@ -60,9 +60,9 @@ def step_metrics(
     batch: RolloutBatch, samples: Sequence[Trajectory], trainer: Mapping[str, float], watch: Stopwatch
 ) -> dict[str, float]:
     """Every metric of the step, by name."""
-    scored = batch.scored
+    verified = batch.verified
     lengths = batch.response_lengths.to(torch.float64)
-    rewards = batch.rewards[scored]
+    rewards = batch.rewards[verified]
     seconds = watch.total()
     metrics = {
         "reward/mean": float(rewards.mean()) if len(rewards) else float("nan"),
@@ -84,10 +84,10 @@ def step_metrics(
 
 
 def degenerate_share(batch: RolloutBatch) -> float:
-    """Share of prompt groups whose scored rewards are all equal, and so teach nothing."""
+    """Share of prompt groups whose rewards are all equal, and so teach nothing."""
     groups = int(batch.groups.max()) + 1
     flat = 0
     for group in range(groups):
-        rewards = batch.rewards[(batch.groups == group) & batch.scored]
+        rewards = batch.rewards[(batch.groups == group) & batch.verified]
         flat += int(rewards.unique().numel() <= 1)
     return flat / groups

@@ -44,7 +44,7 @@ class LinearHead:
     mode: Mode = "materialised"
     chunk: int = 1024
 
-    def score(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    def compute_log_probs(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         """Outputs of log_prob_and_entropy, [n] each, without gradient; the bits that `loss` hands to the loss.
 
         Args:
@@ -59,7 +59,7 @@ class LinearHead:
     def loss(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, loss_of: Loss, weight_gradient: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of `score`'s log-probs and entropies, with gradient in hidden and weight, and what it logs.
+        """The loss of the log-probs and entropies, with gradient in hidden and weight, and what it logs.
 
         Args:
             loss_of: called once, but by gradient_in_forward once a chunk more: with the log-probs of the chunks so far

@@ -27,7 +27,7 @@ class AgreementWatch:
         config = run.config
         self._on = engines.served
         # without the log-prob pass there is nothing to compare rollouts with, and the canary alone watches
-        self._has_scores = not config.skips_log_prob_pass
+        self._has_log_probs = not config.skips_log_prob_pass
         self._trainers, self._engines = trainers, engines
         self._temperature = config.rollout.temperature
         self._limit = limit_of(config.sglang.agreement_limit, config.model.dtype)
@@ -36,7 +36,7 @@ class AgreementWatch:
         self._newest: dict[str, float] = {}
 
     def after_sync(self) -> None:
-        """Has the canary scored by every server and by the trainer.
+        """Has every server and the trainer compute the canary's log-probs.
 
         Raises:
             AgreementError: they differ by more than the limit; says what is to blame.
@@ -52,15 +52,15 @@ class AgreementWatch:
             largest = max((d.largest for d in differences), key=lambda x: (x != x, x))  # NaN is the largest
             require_agreement("log-probs of the canary", largest, self._limit, verdict, "weight sync")
 
-    def after_score(self, step: int) -> dict[str, float]:
-        """The metrics of a rollout batch that the trainer has just scored, and of the canary before it.
+    def after_log_probs(self, step: int) -> dict[str, float]:
+        """The metrics of a rollout batch whose log-probs the trainer has just computed, and of the canary before it.
 
         Raises:
             AgreementError: a token's log-probs differ by more than the limit; says what is to blame.
         """
         if not self._on:
             return {}
-        if not self._has_scores:
+        if not self._has_log_probs:
             return dict(self._newest)
         sampled = self._trainers.compare()
         if not sampled.agrees(self._limit):

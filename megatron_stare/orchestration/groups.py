@@ -42,45 +42,45 @@ class TrainerGroup:
         self._workers = workers
         self._rules = rules
         self._data_ranks: list[int] = workers.call("data_rank")  # of every worker
-        self._scored: tuple[RolloutBatch, MicroBatchPlan] | None = None
+        self._last: tuple[RolloutBatch, MicroBatchPlan] | None = None
         self._layouts: tuple[BucketLayout, ...] | None = None  # of the weights' buckets; asked for once
 
     def notes(self) -> list[str]:
         """What the trainer decided as it started; a line each."""
         return self._workers.wait([self._workers.start_on(0, "notes")])[0]
 
-    def score(self, batch: RolloutBatch) -> None:
+    def compute_log_probs(self, batch: RolloutBatch) -> None:
         """Log-probs and entropies of every response token under the current policy, before any update.
 
         The plan of the batch's mini-batches that this makes is also that of the updates.
         """
         plan = self._plan(batch)
-        self._scored = batch, plan
-        self._deal("score", batch, plan)
+        self._last = batch, plan
+        self._deal("compute_log_probs", batch, plan)
 
     def measure(self, state: dict[str, float]) -> None:
-        """The method's statistics over the whole scored batch, and its gate and controllers; they move once a batch."""
+        """The method's statistics over the whole batch, and its gate and controllers; they move once a batch."""
         self._workers.call("measure", state)
 
     def update(self, number: int = 0, dump_to: str | None = None) -> UpdateResult:
         """Forward and backward of the weighted loss of one mini-batch, and the optimizer step."""
-        if dump_to is not None and self._scored is not None:
-            batch, plan = self._scored
+        if dump_to is not None and self._last is not None:
+            batch, plan = self._last
             write_batch(Path(dump_to), batch.first(len(plan.samples(0))))
         (metrics, state) = _reported(self._workers.call("update", number, dump_to))
         return UpdateResult(metrics, state)
 
     def compare(self, temperature: float | None = None) -> LogProbDifference:
-        """The engine's log-probs of the last scored batch with the trainer's: those of `score`, or anew at a
+        """The engine's log-probs of the last batch with the trainer's: those of `compute_log_probs`, or anew at a
         temperature."""
-        if self._scored is None:
-            raise RuntimeError("there is no batch before score()")
-        versions = self._scored[0].run_versions.unique().tolist()
+        if self._last is None:
+            raise RuntimeError("there is no batch before compute_log_probs()")
+        versions = self._last[0].run_versions.unique().tolist()
         return _reported(self._workers.call("compare", versions, temperature))
 
     def compare_with(self, batch: RolloutBatch, engines: Tensor, temperature: float) -> list[LogProbDifference]:
         """As `compare`, of any batch with the log-probs [S, N] of several engines, in canonical order; one an engine.
-        Leaves the scored batch alone."""
+        Leaves the last batch alone."""
         return _reported(self._deal("compare_with", batch, self._plan(batch), engines, temperature))
 
     def _plan(self, batch: RolloutBatch) -> MicroBatchPlan:

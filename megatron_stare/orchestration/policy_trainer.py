@@ -51,9 +51,9 @@ class PolicyTrainer:
             AgreementError: engines and trainer differ by more than the limit.
         """
         every = self._config.model.reference_refresh_every
-        with self._phase("score"):
-            self._ranks.score(batch)
-            agreement = self._agreement.after_score(batch.step)
+        with self._phase("log_probs"):
+            self._ranks.compute_log_probs(batch)
+            agreement = self._agreement.after_log_probs(batch.step)
             self._ranks.measure(self._state.method)
         with self._phase("update"):
             dump_to = str(self._dump[1].resolve()) if self._dump and self._dump[0] == batch.step else None

@@ -36,11 +36,11 @@ class RolloutBatch:
     response_lengths: Tensor  # [B] int64
     groups: Tensor  # [B] int64, 0..G-1
     rewards: Tensor  # [B] float64
-    scored: Tensor  # [B] bool, False where the verifier failed
+    verified: Tensor  # [B] bool, False where the verifier failed
     truncated: Tensor  # [B] bool
     advantages: Tensor | None = None  # [B]
     carries_loss: Tensor | None = None  # [B] bool, responses whose positions of the loss mask count
-    enters_moments: Tensor | None = None  # [B] bool, responses that the others are judged against
+    baseline_mask: Tensor | None = None  # [B] bool, responses that the others are judged against
     penalties: Tensor | None = None  # [B] float64, what shaping added to the rewards
     step: int = 0  # keys seeded draws of methods
     trajectories: Sequence[Trajectory] = ()  # in canonical order; stay on the driver, for what is logged
@@ -91,7 +91,7 @@ class RolloutBatch:
             rewards=self.rewards,
             advantages=self.advantages,
             carries_loss=self.carries_loss,
-            enters_moments=self.enters_moments,
+            baseline_mask=self.baseline_mask,
             penalties=self.penalties,
             step=self.step,
         )
@@ -141,7 +141,7 @@ class RolloutBatch:
             response_lengths=torch.tensor([len(t) for t in ordered], dtype=torch.int64),
             groups=torch.tensor([group_of[t.prompt.cursor] for t in ordered], dtype=torch.int64),
             rewards=torch.tensor([t.reward if t.reward is not None else 0.0 for t in ordered], dtype=torch.float64),
-            scored=torch.tensor([t.reward_status == "ok" for t in ordered], dtype=torch.bool),
+            verified=torch.tensor([t.reward_status == "ok" for t in ordered], dtype=torch.bool),
             truncated=torch.tensor([t.truncated for t in ordered], dtype=torch.bool),
             step=step,
             trajectories=ordered,
@@ -166,7 +166,7 @@ class RankShare:
     rewards: Tensor  # [B] float64
     advantages: Tensor | None  # [B]
     carries_loss: Tensor | None  # [B] bool
-    enters_moments: Tensor | None  # [B] bool
+    baseline_mask: Tensor | None  # [B] bool
     penalties: Tensor | None  # [B] float64
     step: int
 

@@ -1,4 +1,4 @@
-"""Answers verified as they come, in the event loop of whoever makes them, by the worker processes of a RewardPool."""
+"""Answers verified as they come, in the event loop of whoever makes them, by the worker processes of a VerifierPool."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 
-from megatron_stare.rewards.verifier_pool import Answers, RewardPool, Score
+from megatron_stare.rewards.verifier_pool import Answers, Verdict, VerifierPool
 
 
 class Verdicts:
     """The answers of one rollout. `async with verdicts(...)` makes and ends it.
 
     Args:
-        most_failures: answers without a reward that are borne; see RewardPool.score.
+        most_failures: answers without a reward that are borne; see VerifierPool.verify.
     """
 
-    def __init__(self, pool: RewardPool, most_failures: int | None) -> None:
+    def __init__(self, pool: VerifierPool, most_failures: int | None) -> None:
         self._pool, self._most_failures = pool, most_failures
         self._answers = Answers()
-        self._waiting: dict[int, asyncio.Future[Score]] = {}
+        self._waiting: dict[int, asyncio.Future[Verdict]] = {}
         self._something = asyncio.Event()
         self._error: Exception | None = None  # that ended `serve`
 
     @property
     def unfinished(self) -> bool:
-        """Answers are still without a score."""
-        return len(self._answers.scores) < len(self._answers.texts)
+        """Answers are still without a verdict."""
+        return len(self._answers.verdicts) < len(self._answers.texts)
 
-    async def of(self, response: str, answer: str) -> Score:
-        """Waits for the answer's score; unblocked by it, or by the pool's error, which it raises."""
+    async def of(self, response: str, answer: str) -> Verdict:
+        """Waits for the answer's verdict; unblocked by it, or by the pool's error, which it raises."""
         if self._error is not None:
             raise self._error
         future = asyncio.get_running_loop().create_future()
@@ -38,7 +38,7 @@ class Verdicts:
         return await future
 
     async def serve(self) -> None:
-        """Hands answers out and gives scores back, until it is cancelled.
+        """Hands answers out and gives verdicts back, until it is cancelled.
 
         Waits for an answer to come, a worker's word or the end of a worker's time; unblocked by each. Its error becomes
         that of everyone who waits, or comes later.
@@ -49,8 +49,8 @@ class Verdicts:
                 while True:
                     self._something.clear()
                     self._pool.turn(self._answers, self._most_failures, wait=False)
-                    for item in [item for item in self._waiting if item in self._answers.scores]:
-                        self._waiting.pop(item).set_result(self._answers.scores[item])
+                    for item in [item for item in self._waiting if item in self._answers.verdicts]:
+                        self._waiting.pop(item).set_result(self._answers.verdicts[item])
                     # not asyncio.wait_for, which before Python 3.12 may lose a cancellation that comes with the event
                     left = self._pool.seconds_left()
                     alarm = loop.call_later(left, self._something.set) if left is not None else None
@@ -75,7 +75,7 @@ class Verdicts:
 
 
 @contextlib.asynccontextmanager
-async def verdicts(pool: RewardPool, most_failures: int | None = None) -> AsyncIterator[Verdicts]:
+async def verdicts(pool: VerifierPool, most_failures: int | None = None) -> AsyncIterator[Verdicts]:
     """Verdicts that are given while the block runs."""
     found = Verdicts(pool, most_failures)
     served = asyncio.create_task(found.serve())

@@ -1,7 +1,7 @@
-"""Scores answers in worker processes that may hang, crash or be killed without harm to the run.
+"""Judges answers in worker processes that may hang, crash or be killed without harm to the run.
 
-Whoever has answers hands them in all at once (`RewardPool.score`) or as they come (`verdicts.py`) and gets one Score
-each. Workers are independent processes (`rewards/process.py`) that answer one by one over a socket; this side keeps a
+Whoever has answers hands them in all at once (`verify`) or as they come (`verdicts.py`) and gets one Verdict each.
+Workers are independent processes (`rewards/process.py`) that answer one by one over a socket; this side keeps a
 deadline for the answer each worker is at. Imports no torch, so it can live in any process.
 """
 
@@ -24,7 +24,7 @@ _WHERE = "reward.verifier"
 
 
 @dataclass(frozen=True)
-class Score:
+class Verdict:
     """What became of one answer. `reward` is None unless `status` is 'ok'; `detail` says why.
 
     `answer_at` is the character where the answer begins, -1 where none stands in the right format, and None where the
@@ -53,8 +53,8 @@ class Answers:
 
     texts: list[tuple[str, str]] = field(default_factory=list)
     queue: deque[int] = field(default_factory=deque)
-    scores: dict[int, Score] = field(default_factory=dict)
-    failed: list[Score] = field(default_factory=list)  # those of `scores` that are not ok, as they came
+    verdicts: dict[int, Verdict] = field(default_factory=dict)
+    failed: list[Verdict] = field(default_factory=list)  # those of `verdicts` that are not ok, as they came
 
     def add(self, response: str, answer: str) -> int:
         """One more; returns its number."""
@@ -62,27 +62,27 @@ class Answers:
         self.queue.append(len(self.texts) - 1)
         return len(self.texts) - 1
 
-    def know(self, item: int, score: Score) -> None:
-        """Takes an answer's score."""
-        self.scores[item] = score
-        if score.status != "ok":
-            self.failed.append(score)
+    def know(self, item: int, verdict: Verdict) -> None:
+        """Takes an answer's verdict."""
+        self.verdicts[item] = verdict
+        if verdict.status != "ok":
+            self.failed.append(verdict)
 
 
 class TooManyFailuresError(Exception):
     """More answers could not be verified than the caller bears.
 
     Args:
-        failed: the Scores of those, in the order in which they failed.
-        known: answers that have a Score, of either kind; the others were not waited for.
+        failed: the verdicts on those, in the order in which they failed.
+        known: answers that have a Verdict, of either kind; the others were not waited for.
     """
 
-    def __init__(self, failed: Sequence[Score], known: int) -> None:
+    def __init__(self, failed: Sequence[Verdict], known: int) -> None:
         super().__init__(failed, known)
         self.failed, self.known = failed, known
 
 
-class RewardPool:
+class VerifierPool:
     """Worker processes that run one verifier. Use from one thread at a time; a context manager.
 
     Args:
@@ -116,8 +116,8 @@ class RewardPool:
         """Process ids of the workers as of now; a worker that was killed has a successor with another id."""
         return [slot.process.pid for slot in self._slots]
 
-    def score(self, texts: Sequence[tuple[str, str]], most_failures: int | None = None) -> list[Score]:
-        """One Score for each (response, answer), in order.
+    def verify(self, texts: Sequence[tuple[str, str]], most_failures: int | None = None) -> list[Verdict]:
+        """One Verdict for each (response, answer), in order.
 
         Waits for the workers, at most `timeout_s` for each answer; an answer that hangs or takes its worker down costs
         itself alone.
@@ -135,19 +135,19 @@ class RewardPool:
         answers = Answers()
         for response, answer in texts:
             answers.add(response, answer)
-        while len(answers.scores) < len(texts):
+        while len(answers.verdicts) < len(texts):
             self.turn(answers, most_failures)
-        return [answers.scores[item] for item in range(len(texts))]
+        return [answers.verdicts[item] for item in range(len(texts))]
 
     def turn(self, answers: Answers, most_failures: int | None = None, *, wait: bool = True) -> None:
         """Hands answers to idle workers and takes what workers have to say.
 
         Args:
-            most_failures: see `score`.
+            most_failures: see `verify`.
             wait: until a worker speaks, ends or is out of time; False: only what is known already.
 
         Raises:
-            As `score`; an exception, Ctrl-C included, closes the pool.
+            As `verify`; an exception, Ctrl-C included, closes the pool.
         """
         if self._closed:
             raise ValueError("the reward pool is closed")
@@ -158,7 +158,7 @@ class RewardPool:
             for slot in self._slots:
                 self._watch(slot)
             if most_failures is not None and len(answers.failed) > most_failures:
-                raise TooManyFailuresError(answers.failed, len(answers.scores))
+                raise TooManyFailuresError(answers.failed, len(answers.verdicts))
         except BaseException:
             self.close()
             raise
@@ -182,7 +182,7 @@ class RewardPool:
         self._slots.clear()
         self._selector.close()
 
-    def __enter__(self) -> RewardPool:
+    def __enter__(self) -> VerifierPool:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -230,24 +230,24 @@ class RewardPool:
             elif "failed" in message:
                 raise ConfigError(**message["failed"])
             else:
-                answers.know(slot.items.popleft(), _score(message))
+                answers.know(slot.items.popleft(), _verdict(message))
             slot.deadline = time.monotonic() + self._timeout_s if slot.items else math.inf
         if ended:
             fate = self._stop(slot)
             if not slot.ready:
                 raise ConfigError(f"the worker of {self._verifier!r} {fate} as it started", where=_WHERE)
-            self._lose(slot, answers, Score(None, "crash", f"the worker {fate}"))
+            self._lose(slot, answers, Verdict(None, "crash", f"the worker {fate}"))
 
     def _give_up(self, slot: _Slot, answers: Answers) -> None:
         if not slot.ready:
             raise ConfigError(f"verifier {self._verifier!r} did not load in {_START_LIMIT_S:g} s", where=_WHERE)
         self._stop(slot)
-        self._lose(slot, answers, Score(None, "timeout", f"no verdict within {self._timeout_s:g} s"))
+        self._lose(slot, answers, Verdict(None, "timeout", f"no verdict within {self._timeout_s:g} s"))
 
-    def _lose(self, slot: _Slot, answers: Answers, score: Score) -> None:
+    def _lose(self, slot: _Slot, answers: Answers, verdict: Verdict) -> None:
         """Blames the answer the worker was at, returns the others to the front of the queue, starts a new worker."""
         if slot.items:
-            answers.know(slot.items.popleft(), score)
+            answers.know(slot.items.popleft(), verdict)
         answers.queue.extendleft(reversed(slot.items))
         self._replace(slot)
 
@@ -273,7 +273,7 @@ class RewardPool:
             self._selector.register(slot.process, events)
 
 
-def _score(message: dict[str, Any]) -> Score:
+def _verdict(message: dict[str, Any]) -> Verdict:
     if "error" in message:
-        return Score(None, "crash", message["error"])
-    return Score(message["reward"], "ok", answer_at=message["answer_at"])
+        return Verdict(None, "crash", message["error"])
+    return Verdict(message["reward"], "ok", answer_at=message["answer_at"])

@@ -54,7 +54,7 @@ def main(verifier: str, fd: int) -> None:
 
 
 def judge(verify: Verifier, answer_start: AnswerStart | None, response: str, answer: str) -> dict[str, Any]:
-    """{"reward": a finite float, "answer_at": see `pool.Score`}, or {"error": why there is none}."""
+    """{"reward": a finite float, "answer_at": see `verifier_pool.Verdict`}, or {"error": why there is none}."""
     try:
         answer_at = None if answer_start is None else int(answer_start(response))
         reward = verify(response, answer)

@@ -62,7 +62,7 @@ def canary_batch(vocab_size: int, sequences: int, longest: int) -> RolloutBatch:
         response_lengths=responses,
         groups=torch.arange(sequences),
         rewards=torch.zeros(sequences, dtype=torch.float64),
-        scored=torch.ones(sequences, dtype=torch.bool),
+        verified=torch.ones(sequences, dtype=torch.bool),
         truncated=torch.zeros(sequences, dtype=torch.bool),
     )
 

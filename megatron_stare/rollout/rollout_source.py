@@ -25,7 +25,7 @@ Progress = Callable[[int, int], None]  # is told trajectories finished and wante
 
 
 class Verdict(Protocol):
-    """What became of one answer; see rewards.pool.Score."""
+    """What became of one answer; see rewards.verifier_pool.Verdict."""
 
     @property
     def reward(self) -> float | None: ...
@@ -108,9 +108,9 @@ class Rollouts:
             found[number] = trajectory
             made += 1
             progress(made, len(wanted))
-            score = await judge.of(trajectory.text, prompt.answer)
-            trajectory.reward, trajectory.reward_status = score.reward, score.status
-            trajectory.answer_at = score.answer_at
+            verdict = await judge.of(trajectory.text, prompt.answer)
+            trajectory.reward, trajectory.reward_status = verdict.reward, verdict.status
+            trajectory.answer_at = verdict.answer_at
 
         progress(0, len(wanted))
         async with self.verify(len(wanted)) as judge, self.pool.serving(params, len(wanted)) as serving:

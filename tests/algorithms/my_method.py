@@ -23,7 +23,7 @@ class MyMethod(Grpo):
     strength: float = 1.0
 
     def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
-        return {"largest": Max(kept.surprisal, kept.mask)}
+        return {"largest": Max(kept.surprisal, kept.loss_mask)}
 
     def policy_loss(self, batch: TokenBatch, statistics: Statistics, state: State) -> TokenTerms:
         base = super().policy_loss(batch, statistics, state)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from runs import ROOT, metrics, model, train
+from support.runs import ROOT, metrics, model, train
 from transformers import AutoTokenizer
 
 from megatron_stare.config.load import validate

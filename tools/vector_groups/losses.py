@@ -113,4 +113,4 @@ def tis_mis(group: Fields, file: Any) -> None:
         statistics = ask(method, batch)
         case.expect("weights", ragged(method.correction.weights(batch, statistics)))
         if "loss_mask" in case.values:
-            case.expect("loss_mask", ragged(method.narrowed(batch, statistics).kept.mask))
+            case.expect("loss_mask", ragged(method.narrowed(batch, statistics).kept.loss_mask))

@@ -25,9 +25,9 @@ def stapo(group: Fields, file: Any) -> None:
     batch, prob = padded.batch, group.tensor("prob")[padded.mask]
 
     def run(settings: SpuriousTokens) -> tuple[Tensor, Tensor, Tensor]:
-        candidates = settings.candidates(prob, batch.advantage, batch.mask)
-        tau_h = scalar(answer({"tau": settings.threshold(batch.entropy, candidates, batch.mask)}, None), "tau")
-        return candidates, tau_h, batch.mask & settings.spared(batch.entropy, candidates, tau_h)
+        candidates = settings.candidates(prob, batch.advantage, batch.loss_mask)
+        tau_h = scalar(answer({"tau": settings.threshold(batch.entropy, candidates, batch.loss_mask)}, None), "tau")
+        return candidates, tau_h, batch.loss_mask & settings.spared(batch.entropy, candidates, tau_h)
 
     v4 = group.below("v4")
     for name in v4.values:
@@ -46,7 +46,7 @@ def stapo(group: Fields, file: Any) -> None:
         case.expect("keep_mask", padded.spread(keep))
     _, _, keep = run(SpuriousTokens(tau_p=group["tau_p"], quantile=group["v4_q"]))
     loss = torch.where(keep, Grpo().surrogate(batch, batch.advantage).loss, 0.0)
-    kept = replace(batch, mask=keep)
+    kept = replace(batch, loss_mask=keep)
     group.expect("loss_ratio1_v4_linear_renormalised", aggregate(kept, loss, "token_mean"))
     group.expect("loss_ratio1_not_renormalised", aggregate(batch, loss, "token_mean"))
 
@@ -76,7 +76,7 @@ def twenty_entropy(group: Fields, file: Any) -> None:
     batch, loss = padded.batch, group.tensor("per_token_loss")[mask]
     method = TwentyEntropy(share=group["ratio"])
     statistics = ask(method, batch)
-    keep = method.narrowed(batch, statistics).kept.mask
+    keep = method.narrowed(batch, statistics).kept.loss_mask
     group.expect("k", threshold(statistics, "forks").k)
     group.expect("keep", padded.spread(keep))
     kept_loss = torch.where(keep, loss, 0.0)

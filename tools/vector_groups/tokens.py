@@ -49,7 +49,7 @@ def pad(mask: Tensor, rows: list[int] | None = None, /, **given: Tensor) -> Padd
     }
     batch = TokenBatch(
         log_prob=log_prob,
-        mask=torch.ones(len(where), dtype=torch.bool),
+        loss_mask=torch.ones(len(where), dtype=torch.bool),
         sequence=where[:, 0],
         position=where[:, 1],
         index=where[:, 0] * length + where[:, 1],
@@ -80,7 +80,7 @@ def initial(method: Method | EntropyBonus) -> dict[str, Tensor]:
 
 
 def aggregate(batch: TokenBatch, loss: Tensor, how: Any, length: int | None = None) -> Tensor:
-    return (coefficients(batch, how, batch.mask.sum(), length_norm=length) * loss).sum()
+    return (coefficients(batch, how, batch.loss_mask.sum(), length_norm=length) * loss).sum()
 
 
 def first_and_rest(mask: Tensor) -> list[list[int]]:

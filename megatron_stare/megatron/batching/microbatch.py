@@ -20,7 +20,7 @@ from megatron_stare.records.rollout_batch import RankShare
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What the model is fed, and which of its outputs score which response positions."""
+    """What the model is fed, and which of its outputs predict which response positions."""
 
     tokens: Tensor  # [b, s] int64
     positions: Tensor  # [b, s] int64
@@ -73,7 +73,7 @@ class RankBatch:
         """
         share, here = self.share, self.device
         assert share.advantages is not None and share.carries_loss is not None
-        assert share.enters_moments is not None and share.penalties is not None
+        assert share.baseline_mask is not None and share.penalties is not None
         lengths = self._loss_lengths(share.carries_loss)
         return TokenBatch(
             log_prob=log_prob,
@@ -81,12 +81,12 @@ class RankBatch:
             rollout_log_prob=share.rollout_log_probs[self.held].to(here),
             entropy=entropy,
             advantage=share.advantages[self.sequence].to(here, torch.float32),
-            mask=share.carries_loss[self.sequence].to(here),
+            loss_mask=share.carries_loss[self.sequence].to(here),
             sequence=self.sequence.to(here),
             position=self.position.to(here),
             index=self.index.to(here),
             num_sequences=int((lengths > 0).sum()),
-            moments_mask=share.enters_moments[self.sequence].to(here),
+            baseline_mask=share.baseline_mask[self.sequence].to(here),
             sequence_lengths=lengths.to(here),
             groups=share.groups.to(here),
             rewards=share.rewards.to(here),
@@ -120,8 +120,8 @@ class RankBatch:
         here = mine.to(self.device)[tokens.sequence]
         return replace(
             tokens,
-            mask=tokens.mask & here,
-            moments_mask=tokens.in_moments & here,
+            loss_mask=tokens.loss_mask & here,
+            baseline_mask=tokens.in_baseline & here,
             num_sequences=int((lengths > 0).sum()),
             sequence_lengths=lengths.to(self.device),
         )

@@ -1,7 +1,7 @@
 """How the sequences of a micro-batch lie over the ranks that compute it together. One object decides it.
 
 Shape legend: b rows and s positions of a micro-batch (packed: one row of all tokens), n response positions that this
-rank is the one to score, H hidden size.
+rank computes, H hidden size.
 """
 
 from __future__ import annotations

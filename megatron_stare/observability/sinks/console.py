@@ -9,7 +9,7 @@ from typing import Any
 from megatron_stare.observability.alerts import Alert
 from megatron_stare.observability.live import make_display
 from megatron_stare.observability.progress import RunDisplay
-from megatron_stare.observability.run_files import score_name
+from megatron_stare.observability.run_files import result_name
 from megatron_stare.observability.sink import RunOutline, Sink
 from megatron_stare.records.rollout_batch import RolloutBatch
 
@@ -42,9 +42,9 @@ class Console(Sink):
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         greedy = f", greedy {record['greedy']:.3f}" if record["greedy"] is not None else ""
-        score, task = score_name(dict(record)), f" of {record['task']}" if "task" in record else ""
+        result, task = result_name(dict(record)), f" of {record['task']}" if "task" in record else ""
         self._display.note(
-            f"{score} of the {record['weights']} policy on {record['problems']} held-out problems{task}: "
+            f"{result} of the {record['weights']} policy on {record['problems']} held-out problems{task}: "
             f"sampled {record['pass1']:.3f}{greedy}"
         )
 

@@ -30,8 +30,10 @@ class TensorBoard(Sink):
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         task = f"{record['task']}/" if "task" in record else ""
-        scores = {f"eval/{task}{key}": float(record[key]) for key in ("pass1", "greedy") if record.get(key) is not None}
-        self._scalars(int(record["step"]), scores)
+        results = {
+            f"eval/{task}{key}": float(record[key]) for key in ("pass1", "greedy") if record.get(key) is not None
+        }
+        self._scalars(int(record["step"]), results)
 
     def close(self) -> None:
         writer, self._writer = self._writer, None

@@ -123,14 +123,14 @@ def prompt_body(tokens: Sequence[int], rid: str) -> dict[str, Any]:
     }
 
 
-def scored_prompt(answer: Mapping[str, Any], tokens: Sequence[int], where: str) -> list[float]:
+def read_prompt_log_probs(answer: Mapping[str, Any], tokens: Sequence[int], where: str) -> list[float]:
     """The log-probs, nats, of every token of a `prompt_body` but the first."""
     entries = answer["meta_info"].get("input_token_logprobs") or []
     found = [entry for entry in entries if entry[0] is not None]  # the first token has none
-    # the server scores the last id of the vocabulary rightly, but calls it 0
+    # the server computes the log-prob of the last id of the vocabulary rightly, but calls it 0
     named = [entry[1] for entry in found]
     if len(named) != len(tokens) - 1 or any(n not in (t, 0) for n, t in zip(named, tokens[1:], strict=True)):
-        raise SGLangError(f"{list(tokens)} was to be scored, the server scored {entries}"[:500], where=where)
+        raise SGLangError(f"{list(tokens)} was to have log-probs, the server gave them of {entries}"[:500], where=where)
     return [float(entry[0]) for entry in found]
 
 
@@ -144,16 +144,16 @@ def result_of(
     """
     meta = answer["meta_info"]
     ids = _column(answer["output_ids"], np.int32)
-    scored = meta.get("output_token_logprobs") or []
-    if not torch.equal(_column(scored, np.int32, _ID), ids):
+    sampled = meta.get("output_token_logprobs") or []
+    if not torch.equal(_column(sampled, np.int32, _ID), ids):
         raise SGLangError(
-            f"the server returned {len(ids)} tokens and log-probs of {len(scored)} others",
+            f"the server returned {len(ids)} tokens and log-probs of {len(sampled)} others",
             where=f"{where}, request {request.rid}",
         )
     return GenerateResult(
         rid=request.rid,
         output_ids=ids,
-        output_log_probs=_column(scored, np.float32, _LOG_PROB),
+        output_log_probs=_column(sampled, np.float32, _LOG_PROB),
         versions=version_runs(meta, len(ids), f"{where}, request {request.rid}"),
         finish_reason=_finish_reason(meta["finish_reason"], ids, stop_token_ids),
         prompt_tokens=int(meta["prompt_tokens"]),

@@ -27,8 +27,8 @@ from megatron_stare.rollout.sglang.protocol import (
     check_version,
     generate_body,
     prompt_body,
+    read_prompt_log_probs,
     result_of,
-    scored_prompt,
 )
 from megatron_stare.rollout.sglang.server import ServerProcess
 from megatron_stare.rollout.sglang.stop_probe import probe_stop
@@ -157,7 +157,7 @@ class SGLangEngine(ServedEngine):
 
         async def one(tokens: Sequence[int], number: int) -> list[float]:
             answer = await self._client.generate(prompt_body(tokens, f"{self._version}.{number}"))
-            return scored_prompt(answer, tokens, self._client.url)
+            return read_prompt_log_probs(answer, tokens, self._client.url)
 
         first, self._calls = self._calls + 1, self._calls + len(sequences)
         return self._run(everywhere(*(one(tokens, first + i) for i, tokens in enumerate(sequences))))

@@ -1,0 +1,62 @@
+"""Statistics by micro-batch: what each selects is its own, what the loss divides by is everyone's."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from support.token_batches import ask, by_sequence, token_batch
+
+from megatron_stare.algorithms.method import Method
+from megatron_stare.config.load import build_method
+from megatron_stare.ops.micro_batch_scope import gather_by_micro_batch, summary
+from megatron_stare.records.batch_statistics import Threshold, scalar, tensor, threshold
+
+REWARDS = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["stare", "stapo", "twenty_entropy", "clip_cov", "kl_cov"])
+def test_selections_are_those_of_the_micro_batch_alone(name: str) -> None:
+    method: Method = build_method({"name": name})
+    batch = token_batch(REWARDS, method=method)
+    cut = [batch.select(rows) for rows in (*by_sequence(batch), torch.arange(0))]  # the last is a dummy
+    parts = gather_by_micro_batch([partial(method.requests, each) for each in cut], None)
+    alone = [ask(method, each) for each in cut]
+    for part, own in zip(parts, alone, strict=True):
+        assert part.keys() == own.keys()
+        for key, value in own.items():
+            if key == "tokens":
+                continue
+            if isinstance(value, Threshold):
+                assert vars(threshold(part, key)) == vars(value)
+            else:
+                assert torch.equal(tensor(part, key).nan_to_num(-1), value.nan_to_num(-1))
+        assert scalar(part, "tokens") == sum(scalar(each, "tokens") for each in alone)
+
+
+def test_the_log_counts_what_micro_batches_selected() -> None:
+    method = build_method({"name": "stare", "variant": "C2"})
+    batch = token_batch(REWARDS, method=method)
+    cut = [batch.select(rows) for rows in by_sequence(batch)]
+    parts = gather_by_micro_batch([partial(method.requests, each) for each in cut], None)
+    whole = ask(method, batch)
+    logged = summary(method.requests(batch, whole), whole, parts, None)
+    for side in ("plus", "minus"):
+        own = [threshold(part, side) for part in parts]
+        assert threshold(logged, side).k == sum(int(each.k) for each in own)
+        assert threshold(logged, side).k > threshold(whole, side).k
+        values = [float(each.value) for each in own if each.k > 0]
+        assert float(threshold(logged, side).value) == pytest.approx(sum(values) / len(values))
+    assert logged["entropy"] is whole["entropy"]
+
+
+def test_sums_by_group_lie_across_micro_batches() -> None:
+    method = build_method({"name": "gtpo"})
+    batch = token_batch(REWARDS, method=method)
+    cut = [batch.select(rows) for rows in by_sequence(batch)]
+    whole = ask(method, batch)
+    for part in gather_by_micro_batch([partial(method.requests, each) for each in cut], None):
+        for key, value in whole.items():
+            assert isinstance(value, torch.Tensor)
+            torch.testing.assert_close(tensor(part, key), value, msg=key)

@@ -1,0 +1,65 @@
+"""A step after loading a checkpoint is, bit for bit, the step that would have come without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.models import random_batch, save_model
+from support.ranks import RankPool
+from support.steps import take_step
+from torch import Tensor
+
+from megatron_stare.config.schema import Config
+from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.resolved import resolve_run
+
+
+def two_steps(rank: int, init: str, config: Config, folder: str, resumed: bool) -> tuple[dict[str, Tensor], float]:
+    """Step 1, save, step 2; or load what was saved and step 2. This rank's weights and the learning rate then."""
+    trainer = Trainer(resolve_run(config), rank, init)
+    if resumed:
+        trainer.load(folder)
+    else:
+        take_step(trainer, random_batch(1, size=8))
+        trainer.save(folder)
+    take_step(trainer, random_batch(2, size=8))
+    result = trainer.export(), float(trainer.policy.optimizer.param_groups[0]["lr"])
+    trainer.close()
+    return result
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen2_tied", {"tensor": 2}),
+        ("qwen2_tied", {"data": 2}),
+        ("qwen2_tied", {"tensor": 2, "pipeline": 2}),
+        ("qwen3", {"tensor": 2, "pipeline": 2}),
+        ("qwen2_tied", {"pipeline": 2, "virtual_pipeline": 2}),
+        ("qwen3_moe", {"data": 2, "expert": 2}),
+    ],
+    ids=["tp2", "dp2", "tp2-pp2", "tp2-pp2-untied", "pp2-vpp2", "ep2"],
+)
+def test_resumed_equals_uninterrupted(writers: RankPool, tmp_path: Path, family: str, layout: dict) -> None:
+    save_model(tmp_path / "model", family)
+    (tmp_path / "checkpoint").mkdir()
+    config = Config.model_validate(
+        {
+            "model": {"path": str(tmp_path / "model")},
+            "parallel": layout,
+            "batch": {"micro_batch_tokens": 48},
+            "optimizer": {"lr": 1e-2, "warmup_steps": 4, "weight_decay": 0.1},
+            "algorithm": {"name": "stare", "variant": "C2"},
+        }
+    )
+    world = config.parallel.world_size
+    straight = writers.run(two_steps, world, config, str(tmp_path / "checkpoint"), False)
+    resumed = writers.run(two_steps, world, config, str(tmp_path / "checkpoint"), True)
+    for (want, want_lr), (got, got_lr) in zip(straight, resumed, strict=True):
+        assert got_lr == want_lr
+        assert got.keys() == want.keys()
+        for name, weight in want.items():
+            assert torch.equal(got[name], weight), name

@@ -1,0 +1,158 @@
+"""The entropy forecast of the real trainer: its push is that of the method, and every layout forecasts the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import random_batch, save_model
+from support.steps import log_prob_pass, plan_of
+from torch import Tensor
+
+from megatron_stare.batch import TokenBatch
+from megatron_stare.config.load import build_method
+from megatron_stare.config.schema import Config
+from megatron_stare.megatron.forecast import push_of
+from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.ops.statistics_executor import gather_statistics
+from megatron_stare.resolved import resolve_run
+
+TEMPERATURE = 0.8
+SEED, SIZE, BUDGET = 3, 10, 40
+
+
+def config_of(path: Path, **sections: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": str(path)},
+            "batch": {"prompts": SIZE // 2, "samples_per_prompt": 2, "micro_batch_tokens": BUDGET},
+            "rollout": {"temperature": TEMPERATURE, "max_prompt_tokens": 12, "max_new_tokens": 12},
+            "algorithm": {"name": "stare", "variant": "C2", "entropy_target": 100.0, "amplify": 2.0, "share": 0.2},
+            "optimizer": {"name": "sgd", "lr": 1e-2, "weight_decay": 0.0},
+            **sections,
+        }
+    )
+
+
+def one_rank(rank: int, init: str, config: Config) -> dict[str, Any]:
+    """A step's metrics (on the reporting rank), and this rank's tokens before and entropies after it."""
+    worker = Trainer(resolve_run(config), rank, init)
+    batch = random_batch(SEED, SIZE)
+    batch.step = 1
+    plan = plan_of(config, batch)
+    log_prob_pass(worker, batch, plan)
+    worker.measure(worker.method.initial_state())
+    before = worker.step.measured.tokens if worker.step.measured is not None else None
+    result = worker.update()
+    log_prob_pass(worker, batch, plan)
+    after = worker.step.measured.tokens.entropy if worker.step.measured is not None else None
+    worker.close()
+    return {"metrics": result[0] if result else None, "before": before, "after": after}
+
+
+def watched(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if name.startswith("forecast/")}
+
+
+@pytest.mark.distributed
+def test_every_layout_forecasts_and_measures_the_same(ranks, tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen2_tied")
+    every = {"observability": {"measured_every": 1}}
+    (alone,) = ranks.run(one_rank, 1, config_of(tmp_path, **every))
+    want = watched(alone["metrics"])
+    assert len(want) == 14
+    assert want["forecast/mass_rare_plus"] > 0 > want["forecast/mass_rare_minus"]
+    assert want["forecast/entropy_change"] > want["forecast/plain_change"]  # the gate is open: L+ is amplified
+    change = (alone["after"] - alone["before"].entropy).double().mean()
+    assert want["forecast/measured_change"] == pytest.approx(float(change), rel=1e-6)
+    assert abs(float(change)) > 1e-5
+    for parallel in ({"tensor": 2}, {"data": 2}, {"pipeline": 2}):
+        results = ranks.run(one_rank, 2, config_of(tmp_path, parallel=parallel, **every))
+        (got,) = [watched(r["metrics"]) for r in results if r["metrics"] is not None]
+        assert got == pytest.approx(want, rel=2e-4, abs=1e-6), parallel
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("section", "recorded"),
+    [
+        ({"entropy_forecast": False, "measured_every": 1}, set()),
+        ({"measured_every": 0}, {"forecast/entropy_change"}),
+        ({"measured_every": 2}, {"forecast/entropy_change"}),
+    ],
+)
+def test_switches(ranks, tmp_path: Path, section: dict, recorded: set[str]) -> None:
+    save_model(tmp_path, "qwen2_tied")
+    (alone,) = ranks.run(one_rank, 1, config_of(tmp_path, observability=section))
+    names = watched(alone["metrics"]).keys()
+    assert names & {"forecast/entropy_change", "forecast/measured_change"} == recorded
+
+
+def tokens_of(advantages: list[float], lengths: list[int]) -> TokenBatch:
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.tensor(lengths)
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), counts)
+    n = len(sequence)
+    old = -5 * torch.rand(n, generator=generator) ** 2
+    return TokenBatch(
+        log_prob=old,
+        old_log_prob=old,
+        rollout_log_prob=old,
+        entropy=torch.rand(n, generator=generator),
+        advantage=torch.tensor(advantages)[sequence],
+        loss_mask=torch.ones(n, dtype=torch.bool),
+        sequence=sequence,
+        position=torch.zeros(n, dtype=torch.int64),
+        index=torch.arange(n),
+        num_sequences=len(lengths),
+        sequence_lengths=counts,
+    )
+
+
+class _Half:
+    """All that `push_of` asks of a micro-batch."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.span = slice(start, stop)
+
+
+def push(name: str, tokens: TokenBatch, **settings: Any) -> tuple[Tensor, Any, Any, Any]:
+    """The push on every token, and the method with its statistics and state."""
+    method = build_method({"name": name, **settings})
+    known = gather_statistics(lambda known: method.requests(tokens, known), None)
+    start = {key: torch.tensor(x, dtype=torch.float64) for key, x in method.initial_state().items()}
+    state = method.control(start, known)
+
+    def loss_of(log_prob: Tensor, entropy: Tensor, micro: _Half) -> tuple[Tensor, dict[str, Tensor]]:
+        part = tokens.select(torch.arange(micro.span.start, micro.span.stop))
+        part.log_prob = log_prob
+        terms = method.token_loss(part, known, state)
+        return (method.coefficients(part, known) * terms.loss).sum(), {}
+
+    n = len(tokens.index)
+    return push_of(tokens, [_Half(0, n // 2), _Half(n // 2, n)], loss_of), method, known, state
+
+
+def test_the_push_is_weight_times_advantage_over_tokens() -> None:
+    tokens = tokens_of([1.0, -0.5, 0.0, 0.7], [9, 14, 6, 11])
+    got, method, known, state = push("stare", tokens, variant="C2", amplify=1.7, attenuate=0.4, entropy_target=9.0)
+    weights = method.weights(tokens, known, state)
+    assert sorted(set(weights.tolist())) == pytest.approx([0.4, 1.0, 1.7])
+    torch.testing.assert_close(got, weights * tokens.advantage / 40)
+
+
+def test_the_push_divides_as_the_aggregation_does() -> None:
+    tokens = tokens_of([1.0, -0.5, 0.0, 0.7], [9, 14, 6, 11])
+    lengths = torch.tensor([9.0, 14.0, 6.0, 11.0])[tokens.sequence]
+    torch.testing.assert_close(push("grpo", tokens)[0], tokens.advantage / (4 * lengths))
+    torch.testing.assert_close(push("gspo", tokens)[0], tokens.advantage / (4 * lengths))
+
+
+def test_what_a_mask_silences_is_not_pushed() -> None:
+    tokens = tokens_of([1.0, -0.5, 0.0, 0.7], [9, 14, 6, 11])
+    got, method, known, _ = push("stapo", tokens, tau_p=0.5)
+    kept = method.narrowed(tokens, known).kept.loss_mask
+    assert 0 < int((~kept).sum()) < 20
+    torch.testing.assert_close(got, torch.where(kept, tokens.advantage, 0.0) / kept.sum())

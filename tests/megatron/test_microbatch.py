@@ -1,0 +1,68 @@
+"""What a rank tells methods of its part of a batch: positions, masks, lengths and how many responses carry loss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from test_methods_in_training import MINI_BATCH, batch_of
+
+from megatron_stare.megatron.batching.microbatch import RankBatch
+from megatron_stare.megatron.batching.sequence_layout import WholeSequences
+from megatron_stare.ops.plan import PlanRules, plan_mini_batches
+
+DATA = 2
+
+
+def test_tool_observations_and_failed_answers_carry_no_loss() -> None:
+    batch = batch_of(1)
+    rules = PlanRules(data_parallel=DATA, budget=24, packed=True, mini_batch_prompts=MINI_BATCH)
+    plan = plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), rules)
+    carries, judged_against = batch.verified & ~batch.truncated, batch.verified
+    batch = replace(
+        batch,
+        advantages=torch.arange(batch.size, dtype=torch.float64),
+        carries_loss=carries,
+        baseline_mask=judged_against,
+        penalties=torch.full((batch.size,), -0.25, dtype=torch.float64),
+    )
+    lengths = [
+        int(x.sum()) if carry else 0
+        for x, carry in zip(batch.loss_mask.split(batch.response_lengths.tolist()), carries.tolist(), strict=True)
+    ]
+    assert 0 < lengths.count(0) < batch.size
+    starts = (batch.response_lengths.cumsum(0) - batch.response_lengths).tolist()
+    seen: list[int] = []
+    for rank in range(DATA):
+        share = batch.share(plan.samples_of(rank))
+        part = RankBatch(share, plan, rank, torch.device("cpu"), WholeSequences(packed=True))
+        scores = torch.zeros(len(part.index))
+        tokens = part.token_batch(scores, scores)
+        seen += tokens.index.tolist()
+        rows = list(zip(tokens.index.tolist(), tokens.sequence.tolist(), tokens.position.tolist(), strict=True))
+        assert all(index == starts[sample] + position for index, sample, position in rows)
+        assert tokens.loss_mask.tolist() == [bool(carries[sample]) for _, sample, _ in rows]
+        assert tokens.in_baseline.tolist() == [bool(judged_against[sample]) for _, sample, _ in rows]
+        assert tokens.advantage.tolist() == [float(sample) for _, sample, _ in rows]
+        assert tokens.num_sequences == sum(n > 0 for n in lengths)
+        assert tokens.sequence_lengths is not None and tokens.sequence_lengths.tolist() == lengths
+        assert tokens.penalties is not None and tokens.penalties.tolist() == [-0.25] * batch.size
+        for number in range(2):
+            mine = set(plan.samples(number))
+            assert {int(batch.groups[i]) // MINI_BATCH for i in mine} == {number}
+            few = part.tokens_of(number, tokens)
+            assert few.loss_mask.tolist() == [bool(carries[sample]) and sample in mine for _, sample, _ in rows]
+            want = [n if i in mine else 0 for i, n in enumerate(lengths)]
+            assert few.sequence_lengths is not None and few.sequence_lengths.tolist() == want
+            assert few.num_sequences == sum(n > 0 for n in want)
+            judged = [bool(judged_against[sample]) and sample in mine for _, sample, _ in rows]
+            assert few.in_baseline.tolist() == judged
+            same = replace(
+                few,
+                loss_mask=tokens.loss_mask,
+                baseline_mask=tokens.baseline_mask,
+                sequence_lengths=tokens.sequence_lengths,
+                num_sequences=0,
+            )
+            assert vars(same) == vars(replace(tokens, num_sequences=0))  # nothing else is the mini-batch's own
+    assert sorted(seen) == batch.loss_mask.nonzero().squeeze(1).tolist()  # every sampled token on one rank

@@ -1,0 +1,99 @@
+"""The report's charts of forecasts and signals, and the fit they state."""
+
+import math
+
+import pytest
+from test_report import Page
+
+from megatron_stare.observability.diagnostic_charts import parts
+from megatron_stare.observability.json_lines import to_line
+from megatron_stare.observability.paired import forecast_fit
+from megatron_stare.observability.report import write_report
+from megatron_stare.observability.run_files import read_runs
+
+EVERY = 5
+SCALE, LR = 50.0, 0.01
+
+
+def make_run(directory, steps=40, forecast=True, **more):
+    directory.mkdir()
+    (directory / "config.yaml").write_text(f"run: {{name: {directory.name}}}\n")
+    with (directory / "metrics.jsonl").open("w") as file:
+        for step in range(1, steps + 1):
+            row = {"step": step, "reward/mean": 0.5, "entropy/mean": 0.2, "optimizer/lr": LR * step / steps}
+            if forecast:
+                rate = -0.01 + 0.0001 * step
+                row |= {"forecast/entropy_change": rate, "forecast/rare_share": 0.1, "forecast/neutral_weight": 2.0}
+                masses = ("common_plus", "rare_plus", "common_minus", "rare_minus")
+                row |= {f"forecast/mass_{name}": value for name, value in zip(masses, (-1, 0.5, 1, -2), strict=True)}
+                if step % EVERY == 0:
+                    row["forecast/measured_change"] = SCALE * row["optimizer/lr"] * rate
+                row |= {"signal/length_right": 20.0, "signal/length_wrong": 30.0, "signal/repetition": 0.01}
+            file.write(to_line({**row, **more}))
+    return directory
+
+
+def page_of(tmp_path, *runs):
+    return Page(write_report(runs, tmp_path / "report.html").read_text(encoding="utf-8"))
+
+
+def test_the_fit():
+    # sum f m = 1*1 + 2*3 + -1*-2 = 9, sum f^2 = 6
+    fit = forecast_fit([1.0, 2.0, -1.0], [1.0, 3.0, -2.0])
+    assert fit.scale == pytest.approx(1.5)
+    assert fit.correlation == pytest.approx((9 - 3 * (2 / 3) * (2 / 3)) / math.sqrt((6 - 4 / 3) * (14 - 4 / 3)))
+    assert (fit.same_sign, fit.points) == (1.0, 3)
+    assert forecast_fit([1.0, 1.0], [1.0, -1.0]).same_sign == 0.5
+    assert math.isnan(forecast_fit([1.0], [2.0]).correlation)
+    assert forecast_fit([], []) is None
+    assert forecast_fit([0.0], [1.0]) is None
+
+
+def test_what_was_recorded_is_drawn(tmp_path):
+    page = page_of(tmp_path, make_run(tmp_path / "run", **{"stare/gate": 1.0, "stare/amplify": 1.5}))
+    for words in (
+        "Entropy forecast",
+        "correlation 1.00, same sign in 100% of 8 steps, scale 50.0",
+        "U+ common, right",
+        "Dashed: the weight STARE gave it.",
+        "Signs of reward hacking",
+        "Solid: right. Dashed: wrong.",
+    ):
+        assert words in page.text
+    assert "Answers in the right format" not in page.text  # the verifier did not say
+
+
+def test_a_forecast_is_compared_at_the_steps_that_were_measured(tmp_path):
+    (change, *_), _ = (part.charts for part in parts(read_runs([make_run(tmp_path / "run")])))
+    assert list(change.lines[0].steps) == list(range(EVERY, 41, EVERY))
+    assert list(change.targets[0].values) == pytest.approx(list(change.lines[0].values))
+
+
+def test_one_measurement_has_no_correlation(tmp_path):
+    page = page_of(tmp_path, make_run(tmp_path / "run", steps=EVERY))
+    assert "same sign in 100% of 1 steps" in page.text
+    assert "correlation nan" not in page.text
+
+
+def test_several_runs(tmp_path):
+    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b"), make_run(tmp_path / "old", forecast=False)]
+    page = page_of(tmp_path, *runs)
+    for words in ("Pull on the entropy, a", "Pull on the entropy, b", "a: correlation 1.00", "b: correlation 1.00"):
+        assert words in page.text
+    assert "Pull on the entropy, old" not in page.text
+
+
+def test_a_run_without_them_has_no_such_parts(tmp_path):
+    page = page_of(tmp_path, make_run(tmp_path / "old", forecast=False))
+    assert "Entropy forecast" not in page.text
+    assert "reward hacking" not in page.text
+
+
+def test_an_outlier_does_not_flatten_the_others(tmp_path):
+    run = make_run(tmp_path / "run", steps=60)
+    rows = (run / "metrics.jsonl").read_text().replace('weight": 2.0', 'weight": -900.0', 1)
+    (run / "metrics.jsonl").write_text(rows)
+    entropy, _ = parts(read_runs([run]))
+    weight = next(chart for chart in entropy.charts if chart.title == "W*")
+    assert -900 in weight.lines[0].values
+    assert (weight.y_floor, weight.y_limit) == (-2.4, 2.4)

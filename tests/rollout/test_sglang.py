@@ -1,0 +1,292 @@
+"""The engine on real SGLang servers: what it samples, what weight updates prove, and what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+
+import pytest
+import torch
+from support import sglang_servers as servers
+from support.leftovers import Traces
+from support.models import FAMILIES, save_model
+from support.runs import environment
+from transformers import AutoModelForCausalLM
+
+from megatron_stare.batch import SamplingParams
+from megatron_stare.errors import DataError
+from megatron_stare.models.qwen2 import FAMILY as QWEN2
+from megatron_stare.rollout.engine import GenerateRequest, WeightUpdateError
+from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
+from megatron_stare.rollout.sglang.protocol import SGLangError, generate_body, result_of
+from megatron_stare.rollout.sglang.replica import SGLangReplica, make_sync
+from megatron_stare.rollout.sglang.tensor_sync import TensorSync
+from megatron_stare.rollout.sglang.update import WeightUpdate
+from megatron_stare.rollout.state import EngineState, EngineStateError
+
+pytestmark = [pytest.mark.sglang, pytest.mark.skipif(servers.MISSING is not None, reason=str(servers.MISSING))]
+
+STOP = 1
+A, B = 5, 9
+PARAMS = SamplingParams(temperature=0.8, max_new_tokens=24, seed=1, step=1, stop_token_ids=(STOP,))
+
+
+@pytest.fixture(scope="module")
+def engines():
+    with servers.several(2) as running:
+        yield running
+
+
+@pytest.fixture
+def engine(engines):
+    return engines[0]
+
+
+def ids_of(result):
+    return result.output_ids.tolist()
+
+
+def requests(count, prompt=(3, 14, 4, 14, 5, 15)):
+    return [GenerateRequest(f"{i}:0", prompt[: 2 + i % 5], prompt_cursor=i, sample_index=0) for i in range(count)]
+
+
+def test_log_probs_are_those_of_transformers(engine):
+    """And the weights can only have come through the update: servers start with random ones."""
+    servers.sync(engine, 3, servers.weights())
+    results = engine.generate(requests(64), PARAMS)
+    model = AutoModelForCausalLM.from_pretrained(servers.MODEL, dtype=torch.float32)
+    worst = 0.0
+    for request, result in zip(requests(64), results, strict=True):
+        ids = torch.tensor([[*request.input_ids, *ids_of(result)]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(request.input_ids) - 1 : -1] / PARAMS.temperature
+        want = torch.log_softmax(logits, -1).gather(-1, ids[0, len(request.input_ids) :, None])[:, 0]
+        worst = max(worst, float((want - result.output_log_probs).abs().max()))
+        assert result.versions == ((3, len(result.output_ids)),)
+        assert (result.finish_reason == "stop") == (ids_of(result)[-1] == STOP)
+        assert STOP not in ids_of(result)[:-1]
+    assert worst < 1e-4
+    assert sum(r.finish_reason == "stop" for r in results) > 32  # the model knows how to end
+
+
+def test_prompt_log_probs_are_those_of_transformers(engine):
+    servers.sync(engine, 4, servers.weights())
+    model = AutoModelForCausalLM.from_pretrained(servers.MODEL, dtype=torch.float32)
+    assert_log_probs_are_those_of(model, engine)
+
+
+def assert_log_probs_are_those_of(model, engine):
+    sequences = [(3, 14, 4, 15, 7), (3, 4, 5)]
+    for tokens, found in zip(sequences, engine.prompt_log_probs(sequences), strict=True):
+        ids = torch.tensor([tokens])
+        with torch.no_grad():
+            log_probs = torch.log_softmax(model(ids).logits[0, :-1], -1)
+        torch.testing.assert_close(torch.tensor(found), log_probs.gather(-1, ids[0, 1:, None])[:, 0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_of_every_family_arrive_whole(tmp_path, family):
+    """Every tensor compared by SGLang's name and checksum, then what it computes."""
+    widths = {"intermediate_size": 64} | ({"moe_intermediate_size": 32} if family == "qwen3_moe" else {})
+    model = save_model(tmp_path, family, **widths)
+    with servers.running(tmp_path) as engine:
+        servers.sync(engine, 1, servers.weights(tmp_path))
+        assert_log_probs_are_those_of(model, engine)
+
+
+def test_what_would_kill_a_server_is_refused_before_it_is_sent(engine):
+    servers.sync(engine, 5, servers.weights())
+    for ids, message in (
+        ((3, 16), "outside the model's vocabulary"),
+        ((), "no tokens"),
+        ((3,) * 110, "context holds 126"),
+    ):
+        with pytest.raises(DataError, match=message):
+            engine.generate([GenerateRequest("0:0", ids, 0, 0)], PARAMS)
+    assert engine.generate(requests(2), PARAMS)
+
+
+@pytest.mark.parametrize("method", ["tensor", "disk", "distributed"])
+def test_every_sync_method_brings_all_weights_to_all_servers(engines, method):
+    with servers.attached(*engines) as (loop, clients):
+        sync = make_sync(method, clients, str(servers.MODEL), timeout_s=120)
+        for version, token in ((11, A), (12, B)):
+            update = WeightUpdate(clients, sync, version, QWEN2, torch.float32)
+            loop.run_until_complete(whole(update, servers.says_only(token)))
+            answers = loop.run_until_complete(
+                everywhere(*(c.generate(generate_body(requests(1)[0], PARAMS, f"{method}{version}")) for c in clients))
+            )
+            for client, answer in zip(clients, answers, strict=True):
+                result = result_of(answer, requests(1)[0], (STOP,), client.url)
+                assert ids_of(result) == [token] * PARAMS.max_new_tokens
+                assert result.versions == ((version, PARAMS.max_new_tokens),)
+        loop.run_until_complete(sync.close())
+
+
+async def whole(update, tensors):
+    await update.begin()
+    for bucket in servers.buckets(tensors):
+        await update.send(bucket)
+    return await update.end()
+
+
+def test_versions_match_tokens_over_swaps_in_the_middle_of_responses(engines):
+    """One version can only say A, the other only B: a token's version is what it says, or the spans are wrong."""
+    params = replace(PARAMS, max_new_tokens=100)
+    says = {20: A, 21: B, 22: A}
+
+    async def story(clients):
+        sync = make_sync("tensor", clients, str(servers.MODEL), timeout_s=120)
+        await whole(WeightUpdate(clients, sync, 20, QWEN2, torch.float32), servers.says_only(A))
+        wanted = requests(12)
+        under_way = [
+            asyncio.create_task(clients[i % 2].generate(generate_body(request, params, f"swapped-{i}")))
+            for i, request in enumerate(wanted)
+        ]
+        for version in (21, 22):
+            await everywhere(*(first_tokens(client, params, f"before-{version}") for client in clients))
+            update = WeightUpdate(clients, sync, version, QWEN2, torch.float32, "retract")
+            await whole(update, servers.says_only(says[version]))
+        answers = await asyncio.gather(*under_way)
+        return [result_of(answer, request, (STOP,), "") for answer, request in zip(answers, wanted, strict=True)]
+
+    with servers.attached(*engines) as (loop, clients):
+        results = loop.run_until_complete(story(clients))
+    for result in results:
+        assert ids_of(result) == [says[version] for version, tokens in result.versions for _ in range(tokens)]
+        assert list(result.versions) == sorted(result.versions)
+        assert len(result.output_ids) == 100
+    assert max(len(result.versions) for result in results) > 1, "no swap fell into a response"
+
+
+async def first_tokens(client, params, rid):
+    """Returns when the server has sampled some tokens of a response that is asked for now."""
+    await client.generate(generate_body(requests(1)[0], replace(params, max_new_tokens=8), rid))
+
+
+def test_one_element_changed_in_one_server_is_caught(engine):
+    tensors = servers.weights()
+
+    class OneElementOff(TensorSync):
+        async def send(self, bucket):
+            await super().send(bucket)
+            for name, tensor in bucket:
+                if name == "model.layers.1.mlp.up_proj.weight":
+                    other = tensor.clone()
+                    other[5, 7] += 1e-3
+                    await one_server.send([(name, other)])
+
+    one_server = TensorSync(engine._sync._clients)
+    honest, engine._sync = engine._sync, OneElementOff(engine._sync._clients)
+    try:
+        with pytest.raises(WeightUpdateError, match=r"layers\.1\.mlp\.gate_up_proj\.weight has other values") as error:
+            servers.sync(engine, 30, tensors)
+    finally:
+        engine._sync = honest
+    assert engine.process.url in str(error.value)
+    assert engine.model_info().state is EngineState.DIRTY
+    with pytest.raises(EngineStateError, match="complete weight sync"):
+        engine.generate(requests(1), PARAMS)
+    servers.sync(engine, 31, tensors)
+    assert engine.generate(requests(1), PARAMS)[0].versions[0][0] == 31
+
+
+@pytest.mark.parametrize("lost", ["model.norm.weight", "model.layers.0.self_attn.k_proj.weight"])
+def test_a_tensor_that_was_not_sent_is_missed(engine, lost):
+    tensors = {name: tensor for name, tensor in servers.weights().items() if name != lost}
+    with pytest.raises(WeightUpdateError, match="was not sent"):
+        servers.sync(engine, 40, tensors)
+    assert engine.model_info().state is EngineState.DIRTY
+
+
+def test_a_tensor_that_the_model_does_not_have_is_noticed(engine):
+    with pytest.raises(WeightUpdateError, match=r"model\.layers\.9\.extra\.weight does not exist there"):
+        servers.sync(engine, 41, servers.weights() | {"model.layers.9.extra.weight": torch.zeros(3)})
+
+
+def test_memory_is_released_and_comes_back_without_weights(engine):
+    servers.sync(engine, 45, servers.says_only(A))
+    assert engine.memory_mb() > 0
+    engine.release_memory()
+    with pytest.raises(EngineStateError, match="resume its memory"):
+        engine.generate(requests(1), PARAMS)
+    engine.resume_memory()
+    assert engine.model_info().state is EngineState.DIRTY
+    servers.sync(engine, 46, servers.says_only(B))
+    (result,) = engine.generate(requests(1), PARAMS)
+    assert ids_of(result) == [B] * PARAMS.max_new_tokens
+    assert result.versions == ((46, PARAMS.max_new_tokens),)
+
+
+def test_nobody_without_the_key_is_served(engine):
+    async def ask():
+        stranger = SGLangClient(engine.process.url, None, 30)
+        try:
+            await stranger.generate(generate_body(requests(1)[0], PARAMS, "stranger"))
+        finally:
+            await stranger.close()
+
+    with pytest.raises(SGLangError, match="401"):
+        asyncio.run(ask())
+
+
+def outputs(results):
+    return [ids_of(result) for result in results]
+
+
+def test_seeds_are_accepted_and_dropped_by_a_plain_server(engine):
+    """Nothing is promised there: the same requests give other responses."""
+    servers.sync(engine, 50, servers.weights())
+    assert outputs(engine.generate(requests(32), PARAMS)) != outputs(engine.generate(requests(32), PARAMS))
+
+
+def test_seeds_are_honoured_where_asked_for():
+    """The same request twice, alone, and in another batch in another order."""
+    wanted = requests(32)
+    with servers.running(seeds=True) as engine:
+        servers.sync(engine, 1, servers.weights())
+        together = engine.generate(wanted, PARAMS)
+        assert outputs(engine.generate(wanted, PARAMS)) == outputs(together)
+        assert outputs(engine.generate(wanted[::-1], PARAMS))[::-1] == outputs(together)
+        for i in (3, 17):
+            assert ids_of(engine.generate([wanted[i]], PARAMS)[0]) == ids_of(together[i])
+        other = engine.generate(wanted, replace(PARAMS, step=2))
+        assert outputs(other) != outputs(together)
+        assert len({tuple(ids) for ids in outputs(together)}) > 8
+        servers.sync(engine, 2, servers.weights())
+        assert outputs(engine.generate(wanted, PARAMS)) == outputs(together)
+
+
+@pytest.mark.slow
+def test_servers_end_with_a_killed_starter():
+    traces = Traces()
+    code = (
+        "import sys\nfrom support.sglang_servers import running\n"
+        "with running(): print('up', flush=True); sys.stdin.read()"
+    )
+    starter = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=traces.environment(environment()),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert starter.stdout.readline() == "up\n"
+    assert traces.look() == 1
+    starter.kill()
+    starter.communicate()
+    assert traces.left() == []
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_start_says_so_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2", "architectures": ["NoSuchModel"]}')
+    with pytest.raises(SGLangError, match="its last words"):
+        SGLangReplica(servers.config(tmp_path / "model"), 0).engine()
+    assert not list(tmp_path.glob("megatron-stare-*"))

@@ -1,0 +1,251 @@
+"""Every method's training loss, written from the papers' formulas: float64, whole batch, no micro-batches, no ranks.
+
+Of the project it takes the records it is given and, for Clip-Cov, the numbers of the draw. Advantages, filters,
+selections, aggregations and add-ons are written out again. Shape legend: B samples, M response positions of a rollout
+batch in canonical order, tool observations too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from support.shaped_by_hand import advantages, grpo_s, gtpo, penalties
+from torch import Tensor
+
+from megatron_stare.algorithms.draw import uniform
+from megatron_stare.records.rollout_batch import RolloutBatch
+
+LIMIT = 20.0  # of a log ratio
+# (low, high, dual) of the clipped surrogate and the aggregation, as published
+PUBLISHED: dict[str, tuple[float, float, float | None, str]] = {
+    "grpo": (0.2, 0.2, None, "sequence_mean"),
+    "dapo": (0.2, 0.28, None, "token_mean"),
+    "dr_grpo": (0.2, 0.2, None, "dr_grpo"),
+    "justrl": (0.2, 0.28, 10.0, "token_mean"),
+    "stare": (0.2, 0.28, 10.0, "token_mean"),
+    "stapo": (0.2, 0.28, None, "token_mean"),
+    "stapo_stare": (0.2, 0.28, 10.0, "token_mean"),
+    "twenty_entropy": (0.2, 0.28, 10.0, "token_mean"),
+    "gtpo": (0.2, 0.28, None, "token_mean"),
+    "grpo_s": (0.2, 0.28, None, "sequence_mean"),
+    "gspo": (3e-4, 4e-4, None, "sequence_mean"),
+    "clip_cov": (1.0, 1.0, None, "token_mean"),
+    "kl_cov": (0.0, 0.0, None, "token_mean"),
+    "cispo": (1.0, 4.0, None, "token_mean"),
+}
+
+
+@dataclass(frozen=True)
+class Scores:
+    """[M] float64 each; all of them differ once a policy has moved."""
+
+    now: Tensor  # log-prob under the policy that is trained, with gradient
+    old: Tensor  # of the log-prob pass
+    rollout: Tensor  # from the engine
+    reference: Tensor
+    entropy: Tensor  # of the log-prob pass
+    now_entropy: Tensor  # with gradient
+    read: Tensor  # the log-prob that selections read
+
+
+def training_loss(
+    settings: Mapping[str, Any],
+    batch: RolloutBatch,
+    scores: Scores,
+    samples: Sequence[int],
+    *,
+    gate: bool = True,
+    bonus: float = 0.0,
+    micro_batches: Sequence[Sequence[int]] = (),
+) -> Tensor:
+    """The loss of an optimizer step, 0-dim.
+
+    Args:
+        settings: the `algorithm` section.
+        samples: of the step's mini-batch.
+        gate: whether STARE's is open.        bonus: what the entropy bonus multiplies by.
+        micro_batches: samples of each, for aggregation 'micro_batch_mean'.
+    """
+    name, truncated = settings["name"], settings.get("truncated", "keep")
+    sequence = torch.repeat_interleave(torch.arange(batch.size), batch.response_lengths)
+    carries = batch.verified if truncated == "keep" else batch.verified & ~batch.truncated
+    here = torch.zeros(batch.size, dtype=torch.bool)
+    here[list(samples)] = True
+    mask = batch.loss_mask & (carries & here)[sequence]
+    advantage = advantages(settings, batch)[sequence]
+
+    kept, counted, weight = mask, mask, torch.ones_like(scores.old)
+    if (correction := settings.get("correction")) is not None:
+        weight, inside = corrected(correction, scores, mask, sequence)
+        kept = kept & inside
+        leaves = correction.get("mode") == "mask" or "reject" in correction or "veto" in correction
+        counted = kept if leaves else counted
+    if name in ("stapo", "stapo_stare", "twenty_entropy"):
+        rule = settings.get("spurious", {}) if name == "stapo_stare" else settings
+        chosen = (
+            forks(rule, scores, kept, advantage) if name == "twenty_entropy" else spared(rule, scores, kept, advantage)
+        )
+        kept = kept & chosen
+        counted = counted & chosen if rule.get("denominator", "kept") == "kept" else counted
+    if (correction or {}).get("normalise"):
+        weight = weight / weight[kept].mean()
+
+    policy = policy_loss(settings, batch, scores, advantage, kept, sequence, gate)
+    loss = torch.where(kept, policy * weight, 0.0)
+    if (kl := settings.get("reference_kl")) is not None:
+        d = scores.reference - scores.now
+        loss = loss + kl["coef"] * {"k1": -d, "k2": d**2 / 2, "k3": d.exp() - d - 1}[kl.get("estimator", "k3")]
+    loss = loss - bonus * scores.now_entropy
+
+    aggregation = settings.get("aggregation", PUBLISHED[name][3])
+    total = torch.zeros((), dtype=torch.float64)
+    of_response = {i: loss[counted & (sequence == i)] for i in range(batch.size)}
+    responses = [x for x in of_response.values() if len(x)]
+    match aggregation:
+        case "token_mean":
+            total = torch.cat(responses).mean()
+        case "sequence_mean":
+            total = torch.stack([x.mean() for x in responses]).mean()
+        case "sequence_sum":
+            total = torch.stack([x.sum() for x in responses]).mean()
+        case "dr_grpo":
+            total = torch.stack([x.sum() for x in responses]).mean() / settings["length_norm"]
+        case "dr_grpo_verl":
+            total = torch.cat(responses).sum() / settings["length_norm"]
+        case "micro_batch_mean":
+            for part in micro_batches:
+                own = [of_response[i] for i in part if len(of_response[i])]
+                total = total + (torch.cat(own).mean() * len(own) / len(responses) if own else 0.0)
+    return total
+
+
+def policy_loss(
+    settings: Mapping[str, Any],
+    batch: RolloutBatch,
+    scores: Scores,
+    advantage: Tensor,
+    kept: Tensor,
+    sequence: Tensor,
+    gate: bool,
+) -> Tensor:
+    """[M] before weights and add-ons; only where `kept` does it mean anything."""
+    name = settings["name"]
+    low, high, dual, _ = PUBLISHED[name]
+    low, high, dual = settings.get("clip_low", low), settings.get("clip_high", high), settings.get("dual_clip", dual)
+    ratio = (scores.now - scores.old).clamp(-LIMIT, LIMIT).exp()
+
+    def clipped(ratio: Tensor, advantage: Tensor) -> Tensor:
+        value = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+        if dual is not None:
+            value = torch.where(advantage < 0, torch.maximum(value, dual * advantage), value)
+        return -value
+
+    def by_response(x: Tensor) -> Tensor:
+        """[M] means over the kept tokens of a response."""
+        means = [x[kept & (sequence == i)].mean() for i in range(batch.size)]
+        return torch.stack(means)[sequence]
+
+    match name:
+        case "cispo":
+            return -ratio.detach().clamp(1 - low, 1 + high) * advantage * scores.now
+        case "gspo":
+            return clipped(by_response(scores.now - scores.old).exp(), advantage)
+        case "grpo_s":
+            whole = by_response(ratio)
+            if settings.get("ratio") == "geometric":
+                whole = by_response(scores.now - scores.old).exp()
+            return clipped(whole, grpo_s(settings, batch, scores.entropy, kept, sequence))
+        case "gtpo":
+            return clipped(ratio, gtpo(settings, batch, scores.entropy, kept, sequence, penalties(settings, batch)))
+        case "kl_cov":
+            k = max(1, int(settings.get("share", 2e-3) * int(kept.sum())))
+            held = largest(covariance(scores, kept, advantage), kept, k)
+            distance = settings.get("coef", 1.0) * (scores.now - scores.old).abs()
+            return -advantage * ratio + torch.where(held, distance, 0.0)
+        case "clip_cov":
+            return torch.where(drawn(settings, batch, scores, kept, advantage), 0.0, clipped(ratio, advantage))
+        case "stare" | "stapo_stare":
+            factor = torch.ones_like(advantage)
+            sides = {"O1": (1,), "O4": (-1,), "C2": (1, -1)}[settings.get("variant", "O1")]
+            for sign in sides if gate else ():
+                side = kept & (sign * advantage > 0)
+                k = int(int(side.sum()) * settings.get("share", 0.1) + 0.999999)
+                rare = largest(-scores.read, side, k)
+                factor[rare] = settings.get("amplify", 1.1) if sign > 0 else settings.get("attenuate", 0.9)
+            return factor * clipped(ratio, advantage)
+    return clipped(ratio, advantage)
+
+
+def corrected(correction: Mapping[str, Any], scores: Scores, mask: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
+    """[M] weights, and [M] bool which tokens stay."""
+    log_ratio = (scores.old - scores.rollout).clamp(-LIMIT, LIMIT)
+    own = log_ratio.exp()
+    level = own.clone()
+    stays = torch.ones_like(mask)
+    low, high = correction.get("low", 0.5), correction.get("high", 2.0)
+    for i in range(int(sequence.max()) + 1):
+        rows = mask & (sequence == i)
+        if correction.get("level") == "sequence":
+            level[sequence == i] = log_ratio[rows].sum().clamp(-LIMIT, LIMIT).exp()
+        elif correction.get("level") == "geometric":
+            level[sequence == i] = log_ratio[rows].mean().exp()
+        if "veto" in correction and bool((own[rows] < correction["veto"]).any()):
+            stays[sequence == i] = False
+    if "reject" in correction:
+        stays = stays & (own >= correction["reject"][0]) & (own <= correction["reject"][1])
+    inside = (level >= low) & (level <= high)
+    match correction.get("mode", "truncate"):
+        case "mask":
+            return level, stays & inside
+        case "truncate":
+            return level.clamp(max=high), stays
+        case "clip":
+            return level.clamp(low, high), stays
+    return torch.where(inside, level, 0.0), stays  # icepop
+
+
+def spared(rule: Mapping[str, Any], scores: Scores, kept: Tensor, advantage: Tensor) -> Tensor:
+    """[M] bool: what STAPO does not silence."""
+    spurious = kept & (advantage > 0) & (scores.read.exp() < rule.get("tau_p", 0.002))
+    over = scores.entropy[spurious if rule.get("version", "v4") == "v4" else kept]
+    if len(over) == 0:
+        return torch.ones_like(kept)
+    threshold = np.quantile(over.numpy(), rule.get("quantile", 0.75), method=rule.get("interpolation", "linear"))
+    return ~(spurious & (scores.entropy < float(threshold)))
+
+
+def forks(rule: Mapping[str, Any], scores: Scores, kept: Tensor, advantage: Tensor) -> Tensor:
+    """[M] bool: the tokens of highest entropy, of groups that teach something."""
+    candidates, share = kept & (advantage != 0), rule.get("share", 0.2)
+    if rule.get("rule") == "quantile":
+        return candidates & (scores.entropy >= float(np.quantile(scores.entropy[candidates].numpy(), 1 - share)))
+    return largest(scores.entropy, candidates, max(1, int(int(candidates.sum()) * share + 0.9999)))
+
+
+def covariance(scores: Scores, kept: Tensor, advantage: Tensor) -> Tensor:
+    """[M] (A - mean A) (ln p - mean ln p)."""
+    return (advantage - advantage[kept].mean()) * (scores.read - scores.read[kept].mean())
+
+
+def drawn(settings: Mapping[str, Any], batch: RolloutBatch, scores: Scores, kept: Tensor, advantage: Tensor) -> Tensor:
+    """[M] bool: the tokens that Clip-Cov takes the loss of."""
+    cov = covariance(scores, kept, advantage)
+    candidates = kept & (cov > settings.get("cov_low", 1.0)) & (cov < settings.get("cov_high", 5.0))
+    candidates &= ~(
+        (advantage > 0) & ((scores.read - scores.old).exp() > 2.0)
+    )  # clipped already: its bounds are 0 and 2
+    k = max(1, int(settings.get("share", 2e-4) * int(kept.sum())))
+    ticket = uniform(settings.get("seed", 0), batch.step, torch.arange(len(kept)))
+    return largest(ticket, candidates, k)
+
+
+def largest(x: Tensor, among: Tensor, k: int) -> Tensor:
+    """[M] bool: the k largest `x` of those `among`, or all of them; of equal ones the earlier."""
+    rows = among.nonzero().squeeze(1)
+    chosen = torch.zeros_like(among)
+    chosen[rows[(-x[rows]).argsort(stable=True)[:k]]] = True
+    return chosen

@@ -1,0 +1,115 @@
+"""Records real exchanges with an SGLang server for the unit tests, which then run without one.
+
+python tests/support/record_sglang.py  # writes tests/rollout/sglang_exchanges.json; needs scripts/setup_sglang.sh
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from support import sglang_servers as servers
+
+from megatron_stare.batch import SamplingParams
+from megatron_stare.models.qwen2 import FAMILY as QWEN2
+from megatron_stare.rollout.engine import GenerateRequest
+from megatron_stare.rollout.sglang.client import SGLangClient
+from megatron_stare.rollout.sglang.protocol import generate_body, prompt_log_probs_body
+from megatron_stare.rollout.sglang.replica import make_sync
+from megatron_stare.rollout.sglang.update import WeightUpdate
+
+OUT = Path(__file__).parents[1] / "rollout" / "sglang_exchanges.json"
+STOP, A, B = 1, 5, 9
+PARAMS = SamplingParams(1.0, 6, seed=1, step=1, stop_token_ids=(STOP,))
+SCORED = (3, 15, 4)  # the last id of the vocabulary among them
+REQUEST = GenerateRequest("0:0", (3, 14, 4), 0, 0)
+# filled in by the server, or of releases after the first that is supported
+INTERNAL = ("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized")
+INTERNAL += ("ebnf_full_assistant", "stream_interval", "beam_width", "watermark")
+READ_OF_INFO = ("version", "max_total_num_tokens", "device", "enable_memory_saver")
+READ_OF_INFO += ("enable_deterministic_inference",)
+
+
+class Recorder(SGLangClient):
+    """Keeps the newest answer of every path."""
+
+    def __init__(self, url: str, api_key: str) -> None:
+        super().__init__(url, api_key, 120)
+        self.answers: dict[str, Any] = {}
+
+    async def _call(self, method: str, path: str, body: Any) -> Any:
+        content = await super()._call(method, path, body)
+        try:
+            self.answers[path] = json.loads(content)
+        except ValueError:
+            self.answers[path] = content.decode()
+        return content
+
+
+async def record(client: Recorder) -> dict[str, Any]:
+    """Exchanges that end in every way a response can."""
+    sync = make_sync("tensor", [client], str(servers.MODEL), 120)
+
+    async def update(version: int, token: int, mode: Any = "abort") -> None:
+        new = WeightUpdate([client], sync, version, QWEN2, torch.float32, mode)
+        await new.begin()
+        for bucket in servers.buckets(servers.says_only(token)):
+            await new.send(bucket)
+        await new.end()
+
+    async def ask(name: str, means: str, params: SamplingParams = PARAMS) -> dict[str, Any]:
+        body = generate_body(REQUEST, params, name)
+        return {"body": body, "answer": await client.generate(body), "means": means}
+
+    await update(1, STOP)
+    found = {"stop": await ask("stop", "stop")}
+    found["stop in the last place"] = await ask("last", "stop", replace(PARAMS, max_new_tokens=1))
+    await update(2, A)
+    found["length"] = await ask("length", "length")
+    long = replace(PARAMS, max_new_tokens=100)
+    cut = asyncio.create_task(ask("abort", "abort", long))
+    await ask("before", "length")
+    await client.abort("abort")
+    found["abort"] = await cut
+    swapped = asyncio.create_task(ask("swap", "length", long))
+    await ask("before the swap", "length")
+    await update(3, B, "retract")
+    found["two versions"] = await swapped
+    body = prompt_log_probs_body(SCORED, "score")
+    scored = {"body": body, "answer": await client.generate(body)}
+    await client.server_info()
+    await client.pause("abort")
+    await client.flush()
+    await client.release_memory()
+    await client.resume_memory()
+    del client.answers["/generate"]
+    info = client.answers["/server_info"]
+    client.answers["/server_info"] = {name: info[name] for name in READ_OF_INFO}
+    await client.close()
+    return {"generate": found, "score": scored, "answers": client.answers}
+
+
+def main() -> None:
+    code = (
+        "import megatron_stare.rollout.sglang.serve\n"  # before transformers asks for torchvision
+        "from sglang.srt.sampling.sampling_params import SamplingParams as S\nprint(*S.__struct_fields__)"
+    )
+    fields = (
+        subprocess.run([servers.PYTHON, "-c", code], check=True, capture_output=True, text=True)
+        .stdout.splitlines()[-1]
+        .split()
+    )
+    with servers.running() as engine:
+        process = engine.process
+        exchanges = asyncio.run(record(Recorder(process.url, process.api_key)))
+    recorded = {"sampling_fields": fields, "sampling_fields_not_sent": INTERNAL, **exchanges}
+    OUT.write_text(json.dumps(recorded, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Small whole runs, as a user starts them: the command line in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 240
+
+# configs/quickstart.yaml, cut down; metrics that depend on the clock
+SMALL = {
+    "run.steps": 2,
+    "batch.prompts": 4,
+    "batch.samples_per_prompt": 4,
+    "eval.prompts": 16,
+    "rollout.threads": 1,
+}
+TIMED = ("time/", "perf/", "memory/")
+
+
+def command(*overrides: str, config: str | Path = ROOT / "configs/quickstart.yaml", **settings: Any) -> list[str]:
+    """The arguments of a small run."""
+    small = [f"{key}={value}" for key, value in {**SMALL, **settings}.items()]
+    return [sys.executable, "-m", "megatron_stare.cli", "train", str(config), *small, *overrides]
+
+
+def train(*overrides: str, cwd: Path, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """Runs it to its end."""
+    return subprocess.run(
+        command(*overrides, **settings), cwd=cwd, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+
+
+def environment() -> dict[str, str]:
+    """Ours, with this folder importable, so that runs can name classes of the tests."""
+    path = os.pathsep.join(filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def model() -> str:
+    """model.path=... of the shipped model, wherever the run's working directory is."""
+    return f"model.path={ROOT / yaml.safe_load((ROOT / 'configs/quickstart.yaml').read_text())['model']['path']}"
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """A run's metrics without those that depend on the clock."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in rows]

@@ -1,0 +1,37 @@
+"""A training step on the real trainer, as the driver takes it."""
+
+from __future__ import annotations
+
+from megatron_stare.batch import MicroBatchPlan
+from megatron_stare.config.schema import Config
+from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.ops.plan import plan_mini_batches
+from megatron_stare.orchestration.groups import plan_rules
+from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.resolved import resolve_run
+
+
+def plan_of(config: Config, batch: RolloutBatch) -> MicroBatchPlan:
+    """The plan that the driver would make."""
+    return plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), plan_rules(resolve_run(config)))
+
+
+def log_prob_pass(trainer: Trainer, batch: RolloutBatch, plan: MicroBatchPlan | None = None) -> None:
+    """The log-prob pass over this rank's share of the batch."""
+    plan = plan_of(trainer.config, batch) if plan is None else plan
+    trainer.compute_log_probs(batch.share(plan.samples_of(trainer.data_rank())), plan)
+
+
+def take_step(
+    trainer: Trainer, batch: RolloutBatch, state: dict[str, float] | None = None
+) -> tuple[list[dict[str, float]], dict[str, float]]:
+    """All updates of a batch: what each of them reported here, and the method's state after them.
+
+    Args:
+        state: of the method before the step; None: as a run begins.
+    """
+    log_prob_pass(trainer, batch)
+    trainer.measure(trainer.method.initial_state() if state is None else state)
+    results = [trainer.update(number) for number in range(trainer.config.batch.updates)]
+    reported = [result for result in results if result is not None]
+    return [metrics for metrics, _ in reported], reported[-1][1] if reported else {}

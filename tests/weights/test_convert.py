@@ -1,0 +1,301 @@
+"""Conversion is exact both ways, says clearly what is wrong with its input, and leaves all of its output or none."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import multiprocessing as mp
+import os
+import resource
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.models import FAMILIES, save_model
+from transformers import AutoModelForCausalLM
+
+from megatron_stare.cli import main
+from megatron_stare.errors import DataError, UserError
+from megatron_stare.models import read_shape
+from megatron_stare.weights import convert as conversion
+from megatron_stare.weights import torch_dist_writer
+from megatron_stare.weights.blocks import cut
+from megatron_stare.weights.check import check_folder
+from megatron_stare.weights.compare import compare
+from megatron_stare.weights.convert import Options, convert
+from megatron_stare.weights.hf_folder import HfFolder
+from megatron_stare.weights.processes import Advance, run_parts
+
+ROOT = Path(__file__).parent.parent.parent
+SHARD_BYTES = 20_000
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    opened = HfFolder(folder)
+    return {name: opened.slice(name)[:] for name in opened.names()}
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert b[name].dtype == tensor.dtype
+        assert torch.equal(b[name], tensor), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    save_model(tmp_path / "hf", family)
+    (tmp_path / "hf" / "chat_template.jinja").write_text("{{ messages }}")
+    monkeypatch.setattr(conversion, "cut", functools.partial(cut, block_bytes=3000))  # tensors of several blocks
+    options = Options(shard_bytes=SHARD_BYTES, check=True)
+    convert(tmp_path / "hf", tmp_path / "megatron", None, options)
+    convert(tmp_path / "megatron", tmp_path / "back", None, options)
+    assert_same(tensors(tmp_path / "hf"), tensors(tmp_path / "back"))
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors(tmp_path / "hf").values())
+    for file in set(index["weight_map"].values()):
+        assert load_file(tmp_path / "back" / file)  # the library reads what we lay out
+    for name in ("config.json", "generation_config.json", "chat_template.jinja"):
+        assert (tmp_path / "back" / name).exists()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "hf", "megatron"]
+
+
+def test_across_file_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: int) -> int:
+        raise OSError(errno.EXDEV, "another file system")
+
+    save_model(tmp_path / "hf", "qwen2_tied")
+    convert(tmp_path / "hf", tmp_path / "megatron", None, Options())
+    monkeypatch.setattr(os, "copy_file_range", refused)
+    convert(tmp_path / "megatron", tmp_path / "back", None, Options())
+    assert_same(tensors(tmp_path / "hf"), tensors(tmp_path / "back"))
+
+
+def test_dtypes(tmp_path: Path) -> None:
+    save_model(tmp_path / "hf", "qwen3")
+    original = tensors(tmp_path / "hf")
+    half = Options(dtype=torch.bfloat16, check=True)
+    convert(tmp_path / "hf", tmp_path / "half", None, half)
+    convert(tmp_path / "half", tmp_path / "half-hf", None, Options(check=True))
+    rounded = {name: tensor.bfloat16() for name, tensor in original.items()}
+    assert_same(rounded, tensors(tmp_path / "half-hf"))
+    assert json.loads((tmp_path / "half-hf" / "config.json").read_text())["dtype"] == "bfloat16"
+    convert(tmp_path / "half-hf", tmp_path / "wide", None, Options(dtype=torch.float32, check=True))
+    convert(tmp_path / "wide", tmp_path / "wide-hf", None, Options(check=True))
+    assert_same({name: tensor.float() for name, tensor in rounded.items()}, tensors(tmp_path / "wide-hf"))
+    convert(tmp_path / "wide", tmp_path / "narrow-hf", None, half)
+    assert_same(rounded, tensors(tmp_path / "narrow-hf"))
+
+
+def test_several_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_model(tmp_path / "hf", "qwen2")
+    assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "megatron"), "--processes", "2", "--check"]) == 0
+    assert len(list((tmp_path / "megatron").glob("*.distcp"))) == 2
+    assert main(["convert", str(tmp_path / "megatron"), str(tmp_path / "back"), "--processes", "2", "--check"]) == 0
+    assert_same(tensors(tmp_path / "hf"), tensors(tmp_path / "back"))
+    captured = capsys.readouterr()
+    assert "both sides are equal bit for bit" in captured.out
+    assert "100 %" in captured.err and "MB/s" in captured.err
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    held = load_file(folder / "model.safetensors")
+    change(held)
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 100)
+
+
+def cut_in_header(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 30)
+
+
+def index_without_file(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    weights = {"model.norm.weight": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+
+
+def index_with_absent_tensor(folder: Path) -> None:
+    names = HfFolder(folder).names()
+    rewrite(folder, lambda held: held.pop("model.norm.weight"))
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def broken_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("{")
+
+
+def config_without_field(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    del config["num_hidden_layers"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def change(name: str, to: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+    return lambda folder: rewrite(folder, lambda held: held.update({name: to(held[name]).contiguous()}))
+
+
+BAD = {
+    "truncated": (truncate, "cut short"),
+    "header": (cut_in_header, "cut short within its header"),
+    "no-file": (index_without_file, "names model-00002-of-00002.safetensors, which is not there"),
+    "absent-tensor": (index_with_absent_tensor, "holds 'model.norm.weight', but it does not"),
+    "index": (broken_index, "the index cannot be read"),
+    "missing": (lambda f: rewrite(f, lambda held: held.pop("lm_head.weight")), "missing: the tensor 'lm_head.weight'"),
+    "extra": (lambda f: rewrite(f, lambda held: held.update(x=torch.ones(1))), "'x' is not one of a qwen2 model"),
+    "shape": (change("model.norm.weight", lambda t: t[1:]), "has the shape (31,), config.json makes it (32,)"),
+    "dtype": (change("model.norm.weight", lambda t: t.to(torch.int8)), "is of dtype I8"),
+    "mixed": (change("model.norm.weight", lambda t: t.bfloat16()), "of several dtypes: bfloat16, float32"),
+    "config": (config_without_field, "the field 'num_hidden_layers' is missing"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    spoil, message = BAD[name]
+    save_model(tmp_path / "hf", "qwen2")
+    spoil(tmp_path / "hf")
+    refused(capsys, tmp_path / "hf", tmp_path / "megatron", message)
+
+
+def refused(capsys: pytest.CaptureFixture[str], source: Path, target: Path, message: str, *options: str) -> None:
+    """One error, and nothing written."""
+    capsys.readouterr()  # what transformers said when it saved the model
+    assert main(["convert", str(source), str(target), *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "Traceback" not in error
+    assert message in error
+    assert not target.exists() and not target.with_name(target.name + ".tmp").exists()
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A converted checkpoint that tests copy and spoil."""
+    folder = tmp_path_factory.mktemp("converted")
+    save_model(folder / "hf", "qwen2")
+    convert(folder / "hf", folder / "megatron", None, Options())
+    return folder
+
+
+def copy(source: Path, target: Path) -> Path:
+    target.mkdir()
+    for file in source.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+def test_bad_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str], converted: Path) -> None:
+    target = tmp_path / "back"
+    cut_short = copy(converted / "megatron", tmp_path / "cut")
+    os.truncate(cut_short / "__0_0.distcp", 1000)
+    refused(capsys, cut_short, target, "cut short: 1,000 of")
+    (cut_short / "__0_0.distcp").unlink()
+    refused(capsys, cut_short, target, "a file of the checkpoint is missing")
+    (cut_short / ".metadata").write_bytes(b"what?")
+    refused(capsys, cut_short, target, "the metadata cannot be read")
+    (cut_short / ".metadata").unlink()
+    refused(capsys, cut_short, target, "no model.safetensors")  # what is left looks like a Hugging Face folder
+    refused(capsys, tmp_path / "nowhere", target, "neither a Hugging Face folder")
+    without_config = copy(converted / "megatron", tmp_path / "bare")
+    (without_config / "config.json").unlink()
+    refused(capsys, without_config, target, "does not say what model it is")
+    save_model(tmp_path / "other", "qwen3")
+    refused(capsys, without_config, target, "do not belong together", "--model", str(tmp_path / "other"))
+    save_model(tmp_path / "tied", "qwen2_tied")
+    refused(capsys, without_config, target, "'output_layer.weight' is not one of", "--model", str(tmp_path / "tied"))
+
+
+def test_check_finds_one_flipped_bit(tmp_path: Path, converted: Path) -> None:
+    spoiled = copy(converted / "megatron", tmp_path / "spoiled")
+    shape = read_shape(spoiled)
+    entries = check_folder(converted / "hf", shape)
+    compare(entries, spoiled, shape, [cut(shape)], torch.float32)
+    needle = struct.pack("<32f", *HfFolder(converted / "hf").slice("model.norm.weight")[:].tolist())
+    data = bytearray((spoiled / "__0_0.distcp").read_bytes())
+    data[data.index(needle)] ^= 1
+    (spoiled / "__0_0.distcp").write_bytes(data)
+    with pytest.raises(DataError, match=r"differ in 'decoder.final_layernorm.weight'"):
+        compare(entries, spoiled, shape, [cut(shape)], torch.float32)
+
+
+def test_does_not_overwrite(capsys: pytest.CaptureFixture[str], converted: Path) -> None:
+    before = (converted / "megatron" / ".metadata").read_bytes()
+    assert main(["convert", str(converted / "hf"), str(converted / "megatron")]) == 2
+    assert "there is something here already" in capsys.readouterr().err
+    assert (converted / "megatron" / ".metadata").read_bytes() == before
+
+
+@pytest.mark.parametrize("source", ["hf", "megatron"])
+def test_disk_full(tmp_path: Path, converted: Path, source: str) -> None:
+    """A limit on file sizes stands in for a full disk: the write fails half way, as there."""
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_stare.cli", "convert", str(converted / source), str(tmp_path / "out")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)),
+    )
+    assert done.returncode == 2
+    assert "cannot be written (File too large)" in done.stderr and "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def convert_and_die(source: Path, target: Path) -> None:
+    """Is killed while the fifth block is being written."""
+    blocks = 0
+
+    def counted(*args: Any) -> torch.Tensor:
+        nonlocal blocks
+        blocks += 1
+        if blocks == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return made(*args)
+
+    made, torch_dist_writer.to_megatron = torch_dist_writer.to_megatron, counted
+    convert(source, target, None, Options())
+
+
+def test_killed_half_way(tmp_path: Path, converted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "out"
+    process = mp.get_context("spawn").Process(target=convert_and_die, args=(converted / "hf", target))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert not target.exists()
+    left = target.with_name("out.tmp")
+    assert list(left.glob("*.distcp")) and not (left / ".metadata").exists()  # no one takes it for a checkpoint
+    convert(converted / "hf", target, None, Options(check=True))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def part_that_dies(part: int, advance: Advance) -> int:
+    advance(part)
+    if part == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if part == 3:
+        raise DataError("it cannot be read")
+    return part
+
+
+def test_processes() -> None:
+    done: list[int] = []
+    assert run_parts(part_that_dies, [1, 4], done.append) == [1, 4]
+    assert sum(done) == 5
+    with pytest.raises(UserError, match="a process was killed"):
+        run_parts(part_that_dies, [1, 2], done.append)
+    with pytest.raises(DataError, match="it cannot be read"):
+        run_parts(part_that_dies, [1, 3], done.append)
