@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_stare.megatron.model import has_transformer_engine
 from megatron_stare.megatron.planned_rank import RankPlan, plan_rank
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.processes import Advance, run_parts
@@ -63,8 +64,26 @@ def _build(part: _Ranks, advance: Advance) -> list[RankPlan]:
     return plans
 
 
-def in_bytes(plans: Sequence[RankPlan]) -> dict[str, dict[str, int]]:
-    """The bytes of every item on the rank that holds most of it and on the one that holds least, and of their sum."""
-    items = {item: [plan.nbytes[item] for plan in plans] for item in plans[0].nbytes}
-    items["total"] = [sum(plan.nbytes.values()) for plan in plans]
-    return {item: {"max": max(of_ranks), "min": min(of_ranks)} for item, of_ranks in items.items()}
+def extremes(plans: Sequence[RankPlan]) -> dict[str, tuple[RankPlan, RankPlan]]:
+    """The ranks that hold most and least of every item, and of their sum, "total"."""
+    sizes = {item: [plan.nbytes[item] for plan in plans] for item in plans[0].nbytes}
+    sizes["total"] = [sum(plan.nbytes.values()) for plan in plans]
+    return {item: (plans[of.index(max(of))], plans[of.index(min(of))]) for item, of in sizes.items()}
+
+
+def assumptions(
+    shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig
+) -> list[str]:
+    """What the bytes of a plan rest on, and what they leave out."""
+    experts = parallel.tensor * parallel.data // parallel.expert
+    shared = f"{parallel.data} data-parallel replicas" + (f" ({experts} of an expert's)" if shape.experts else "")
+    return [
+        f"parameters in {model.dtype}, gradients in float32, and what the optimizer updates and its moments in float32",
+        f"the optimizer's share is cut over {shared}"
+        if optimizer.distributed
+        else "every rank has all optimizer state",
+        "Adam keeps two moments of every element" if optimizer.name == "adam" else "the optimizer keeps no moments",
+        f"{shape.vocab_size} rows of the vocabulary, padded to {shape.padded_vocab(parallel.tensor)}",
+        f"layers of {'Transformer Engine' if has_transformer_engine() else 'megatron-core'}; both are of equal size",
+        "left out: activations, logits, collectives' and the weight stream's buffers, what CUDA and its allocator take",
+    ]

@@ -1,8 +1,9 @@
-"""A rank's place among ranks that do not exist, on the meta device: what is built there is what the rank would build."""
+"""A place among ranks that do not exist, on the meta device: what is built there is what the rank would build."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,9 @@ from megatron_stare.megatron.substitute import substituted
 def pretend(parallel: ParallelConfig, rank: int) -> Iterator[Layout]:
     """While open, this process is the rank, and its device the meta device. Collectives return at once and bring
     nothing of other ranks, so this is for building only."""
-    with on_meta(), substituted(dist, "new_group", _fake_group):
+    # torch wraps the hook of errors that end the process with every process group
+    hook = substituted(sys, "excepthook", sys.excepthook)
+    with on_meta(), hook, substituted(dist, "new_group", _fake_group):
         dist.init_process_group("fake", rank=rank, world_size=parallel.world_size, store=FakeStore())
         try:
             yield cut_world(parallel, rank)

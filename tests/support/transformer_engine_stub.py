@@ -2,12 +2,15 @@
 are called.
 
 Read in transformer-engine 2.20.2 (pytorch/module) and in megatron-core's extensions/transformer_engine.py. Nothing here
-computes: it proves names and shapes, never numbers. `install` must run before megatron-core is imported.
+computes: it proves names and shapes, never numbers. It must be there before megatron-core is imported:
+
+    python -m support.transformer_engine_stub MODULE ARGUMENTS
 """
 
 from __future__ import annotations
 
 import importlib.machinery
+import runpy
 import sys
 from types import ModuleType
 from typing import Any
@@ -78,6 +81,8 @@ class GroupedLinear(_Projection):
         for number in range(num_gemms):
             self.add_matrix(str(number))
 
+    def init_fp8_metadata(self, num_gemms: int) -> None: ...
+
 
 class RMSNorm(_Module):
     def __init__(self, *, hidden_size: int, params_dtype: torch.dtype, device: Any, **_: Any) -> None:
@@ -119,3 +124,9 @@ def install() -> None:
         parent, _, last = name.rpartition(".")
         if parent:
             setattr(sys.modules[parent], last, module)
+
+
+if __name__ == "__main__":
+    install()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
