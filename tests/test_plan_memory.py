@@ -53,7 +53,7 @@ def test_the_table_says_the_same(model: str) -> None:
 
 
 def test_what_cannot_be_planned_is_refused(model: str) -> None:
-    done = plan_memory(model, "--tp", "3")
+    done = plan_memory(model, "--tp", "3", "--sp")
     assert done.returncode == 2 and "4 attention heads cannot be cut over 3" in done.stderr
     done = plan_memory(model, "--dp", "0")
     assert done.returncode == 2 and "Traceback" not in done.stderr

@@ -73,7 +73,6 @@ def load(
         wanted = _state(model, optimizer, scheduler, layout, reference, loading=True)
         if common.get("layout") != _sizes(layout, model):
             del wanted["random"]
-        _ask_for_saved_names(wanted, folder)
         state = dist_checkpointing.load(wanted, folder)
         for i, chunk in enumerate(model):
             unwrap(chunk).load_state_dict(state[f"model{i}"])
