@@ -29,7 +29,7 @@ GIB = 2**30
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     quiet_upstreams()
-    from pydantic import ValidationError  # torch and Megatron come with what follows: seconds
+    from pydantic import ValidationError  # torch comes with what follows, and then Megatron: seconds
 
     try:
         plan = make_plan(args)
@@ -62,10 +62,7 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
     """What --json prints. Raises UserError or ValidationError for what cannot be planned."""
     from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
     from megatron_stare.layout_rules import check_layout
-    from megatron_stare.megatron.layout_faults import faults
-    from megatron_stare.megatron.planned_layout import assumptions, extremes, plan_layout
     from megatron_stare.models import read_shape
-    from megatron_stare.weights.check import expected
 
     parallel = ParallelConfig(
         tensor=args.tp,
@@ -80,6 +77,11 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
     optimizer = OptimizerConfig(distributed=not args.whole_optimizer)
     shape = read_shape(args.model)
     check_layout(parallel, shape)
+
+    from megatron_stare.megatron.layout_faults import faults
+    from megatron_stare.megatron.planned_layout import assumptions, extremes, plan_layout
+    from megatron_stare.weights.check import expected
+
     started = time.monotonic()
     plans = plan_layout(shape, model, parallel, optimizer, processes=max(args.processes, 1))
     wrong = faults(plans, shape, parallel, args.bucket_mb * 2**20)
