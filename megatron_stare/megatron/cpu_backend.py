@@ -72,7 +72,7 @@ def cpu_backend() -> Iterator[None]:
     Raises:
         RuntimeError: CUDA is available and the model has data, so nothing must be substituted.
     """
-    if device().type == "cuda":
+    if uses_cuda():
         raise RuntimeError("cpu_backend() on a machine with CUDA would hide the GPU from Megatron")
     with (
         substituted(torch.cuda, "current_device", lambda: device().type),
@@ -92,14 +92,19 @@ def cpu_backend() -> Iterator[None]:
 
 def backend() -> contextlib.AbstractContextManager[None]:
     """What every call into Megatron runs inside: nothing where there is CUDA, else the CPU substitutions."""
-    return contextlib.nullcontext() if device().type == "cuda" else cpu_backend()
+    return contextlib.nullcontext() if uses_cuda() else cpu_backend()
+
+
+def uses_cuda() -> bool:
+    """Whether the device of this rank is a CUDA one; asking does not initialise CUDA."""
+    return torch.cuda.is_available() and not _on_meta
 
 
 def device() -> torch.device:
     """The device of this rank."""
-    if _on_meta:
-        return torch.device("meta")
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if uses_cuda():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("meta" if _on_meta else "cpu")
 
 
 _on_meta = False
