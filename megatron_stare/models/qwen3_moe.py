@@ -83,7 +83,7 @@ class Qwen3Moe(Qwen3):
         layer, number, part = expert[1], int(expert[2]), expert[3]
         if part == "down":
             return Served(f"{layer}.w2_weight", number, None)
-        return Served(f"{layer}.w13_weight", 2 * number + (part == "up"), None)
+        return Served(f"{layer}.w13_weight", 2 * number + (part == "up"), None, an_expert=2)
 
 
 FAMILY = Qwen3Moe()
