@@ -56,6 +56,14 @@ def test_a_run_leaves_everything_it_promises(tmp_path: Path) -> None:
     assert "there is a run in this directory already" in again.stderr
 
 
+def test_a_run_says_which_weights_are_proven(tmp_path: Path) -> None:
+    """The start's are, and then those of each second step; a run that proves all of them says nothing."""
+    inline = ("runtime.runner=inline", "parallel.tensor=1", f"run.dir={tmp_path / 'run'}", "eval.prompts=0", model())
+    done = train(*inline, "rollout.prove_every=2", cwd=tmp_path, **{"run.steps": 3})
+    assert done.returncode == 0, done.stderr
+    assert [row["sync/proven"] for row in metrics(tmp_path / "run")] == [0.0, 1.0, 0.0]
+
+
 def test_a_frozen_weight_sync_stops_the_run(tmp_path: Path) -> None:
     alone = {"runtime.runner": "inline", "parallel.tensor": 1, "eval.prompts": 0}
     done = train(

@@ -115,9 +115,14 @@ def _first_position(difference: LogProbDifference) -> Sizes:
     return difference.from_position.get(0, Sizes(0, 0, 0.0))
 
 
-def limit_of(configured: float | None, dtype: str) -> float:
-    """The largest difference a run goes on with, nats."""
-    return LIMITS[dtype] if configured is None else configured
+def limit_of(configured: float | None, trained: str, served: str | None = None) -> float:
+    """The largest difference a run goes on with, nats: what is set, or that of the coarser dtype.
+
+    Args:
+        trained: the trainer's dtype.
+        served: the engines'; None: the same.
+    """
+    return max(LIMITS[trained], LIMITS[served or trained]) if configured is None else configured
 
 
 def require_agreement(what: str, largest: float, limit: float, verdict: str, where: str) -> None:

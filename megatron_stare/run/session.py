@@ -87,6 +87,7 @@ class Session:
             agreement = AgreementWatch(inputs.run, self.ranks, self.engines)
             colocation = Colocation(config, self.engines)
             self.monitor.gauges.append(lambda: colocation.metrics)
+            self.monitor.gauges.append(lambda: self.engines.metrics)
             groups = make_groups(config.batch, self.source)
             self.monitor.gauges.append(lambda: groups.metrics)
             self.samples = SynchronousSource(
