@@ -10,8 +10,7 @@ import pytest
 import torch
 from support.models import random_batch, save_model
 from support.ranks import RankPool
-from support.steps import take_step
-from torch import Tensor
+from support.steps import equal, state_of, take_step
 
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
@@ -40,26 +39,6 @@ def rejected(seed: int) -> RolloutBatch:
     batch = random_batch(seed, 8)
     batch.rollout_log_probs = torch.full_like(batch.rollout_log_probs, -100.0)
     return batch
-
-
-def state_of(trainer: Trainer) -> list[Any]:
-    """Everything a step could move on this rank: weights, moments, step counts, rates, the schedule."""
-    policy, parts = trainer.policy, []
-    for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
-        for group in part.optimizer.param_groups:
-            parts += [group["lr"], group["weight_decay"]]
-            for parameter in group["params"]:
-                parts += [parameter.detach().clone()]
-                parts += [x.clone() for _, x in sorted(part.optimizer.state[parameter].items())]
-    parts += [parameter.detach().clone() for chunk in policy.model for parameter in chunk.parameters()]
-    return [*parts, policy.scheduler.state_dict()]
-
-
-def equal(one: list[Any], other: list[Any]) -> bool:
-    """Bit for bit."""
-    return len(one) == len(other) and all(
-        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(one, other, strict=True)
-    )
 
 
 def around_an_empty_step(rank: int, init: str, config: Config) -> tuple[bool, bool, bool, list[dict[str, float]]]:

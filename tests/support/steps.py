@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+from torch import Tensor
+
 from megatron_stare.batch import MicroBatchPlan
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
@@ -35,3 +40,23 @@ def take_step(
     results = [trainer.update(number) for number in range(trainer.config.batch.updates)]
     reported = [result for result in results if result is not None]
     return [metrics for metrics, _ in reported], reported[-1][1] if reported else {}
+
+
+def state_of(trainer: Trainer) -> list[Any]:
+    """Everything a step could move on this rank: weights, moments, step counts, rates, the schedule."""
+    policy, parts = trainer.policy, []
+    for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
+        for group in part.optimizer.param_groups:
+            parts += [group["lr"], group["weight_decay"]]
+            for parameter in group["params"]:
+                parts += [parameter.detach().clone()]
+                parts += [x.clone() for _, x in sorted(part.optimizer.state[parameter].items())]
+    parts += [parameter.detach().clone() for chunk in policy.model for parameter in chunk.parameters()]
+    return [*parts, policy.scheduler.state_dict()]
+
+
+def equal(one: list[Any], other: list[Any]) -> bool:
+    """Bit for bit."""
+    return len(one) == len(other) and all(
+        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(one, other, strict=True)
+    )
