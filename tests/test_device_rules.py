@@ -65,9 +65,7 @@ def test_a_fused_adam_resumes_on_cuda(monkeypatch: pytest.MonkeyPatch, name: str
 
 def test_a_rank_without_cuda_says_what_it_cannot(tmp_path: Path) -> None:
     elsewhere = ("runtime.runner=ray", "runtime.ray_address=far:6379")
-    config = load_config(
-        QUICKSTART, [f"model.path={ROOT / 'assets/tiny-adder'}", *elsewhere, "model.recompute=full"]
-    )
+    config = load_config(QUICKSTART, [f"model.path={ROOT / 'assets/tiny-adder'}", *elsewhere, "model.recompute=full"])
     with pytest.raises(ConfigError, match="CUDA"):
         Trainer(resolve_run(config), 0, f"file://{tmp_path}/ranks")
     assert not torch.distributed.is_initialized()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_stare.batch import MicroBatchPlan
 from megatron_stare.config.schema import Config
+from megatron_stare.megatron.loss_scale import loss_scale_of
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.ops.plan import plan_mini_batches
 from megatron_stare.orchestration.groups import plan_rules
@@ -43,7 +44,8 @@ def take_step(
 
 
 def state_of(trainer: Trainer) -> list[Any]:
-    """Everything a step could move on this rank: weights, moments, step counts, rates, the schedule."""
+    """Everything a step could move on this rank but the loss scale: weights, moments, step counts, rates, the
+    schedule."""
     policy, parts = trainer.policy, []
     for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
         for group in part.optimizer.param_groups:
@@ -53,6 +55,12 @@ def state_of(trainer: Trainer) -> list[Any]:
                 parts += [x.clone() for _, x in sorted(part.optimizer.state[parameter].items())]
     parts += [parameter.detach().clone() for chunk in policy.model for parameter in chunk.parameters()]
     return [*parts, policy.scheduler.state_dict()]
+
+
+def loss_scale_state(trainer: Trainer) -> list[Any]:
+    """The scale, the steps since it last moved, and the overflows it lets pass; [] where there is none."""
+    scale = loss_scale_of(trainer.policy.optimizer)
+    return [] if scale is None else list(scale.state_dict().values())
 
 
 def equal(one: list[Any], other: list[Any]) -> bool:
