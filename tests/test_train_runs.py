@@ -126,7 +126,7 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     assert "optimizer.lr: the run was started with 0.00045, now it is 1e-05" in changed.stderr
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_a_run_in_16_bits(tmp_path: Path, dtype: str) -> None:
     """Trainer and engine round alike but for the shapes of their products; what is exported is in that dtype."""
     run_dir = tmp_path / "run"
