@@ -19,7 +19,6 @@ from megatron_stare.config.schema import Config
 from megatron_stare.megatron import step as step_module
 from megatron_stare.megatron.export import main_grad
 from megatron_stare.megatron.layout import leave
-from megatron_stare.megatron.loss_scale import loss_scale_of
 from megatron_stare.megatron.model import named_parameters
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.ops import vocab_parallel
@@ -199,10 +198,10 @@ def after_overflows(
         moved.append(not equal(before, state_of(trainer)))
         reported += [metrics] if metrics else []
     if not number:  # as if it had begun where the others end
-        scale = loss_scale_of(trainer.policy.optimizer)
-        assert scale is not None
-        scale._scale = scale._scale / 8
-        scale._growth_tracker = 0
+        optimizer = trainer.policy.optimizer
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):  # in all its parts
+            part.grad_scaler._scale = torch.full_like(part.grad_scaler._scale, 2.0**9)
+            part.grad_scaler._growth_tracker = 0
     last, _ = take_step(trainer, random_batch(3, SIZE))
     result = moved, reported, trainer.export(), first + last
     trainer.close()
