@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_stare.errors import DataError
 from megatron_stare.megatron.cpu_backend import backend
 from megatron_stare.megatron.layout import Layout
+from megatron_stare.megatron.loss_scale import loss_scale_of
 from megatron_stare.megatron.model import unwrap
 from megatron_stare.megatron.optimizer_state import load_state, sharded_state
 from megatron_stare.megatron.substitute import substituted
@@ -80,6 +81,8 @@ def load(
             unwrap(chunk).load_state_dict(state[f"reference{i}"])
         load_state(optimizer, state["optimizer"], state["optimizer_step"])
         scheduler.load_state_dict(state["scheduler"])
+        if (scale := loss_scale_of(optimizer)) is not None:
+            scale.load_state_dict(state["loss_scale"])
         if "random" in wanted:
             _set_random_states(state["random"])
 
@@ -155,6 +158,10 @@ def _state(
         add_prefix_for_sharding(weights, "reference.")  # the policy's tensors have the same names
         state[f"reference{i}"] = weights
     state["optimizer"], step = sharded_state(optimizer, parameters, loading=loading)
+    if (scale := loss_scale_of(optimizer)) is not None:
+        for part in state["optimizer"]:
+            del part["grad_scaler"]  # a chain's optimizers share one, and their number depends on the layout
+        state["loss_scale"] = scale.state_dict()
     state["scheduler"] = scheduler.state_dict()
     if not loading:
         state["optimizer_step"] = step

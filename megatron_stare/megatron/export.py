@@ -53,11 +53,18 @@ def export_hf(
     return {name: tensor.to("cpu", copy=True) for name, tensor in named}
 
 
-def export_gradients(model: list[nn.Module], shape: ModelShape, layout: Layout) -> dict[str, Tensor]:
+def export_gradients(
+    model: list[nn.Module], shape: ModelShape, layout: Layout, loss_scale: Tensor | None = None
+) -> dict[str, Tensor]:
     """The gradients, reduced over data ranks, as export_hf gives the policy. All ranks must call this, after backward;
-    after the optimizer step they are clipped."""
+    after the optimizer step they are clipped.
+
+    Args:
+        loss_scale: 0-dim, what the loss was multiplied by; None: 1.
+    """
     gather_gradients(model)
-    return export_hf(model, shape, layout, of=main_grad)
+    unscaled = main_grad if loss_scale is None else lambda parameter: main_grad(parameter) / loss_scale
+    return export_hf(model, shape, layout, of=unscaled)
 
 
 @torch.no_grad()

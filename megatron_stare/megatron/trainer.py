@@ -155,7 +155,8 @@ class Trainer:
         Returns:
             On the reporting rank the update's metrics, the first's with those of the rollout batch, and the method's
             state for the next step; elsewhere None. No step was taken where `update/finite` among the metrics is
-            0, because the gradient was not finite, or `update/empty` is 1, because no token had a loss.
+            0, because the gradient was not finite, `update/empty` is 1, because no token had a loss, or
+            `update/skipped` is 1, because the loss scale was too large.
         """
         return self.step.update(number, dump_to)
 

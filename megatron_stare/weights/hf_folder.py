@@ -91,7 +91,8 @@ class HfFolder:
 def write_folder(
     path: str | Path, tensors: Mapping[str, Tensor], companions_from: str | Path, step: int | None = None
 ) -> None:
-    """Writes a folder that `transformers` loads: weights, and config and tokenizer of `companions_from`.
+    """Writes a folder that `transformers` loads: weights of one dtype, and config and tokenizer of `companions_from`;
+    config.json is made to say the dtype, which `transformers` loads them in.
 
     It is written beside its place and moved there whole, so a killed write leaves nothing that looks complete.
 
@@ -102,7 +103,7 @@ def write_folder(
     staging = path.with_name(path.name + ".tmp")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    copy_companions(source, staging)
+    copy_companions(source, staging, str(next(iter(tensors.values())).dtype).removeprefix("torch."))
     metadata = {"format": "pt"} | ({} if step is None else {"step": str(step)})
     save_file({name: t.contiguous() for name, t in tensors.items()}, staging / "model.safetensors", metadata)
     shutil.rmtree(path, ignore_errors=True)
@@ -130,5 +131,6 @@ def copy_companions(source: Path, target: Path, dtype: str | None = None) -> Non
             shutil.copyfile(source / name, target / name)
     if dtype is not None:
         config = json.loads((target / "config.json").read_text())
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype  # its name before transformers 5
-        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        key = "torch_dtype" if "torch_dtype" in config else "dtype"  # its name before transformers 5
+        if config.get(key) != dtype:
+            (target / "config.json").write_text(json.dumps({**config, key: dtype}, indent=2) + "\n")
