@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
-
-# whose Adam keeps one step count for all parameters, as Megatron's checkpoints of a DistributedOptimizer expect
-FUSED_ADAMS = ("transformer_engine", "apex")
 
 
 def check_device(config: Config, *, experts: bool) -> None:
@@ -20,24 +15,18 @@ def check_device(config: Config, *, experts: bool) -> None:
         experts: whether the model is a mixture of experts.
     """
     if torch.cuda.is_available():
-        _check_cuda(config, experts)
+        _check_cuda(experts)
     else:
         _check_cpu(config)
 
 
-def _check_cuda(config: Config, experts: bool) -> None:
+def _check_cuda(experts: bool) -> None:
     if experts:
         raise ConfigError(
             "mixture-of-experts models do not run on CUDA yet: their layers cannot be built there, with Transformer "
             "Engine or without",
             where="model.path",
             fix="use a dense model, or train on CPUs",
-        )
-    if config.optimizer.distributed and not any(importlib.util.find_spec(name) for name in FUSED_ADAMS):
-        raise ConfigError(
-            "on CUDA without Transformer Engine or Apex Megatron's DistributedOptimizer resumes with wrong step counts",
-            where="optimizer.distributed",
-            fix="set it to false, or install Transformer Engine",
         )
 
 

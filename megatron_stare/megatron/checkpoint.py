@@ -76,7 +76,7 @@ def load(
             unwrap(chunk).load_state_dict(state[f"model{i}"])
         for i, chunk in enumerate(reference):
             unwrap(chunk).load_state_dict(state[f"reference{i}"])
-        load_state(optimizer, state["optimizer"], state["optimizer_step"])
+        load_state(optimizer, _parameters_by_chunk(model), state["optimizer"], state["optimizer_step"])
         scheduler.load_state_dict(state["scheduler"])
         if "random" in wanted:
             _set_random_states(state["random"])
@@ -126,8 +126,7 @@ def _state(
     *,
     loading: bool,
 ) -> dict[str, Any]:
-    # by chunk: two chunks of a virtual pipeline name their layers alike
-    parameters = {f"model{i}": unwrap(chunk).sharded_state_dict() for i, chunk in enumerate(model)}
+    parameters = _parameters_by_chunk(model)
     state: dict[str, Any] = dict(parameters)
     for i, chunk in enumerate(reference):
         weights = unwrap(chunk).sharded_state_dict()
@@ -140,6 +139,11 @@ def _state(
         state["layout"] = _sizes(layout, model)
     state["random"] = ShardedObject("random", _random_states(), (layout.world,), (layout.rank,))
     return state
+
+
+def _parameters_by_chunk(model: Sequence[nn.Module]) -> dict[str, Any]:
+    """The sharded state of the model. By chunk: two chunks of a virtual pipeline name their layers alike."""
+    return {f"model{i}": unwrap(chunk).sharded_state_dict() for i, chunk in enumerate(model)}
 
 
 def _sizes(layout: Layout, model: Sequence[nn.Module]) -> dict[str, int]:

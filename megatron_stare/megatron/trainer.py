@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron_stare.batch import MicroBatchPlan
 from megatron_stare.device_rules import check_device
 from megatron_stare.megatron import checkpoint
+from megatron_stare.megatron.adam_step import adam_name
 from megatron_stare.megatron.batching.microbatch import RankBatch
 from megatron_stare.megatron.batching.sequence_layout import sequence_layout
 from megatron_stare.megatron.cpu_backend import device
@@ -25,6 +26,7 @@ from megatron_stare.megatron.head_choice import HeadChoice, choose_head, free_me
 from megatron_stare.megatron.layout import join, leave
 from megatron_stare.megatron.model import build_policy
 from megatron_stare.megatron.optimizer import build_optimizer
+from megatron_stare.megatron.optimizer_state import chain
 from megatron_stare.megatron.passes import compute_log_probs
 from megatron_stare.megatron.reference import Reference
 from megatron_stare.megatron.start import load_start
@@ -78,7 +80,8 @@ class Trainer:
     def notes(self) -> list[str]:
         """What was decided here, for the person who started the run; a line each."""
         choice = self._head_choice
-        return [f"model.head: {choice.mode}, because {choice.reason}"] if choice.reason else []
+        head = [f"model.head: {choice.mode}, because {choice.reason}"] if choice.reason else []
+        return [*head, f"optimizer: {adam_name(chain(self.policy.optimizer)[0].optimizer)}"]
 
     @property
     def step(self) -> Step:
