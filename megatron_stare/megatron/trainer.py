@@ -16,6 +16,7 @@ from megatron_stare.batch import MicroBatchPlan
 from megatron_stare.device_rules import check_device
 from megatron_stare.megatron import checkpoint
 from megatron_stare.megatron.adam_step import adam_name
+from megatron_stare.megatron.background_save import BackgroundSave
 from megatron_stare.megatron.batching.microbatch import RankBatch
 from megatron_stare.megatron.batching.sequence_layout import sequence_layout
 from megatron_stare.megatron.cpu_backend import device
@@ -68,6 +69,8 @@ class Trainer:
         self._sequences = sequence_layout(config, layout)
         self.stream = PolicyStream(model, shape, layout, config.rollout.sync_bucket_mb * 2**20)
         self._step: Step | None = None
+        self._saver = checkpoint.Saver(layout, config.checkpoint.writers)
+        self._saving: BackgroundSave | None = None
 
     def _choose_head(self, shape: ModelShape) -> HeadChoice:
         """Where it is left open, by the memory that model and optimizer leave. All ranks make the same choice, and
@@ -195,9 +198,26 @@ class Trainer:
         return reference.model if reference is not None and moves else []
 
     def save(self, folder: str) -> None:
-        """Writes this rank's part of a checkpoint into an existing, empty folder. All ranks must call it."""
+        """Begins to write this rank's part of a checkpoint into an existing, empty folder, and returns as soon as
+        training may go on. All ranks must call it, and `finish_save` before the next."""
         policy = self.policy
-        checkpoint.save(folder, policy.model, policy.optimizer, policy.scheduler, policy.layout, self._moving_reference)
+        self._saving = self._saver.begin(
+            folder, policy.model, policy.optimizer, policy.scheduler, self._moving_reference
+        )
+
+    def saved(self) -> bool:
+        """Whether this rank's part is written; then `finish_save` waits for other ranks alone."""
+        return self._saving is None or self._saving.written()
+
+    def finish_save(self) -> None:
+        """Waits until all of the checkpoint is written. All ranks must call it.
+
+        Raises:
+            UserError: it could not be written.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.finish()
 
     def load(self, folder: str) -> None:
         """Continues from a checkpoint folder. All ranks must call it."""
@@ -205,5 +225,7 @@ class Trainer:
         checkpoint.load(folder, policy.model, policy.optimizer, policy.scheduler, policy.layout, self._moving_reference)
 
     def close(self) -> None:
-        """Leaves the process groups."""
+        """Drops a checkpoint that is not finished, and leaves the process groups."""
+        if self._saving is not None:
+            self._saving.drop()
         leave()

@@ -118,8 +118,23 @@ class TrainerGroup:
         return here
 
     def save(self, folder: str) -> None:
-        """Writes a distributed checkpoint into an existing empty folder."""
+        """Begins to write a distributed checkpoint into an existing empty folder; training may go on meanwhile."""
         self._workers.call("save", folder)
+
+    def saved(self) -> bool:
+        """Whether every rank has written its part."""
+        return all(self._workers.call("saved"))
+
+    def finish_save(self, timeout_s: float | None = None) -> None:
+        """Waits until the checkpoint is whole.
+
+        Args:
+            timeout_s: of the wait, seconds; None: that of any call.
+
+        Raises:
+            UserError: it could not be written, or not in this time.
+        """
+        self._workers.wait(self._workers.start("finish_save"), timeout_s=timeout_s)
 
     def load(self, folder: str) -> None:
         """Continues from a distributed checkpoint."""
