@@ -22,6 +22,7 @@ from megatron_stare.orchestration.agreement_watch import AgreementWatch
 from megatron_stare.orchestration.checkpoints import Checkpoints
 from megatron_stare.orchestration.colocation import Colocation
 from megatron_stare.orchestration.groups import Runner
+from megatron_stare.orchestration.policy_export import export_policy
 from megatron_stare.orchestration.policy_trainer import PolicyTrainer
 from megatron_stare.orchestration.training_source import TrainingSource
 from megatron_stare.preflight import notices
@@ -33,7 +34,6 @@ from megatron_stare.rewards.verifier_pool import TooManyFailuresError, VerifierP
 from megatron_stare.rollout.rollout_source import Rollouts, SynchronousSource, check_versions
 from megatron_stare.run_state import RunDir, RunState
 from megatron_stare.tasks.task import Evaluation
-from megatron_stare.weights.hf_folder import write_folder
 
 INTERRUPTED_S = 20.0  # for a checkpoint under way when a signal ends the run; Slurm kills 30 s after it sends one
 
@@ -157,7 +157,7 @@ class Session:
     def finish(self) -> None:
         """All steps are made: exports the policy, and tells whoever waits for the end."""
         self.checkpoints.finish()
-        write_folder(self.dir.path / "hf", self.ranks.weights(), self.config.model.path, self.state.step)
+        export_policy(self.ranks, self.dir.path / "hf", Path(self.config.model.path), self.state.step)
         self.monitor.finish()
 
     def _published(self, version: int) -> None:

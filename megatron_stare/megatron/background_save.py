@@ -56,6 +56,11 @@ class BackgroundSave:
         """Whether this rank's part is on disk, or failed to get there."""
         return all(pipe.poll() for _, pipe in self._writers)
 
+    def wait(self) -> None:
+        """Returns when `written`."""
+        for _, pipe in self._writers:
+            pipe.poll(None)
+
     def finish(self) -> None:
         """Waits for this rank's part, and with all other ranks makes the folder a checkpoint. All ranks must call it.
 

@@ -83,19 +83,19 @@ class PolicyStream:
 
     def __init__(self, model: list[nn.Module], shape: ModelShape, layout: Layout, bucket_bytes: int) -> None:
         self._model, self._layout = model, layout
-        self._plan = plan_stream(shards(model, layout), shape, bucket_bytes, dist.group.WORLD)
+        self.plan = plan_stream(shards(model, layout), shape, bucket_bytes, dist.group.WORLD)
         self._buckets: Iterator[Bucket | None] = iter(())
         self._checksums: dict[str, str] = {}
 
     @property
     def layouts(self) -> tuple[BucketLayout, ...]:
         """What each bucket holds, for whoever takes them."""
-        return self._plan.layouts
+        return self.plan.layouts
 
     def begin(self) -> None:
         """Starts with the weights as they are."""
         self._finish()  # of a sync that an error cut short: its messages must not be taken for this one's
-        self._buckets = stream(self._plan, shards(self._model, self._layout), dist.group.WORLD)
+        self._buckets = stream(self.plan, shards(self._model, self._layout), dist.group.WORLD)
         self._checksums = {}
 
     @torch.no_grad()

@@ -24,6 +24,7 @@ from megatron_stare.megatron.differences import Compared
 from megatron_stare.megatron.export import PolicyStream, export_hf
 from megatron_stare.megatron.head import Head
 from megatron_stare.megatron.head_choice import HeadChoice, choose_head, free_memory, largest_logits
+from megatron_stare.megatron.hf_export import HfExport
 from megatron_stare.megatron.layout import join, leave
 from megatron_stare.megatron.model import build_policy
 from megatron_stare.megatron.optimizer import build_optimizer
@@ -36,6 +37,7 @@ from megatron_stare.models.shape import ModelShape
 from megatron_stare.records.log_prob_difference import LogProbDifference
 from megatron_stare.records.rollout_batch import RankShare
 from megatron_stare.resolved import ResolvedRun
+from megatron_stare.weights.safetensors_file import Entry
 from megatron_stare.weights.stream_plan import BucketLayout
 
 
@@ -71,6 +73,7 @@ class Trainer:
         self._step: Step | None = None
         self._saver = checkpoint.Saver(layout, config.checkpoint.writers)
         self._saving: BackgroundSave | None = None
+        self._export: HfExport | None = None
 
     def _choose_head(self, shape: ModelShape) -> HeadChoice:
         """Where it is left open, by the memory that model and optimizer leave. All ranks make the same choice, and
@@ -191,6 +194,23 @@ class Trainer:
         """Checksums of the tensors that were streamed, by name, on the first rank."""
         return self.stream.end()
 
+    def own_tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of the policy's tensors that this rank is to write, by Hugging Face name. All ranks must call
+        it."""
+        policy = self.policy
+        self._export = HfExport(policy.model, policy.layout, policy.shape, self.stream.plan)
+        return self._export.own()
+
+    def write_tensors(self, entries: dict[str, Entry]) -> None:
+        """Writes them to where they go. All ranks must call it, after `own_tensors`.
+
+        Raises:
+            UserError: they cannot be written.
+        """
+        if self._export is None:
+            raise RuntimeError("there is nothing to write before own_tensors()")
+        self._export.write(entries)
+
     @property
     def _moving_reference(self) -> list[nn.Module]:
         """The reference's chunks where they change, and so belong into checkpoints; else none."""
@@ -206,8 +226,13 @@ class Trainer:
         )
 
     def saved(self) -> bool:
-        """Whether this rank's part is written; then `finish_save` waits for other ranks alone."""
+        """Whether this rank's part is written, or failed to be; then `finish_save` waits for other ranks alone."""
         return self._saving is None or self._saving.written()
+
+    def wait_saved(self) -> None:
+        """Waits until this rank's part is written, or failed to be."""
+        if self._saving is not None:
+            self._saving.wait()
 
     def finish_save(self) -> None:
         """Waits until all of the checkpoint is written. All ranks must call it.

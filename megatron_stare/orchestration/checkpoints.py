@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_stare.config.schema import Config
+from megatron_stare.interruption import uninterrupted
 from megatron_stare.orchestration.groups import TrainerGroup
 from megatron_stare.run_state import RunDir, RunState, Staged
 
@@ -41,7 +42,10 @@ class Checkpoints:
         Raises:
             UserError: it cannot be written, or was not in this time.
         """
-        staged, self._under_way = self._under_way, None
-        if staged is not None:
-            self._ranks.finish_save(timeout_s)
+        if self._under_way is None:
+            return
+        self._ranks.wait_saved(timeout_s)
+        with uninterrupted():  # what is half completed could not be completed any more
+            staged, self._under_way = self._under_way, None
+            self._ranks.finish_save()
             self._dir.complete(staged, self._config.run.keep_checkpoints)
