@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import queue
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
@@ -73,6 +75,8 @@ class Saver:
         reports = substituted(filesystem_async, "_get_write_results_queue", queue.SimpleQueue)
         with backend(), reports:
             state = _state(model, optimizer, scheduler, self._layout, reference, loading=False)
+            apply_factories(state)
+            dict_list_map_inplace(_as_its_own, state)
             request = dist_checkpointing.save(
                 state, folder, self._strategy, validate_access_integrity=self._first, async_sharded_save=True
             )
@@ -135,6 +139,16 @@ def load_weights(folder: str | Path, model: Sequence[nn.Module]) -> None:
         state = dist_checkpointing.load(wanted, str(folder))
         for i, chunk in enumerate(model):
             unwrap(chunk).load_state_dict(state[f"model{i}"], strict=False)  # what is left out is extra states
+
+
+def _as_its_own(part: Any) -> Any:
+    """A part whose values lie on the host within a larger tensor, as a tensor over the same memory of just its size:
+    Megatron copies views before it returns, which the writers' fork makes needless."""
+    if isinstance(part, ShardedTensor) and part.data.device.type == "cpu" and part.data.is_contiguous():
+        values = part.data.detach()
+        same = torch.from_numpy(values.view(-1).view(torch.uint8).numpy())
+        return replace(part, data=same.view(values.dtype).view(values.shape))
+    return part
 
 
 def _parameters(chunk: nn.Module) -> dict[str, Any]:
