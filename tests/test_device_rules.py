@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,11 @@ QUICKSTART = str(ROOT / "configs/quickstart.yaml")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 CUDA_CANNOT = [
-    ("qwen3_moe", "optimizer.distributed=false", "model.path: mixture-of-experts models do not run on CUDA yet"),
+    (
+        "qwen3_moe",
+        "optimizer.distributed=false",
+        "model.path: on CUDA mixture-of-experts models need Transformer Engine",
+    ),
 ]
 
 
@@ -56,6 +62,17 @@ def test_the_distributed_optimizer_trains_on_cuda_whatever_adam_there_is(monkeyp
     config = load_config(QUICKSTART, ["optimizer.distributed=true"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     check_device(config, experts=False)
+
+
+@pytest.mark.parametrize("name", ["transformer_engine", "apex"])
+def test_experts_run_on_cuda_with_transformer_engine_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    config = load_config(QUICKSTART, ["optimizer.distributed=true"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda asked: found("torch" if asked == name else asked))
+    refused = pytest.raises(ConfigError, match="need Transformer Engine") if name == "apex" else nullcontext()
+    with refused:
+        check_device(config, experts=True)
 
 
 @pytest.mark.parametrize("override", ["model.dtype=bfloat16", "model.recompute=full"])
