@@ -313,6 +313,15 @@ class OptimizerConfig(Section):
         return self
 
 
+class CheckpointConfig(Section):
+    """How checkpoints are written; run.checkpoint_every says when. See docs/checkpoints.md."""
+
+    background: bool = Field(
+        True, description="training goes on while a checkpoint is written; it counts once all ranks have written"
+    )
+    writers: int = Field(2, ge=1, description="files, and processes that write them, a trainer rank")
+
+
 class EvalTask(Section):
     """A task that the policy is evaluated on. What it leaves out, or sets to null, is the run's own."""
 
@@ -405,6 +414,7 @@ class Config(Section):
         description="method and its settings; see docs/algorithms/README.md",
     )
     optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     runtime: RuntimeConfig = RuntimeConfig()

@@ -13,11 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from megatron.core import optimizer
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.overrides import TorchFunctionMode
 
-from megatron_stare.megatron.distributed_optimizer import ResumableDistributedOptimizer
 from megatron_stare.megatron.substitute import substituted
 
 _CUDA_TYPES = {
@@ -81,8 +79,6 @@ def cpu_backend() -> Iterator[None]:
         substituted(torch.cuda, "current_stream", _InertStream),
         substituted(torch.cuda, "stream", contextlib.nullcontext),
         substituted(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host),
-        # its checkpoints are exact with the CUDA optimizers only
-        substituted(optimizer, "DistributedOptimizer", ResumableDistributedOptimizer),
         # used without being defined where Transformer Engine is absent
         substituted(moe_utils, "te_general_gemm", None, absent=True),
         _CudaMeansOurs(),

@@ -171,6 +171,8 @@ def test_every_method_learns_the_same_from_all_heads(ranks: RankPool, tmp_path: 
             }
         )
         ((found[mode], notes),) = ranks.run(_gradients, 1, config)
+        *notes, optimizer = notes
+        assert optimizer == "optimizer: SGD of torch"
         assert [line.split(",")[0] for line in notes] == (["model.head: materialised"] if mode == "auto" else [])
     wanted = found.pop("materialised")
     assert any(gradient.any() for gradient in wanted.values())
