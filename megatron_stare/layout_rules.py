@@ -9,12 +9,6 @@ from megatron_stare.models.shape import ModelShape
 
 def check_layout(parallel: ParallelConfig, shape: ModelShape) -> None:
     """Raises ConfigError for a layout the model cannot be cut into, or that does not run here."""
-    if parallel.context != 1:
-        raise ConfigError(
-            "context parallelism is not supported yet: megatron-core has it in Transformer Engine's attention only",
-            where="parallel.context",
-            fix="set it to 1; tensor parallelism with parallel.sequence=true also spreads long sequences",
-        )
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         raise ConfigError("virtual stages need a pipeline", where="parallel.virtual_pipeline", fix="set it to 1")
     check_stages(parallel, shape)
@@ -59,7 +53,7 @@ def check_experts(parallel: ParallelConfig, shape: ModelShape) -> None:
         raise ConfigError(
             f"{shape.experts} experts cannot be cut over {parallel.expert} ranks", where="parallel.expert"
         )
-    ranks = parallel.tensor * parallel.data
+    ranks = parallel.tensor * parallel.context * parallel.data
     if ranks % parallel.expert:
         raise ConfigError(
             f"a pipeline stage has {ranks} ranks, over which {parallel.expert} expert-parallel ones do not go",

@@ -86,6 +86,11 @@ class ParallelConfig(Section):
     def world_size(self) -> int:
         return self.tensor * self.pipeline * self.context * self.data
 
+    @property
+    def sequence_multiple(self) -> int:
+        """What the length of a sequence is padded to a multiple of: each context-parallel rank holds two chunks."""
+        return 2 * self.context if self.context > 1 else 1
+
 
 class BatchConfig(Section):
     """The rollout batch and how training walks through it."""

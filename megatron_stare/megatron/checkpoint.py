@@ -69,7 +69,7 @@ def load(
     with backend(), _explained(folder):
         common = dist_checkpointing.load_common_state_dict(folder)
         wanted = _state(model, optimizer, scheduler, layout, reference, loading=True)
-        if common.get("layout") != _sizes(layout, model):
+        if {"context": 1, **common.get("layout", {})} != _sizes(layout, model):  # older ones do not name it
             del wanted["random"]
         state = dist_checkpointing.load(wanted, folder)
         for i, chunk in enumerate(model):
@@ -148,6 +148,7 @@ def _sizes(layout: Layout, model: Sequence[nn.Module]) -> dict[str, int]:
         "tensor": layout.tp,
         "pipeline": layout.pp,
         "virtual_pipeline": len(model),
+        "context": layout.cp,
         "data": layout.dp,
         "expert": layout.ep,
     }

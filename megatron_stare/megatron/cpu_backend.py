@@ -26,7 +26,8 @@ _CUDA_TYPES = {
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """`device="cuda"` means cpu, `.cuda()` is self, `.type()` answers with the CUDA names that optimizers look for."""
+    """`device="cuda"` means cpu, `.cuda()` is self, memory is not pinned, `.type()` answers with the CUDA names that
+    optimizers look for."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -40,6 +41,8 @@ class _CudaMeansCpu(TorchFunctionMode):
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs = {**kwargs, "device": "cpu"}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         return func(*args, **kwargs)
 
 

@@ -46,6 +46,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 pp2": {"tensor": 2, "pipeline": 2},
     "tp2 dp2": {"tensor": 2, "data": 2},
     "pp2 dp2": {"pipeline": 2, "data": 2},
+    "cp2": {"context": 2},
+    "cp4": {"context": 4},
+    "cp2 tp2": {"context": 2, "tensor": 2},
+    "cp2 pp2": {"context": 2, "pipeline": 2},
 }
 CUTS = ({"budget": 64, "packed": True}, {"budget": 40, "packed": False})
 OFF_POLICY = 0.5  # so that clips and ratios have something to do
