@@ -33,6 +33,12 @@ def _check_cuda(config: Config, experts: bool) -> None:
             where="model.path",
             fix="use a dense model, or train on CPUs",
         )
+    if config.parallel.context > 1 and importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigError(
+            "on CUDA context parallelism needs Transformer Engine's attention",
+            where="parallel.context",
+            fix="set it to 1, or install Transformer Engine",
+        )
     if config.optimizer.distributed and not any(importlib.util.find_spec(name) for name in FUSED_ADAMS):
         raise ConfigError(
             "on CUDA without Transformer Engine or Apex Megatron's DistributedOptimizer resumes with wrong step counts",

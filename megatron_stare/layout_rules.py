@@ -16,6 +16,7 @@ def check_layout(parallel: ParallelConfig, shape: ModelShape) -> None:
         raise ConfigError("sequence parallelism needs tensor parallelism", where="parallel.sequence", fix="set false")
     check_experts(parallel, shape)
     check_tensor(parallel, shape)
+    check_context(parallel, shape)
 
 
 def check_stages(parallel: ParallelConfig, shape: ModelShape) -> None:
@@ -81,4 +82,16 @@ def check_tensor(parallel: ParallelConfig, shape: ModelShape) -> None:
             f"{shape.kv_heads} key-value heads cannot be cut over or shared by {tp} tensor-parallel ranks",
             where="parallel.tensor",
             fix=f"use a divisor or a multiple of {shape.kv_heads}",
+        )
+
+
+def check_context(parallel: ParallelConfig, shape: ModelShape) -> None:
+    """Raises ConfigError where context-parallel ranks cannot take heads of one another."""
+    heads = shape.kv_heads // parallel.tensor
+    if parallel.context > 1 and parallel.context_comm == "a2a" and (heads == 0 or heads % parallel.context):
+        raise ConfigError(
+            f"{shape.kv_heads} key-value heads over {parallel.tensor} tensor-parallel ranks cannot be cut over "
+            f"{parallel.context} context-parallel ones",
+            where="parallel.context_comm",
+            fix="use p2p",
         )

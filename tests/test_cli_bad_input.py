@@ -40,6 +40,7 @@ def dry(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
         ("parallel.pipeline=2", "3 layers cannot be cut into 2 stages x 1 chunks"),
         ("parallel={tensor: 1, pipeline: 2, first_stage_layers: 3}", "3 of 3 layers leave 0 for 1 stages"),
         ("parallel.virtual_pipeline=3", "virtual stages need a pipeline"),
+        ("parallel={tensor: 1, context: 3, context_comm: a2a}", "cannot be cut over 3 context-parallel ones"),
         ("parallel.expert=2", "the model has no experts"),
         ("optimizer={name: sgd, distributed: true}", "sgd has no distributed form"),
         ("model.recompute=full", "which a CPU does not have"),

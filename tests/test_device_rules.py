@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GP
 
 CUDA_CANNOT = [
     ("qwen3_moe", "optimizer.distributed=false", "model.path: mixture-of-experts models do not run on CUDA yet"),
+    ("qwen2", "parallel.context=2", "parallel.context: on CUDA context parallelism needs Transformer Engine's"),
     ("qwen2", "optimizer.distributed=true", "optimizer.distributed: on CUDA without Transformer Engine or Apex"),
 ]
 

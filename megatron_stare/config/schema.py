@@ -77,7 +77,11 @@ class ParallelConfig(Section):
     first_stage_layers: int | None = Field(
         None, ge=1, description="layers of the first pipeline stage; the others share the rest. null: all alike"
     )
-    context: int = Field(1, ge=1, description="context-parallel ranks")
+    context: int = Field(1, ge=1, description="context-parallel ranks, which hold parts of every sequence")
+    context_comm: Literal["p2p", "all_gather", "a2a"] = Field(
+        "p2p",
+        description="how Transformer Engine's attention exchanges keys and values over them; CPUs always gather them",
+    )
     expert: int = Field(1, ge=1, description="expert-parallel ranks")
     data: int = Field(1, ge=1, description="data-parallel replicas")
     sequence: bool = Field(False, description="sequence parallelism over the tensor-parallel ranks")

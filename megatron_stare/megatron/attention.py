@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron_stare.megatron.batching.packing import PackedSequences
 from megatron_stare.megatron.batching.zigzag import Zigzag
@@ -99,12 +100,20 @@ class SdpaCoreAttention(nn.Module):
         if positions is None:
             return self._sdpa(query, key, value, None)
         step = max(1, MASK_ENTRIES // (key.shape[0] * key.shape[1]))
-        parts = []
-        for where, rows in zip(positions.split(step, dim=1), query.split(step, dim=1), strict=True):
-            seen = int(where.max()) + 1
-            mask = (torch.arange(seen) <= where[..., None]).to(query.device)[:, None]
-            parts.append(self._sdpa(rows, key[:, :seen], value[:, :seen], mask))
+        if step >= query.shape[1]:
+            return self._masked(query, key, value, positions)
+        # a block's mask is made again in backward: kept, the masks of all blocks would take the square of the length
+        parts = [
+            checkpoint(self._masked, rows, key, value, where, use_reentrant=False, preserve_rng_state=False)
+            for where, rows in zip(positions.split(step, dim=1), query.split(step, dim=1), strict=True)
+        ]
         return torch.cat(parts, dim=1)
+
+    def _masked(self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
+        """`_attend` of some of the queries with one mask."""
+        seen = int(positions.max()) + 1
+        mask = (torch.arange(seen) <= positions[..., None]).to(query.device)[:, None]
+        return self._sdpa(query, key[:, :seen], value[:, :seen], mask)
 
     def _sdpa(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """[b, m, n, d], of the keys that `mask` [b, 1, m, s] allows; None: causal."""
