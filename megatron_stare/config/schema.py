@@ -105,7 +105,9 @@ class BatchConfig(Section):
     )
     epochs: int = Field(1, ge=1, description="times the optimizer steps walk through the rollout batch")
     samples_per_prompt: int = Field(8, description="responses a prompt (the group size of GRPO)")
-    micro_batch_tokens: int = Field(8192, ge=1, description="tokens a micro-batch, padding included")
+    micro_batch_tokens: int = Field(
+        8192, ge=1, description="tokens a micro-batch, padding included; context-parallel ranks share them"
+    )
     packed: bool = Field(True, description="lay the sequences of a micro-batch end to end instead of padding them")
 
     @property
