@@ -130,11 +130,11 @@ def _train_or_check(args: argparse.Namespace) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers are forked and spawned around it
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models and tokenizers are local folders
     if args.dry_run:
-        from megatron_stare.opening import rehearse
+        from megatron_stare.run.opening import rehearse
 
         print(dump_yaml(rehearse(config, resume=args.resume, dump_step=args.dump_step)), end="")
         return
-    from megatron_stare.observability.closing import closing
+    from megatron_stare.observability.figures import closing
     from megatron_stare.train import train  # imports torch and transformers: seconds
 
     run_dir = train(config, resume=args.resume, dump_step=args.dump_step)
@@ -179,7 +179,7 @@ def _convert(args: argparse.Namespace) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
-    from megatron_stare.observability.report import write_report
+    from megatron_stare.observability.report.page import write_report
 
     for run in args.runs:
         if not (run / "metrics.jsonl").exists():
