@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.models import save_model
 from support.ranks import RankPool
 from support.steps import log_prob_pass, plan_of
@@ -16,6 +17,9 @@ from test_methods_in_training import CORRECTION, batch_of, config_of
 
 from megatron_stare.batch import MicroBatchPlan
 from megatron_stare.config.schema import Config
+from megatron_stare.megatron.batching.microbatch import RankBatch
+from megatron_stare.megatron.batching.sequence_layout import SplitSequences
+from megatron_stare.megatron.batching.zigzag import Zigzag
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.records.log_prob_difference import LogProbDifference
 from megatron_stare.resolved import resolve_run
@@ -91,3 +95,20 @@ def test_every_number_is_that_of_one_rank(ranks: RankPool, tmp_path: Path, case:
     assert {first: sizes.tokens for first, sizes in found.from_position.items()} == {
         first: sizes.tokens for first, sizes in difference.from_position.items()
     }
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_micro_batch_keeps_its_budget_with_its_padding(tmp_path: Path, packed: bool) -> None:
+    """And ranks hold equal parts of it: the driver's plan knows what sequences are padded to."""
+    save_model(tmp_path, "qwen2")
+    batch, budget, context = batch_of(1), 32, 2
+    config = config_of(
+        tmp_path, {"name": "grpo"}, 0.3, batch={"micro_batch_tokens": budget, "packed": packed}, parallel={"context": 2}
+    )
+    plan = plan_of(config, batch)
+    share = batch.share(plan.samples_of(0))
+    sizes = {"packed": packed, "multiple": 2 * context, "each": 2 * context}
+    for rank in range(context):
+        layout = SplitSequences(**sizes, place=Zigzag(rank, context))
+        for micro in RankBatch(share, plan, 0, torch.device("cpu"), layout).micro_batches:
+            assert 0 < context * micro.tokens.numel() <= budget
