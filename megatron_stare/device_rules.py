@@ -26,12 +26,11 @@ def check_device(config: Config, *, experts: bool) -> None:
 
 
 def _check_cuda(config: Config, experts: bool) -> None:
-    if experts:
+    if experts and not importlib.util.find_spec("transformer_engine"):
         raise ConfigError(
-            "mixture-of-experts models do not run on CUDA yet: their layers cannot be built there, with Transformer "
-            "Engine or without",
+            "on CUDA mixture-of-experts models need Transformer Engine: megatron-core's router calls a function of it",
             where="model.path",
-            fix="use a dense model, or train on CPUs",
+            fix="install Transformer Engine, use a dense model, or train on CPUs",
         )
     if config.parallel.context > 1 and importlib.util.find_spec("transformer_engine") is None:
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,16 @@ QUICKSTART = str(ROOT / "configs/quickstart.yaml")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 CUDA_CANNOT = [
+<<<<<<< HEAD
     ("qwen3_moe", "optimizer.distributed=false", "model.path: mixture-of-experts models do not run on CUDA yet"),
     ("qwen2", "parallel.context=2", "parallel.context: on CUDA context parallelism needs Transformer Engine's"),
+=======
+    (
+        "qwen3_moe",
+        "optimizer.distributed=false",
+        "model.path: on CUDA mixture-of-experts models need Transformer Engine",
+    ),
+>>>>>>> main
     ("qwen2", "optimizer.distributed=true", "optimizer.distributed: on CUDA without Transformer Engine or Apex"),
 ]
 
@@ -62,6 +71,17 @@ def test_a_fused_adam_resumes_on_cuda(monkeypatch: pytest.MonkeyPatch, name: str
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda asked: found("torch" if asked == name else asked))
     check_device(config, experts=False)
+
+
+@pytest.mark.parametrize("name", ["transformer_engine", "apex"])
+def test_experts_run_on_cuda_with_transformer_engine_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    config = load_config(QUICKSTART, ["optimizer.distributed=true"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda asked: found("torch" if asked == name else asked))
+    refused = pytest.raises(ConfigError, match="need Transformer Engine") if name == "apex" else nullcontext()
+    with refused:
+        check_device(config, experts=True)
 
 
 @pytest.mark.parametrize("override", ["model.dtype=bfloat16", "model.recompute=full"])

@@ -172,6 +172,12 @@ class RolloutConfig(Section):
     max_new_tokens: int = Field(1024, ge=1, description="longest response, tokens")
     max_batch: int = Field(256, ge=1, description="responses an engine decodes together")
     threads: int = Field(1, ge=1, description="CPU threads of an engine")
+    prove_every: int = Field(
+        1,
+        ge=1,
+        description="weight syncs from one to the next whose values are proven by checksums; in between the engines' "
+        "weights are UNPROVED, and names and counts alone are compared",
+    )
     sync_bucket_mb: int = Field(
         64, ge=1, description="largest bucket of weights on its way to the engines, MB; a larger tensor goes alone"
     )
@@ -183,9 +189,36 @@ class SGLangConfig(Section):
     urls: list[str] = Field(
         [], description="running servers to use, keyed by SGLANG_API_KEY; empty: start rollout.engines of them here"
     )
+    host: str = Field(
+        "127.0.0.1",
+        description="address that servers of a run listen on; 0.0.0.0: all of the machine's. They ask for a key drawn "
+        "for the run on each",
+    )
     python: str | None = Field(
         None, description="Python of the environment SGLang is installed in; null: that of scripts/setup_sglang.sh"
     )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="where servers that a run starts compute; auto: on GPUs where this machine has any"
+    )
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        None, description="of the servers' weights and activations; null: model.dtype"
+    )
+    tensor_parallel: int = Field(1, ge=1, description="ranks that a server cuts the model over")
+    expert_parallel: int = Field(
+        1, ge=1, description="groups of a server's ranks that hold whole experts, a divisor of tensor_parallel"
+    )
+    memory_fraction: float | None = Field(
+        None, gt=0, lt=1, description="share of a GPU's memory for weights and key/value cache; null: SGLang's choice"
+    )
+    context_length: int | None = Field(None, ge=1, description="tokens of a server's context; null: the model's")
+    attention_backend: str | None = Field(None, description="SGLang's name of it; null: SGLang's choice")
+    cuda_graph_batch_sizes: list[int] = Field(
+        [], description="numbers of responses that decoding captures a CUDA graph for; empty: SGLang's choice"
+    )
+    flags: list[str] = Field(
+        [], description="further arguments of sglang.launch_server, such as --chunked-prefill-size=4096"
+    )
+    environment: dict[str, str] = Field({}, description="environment variables of the servers, beside the run's own")
     sync: Literal["tensor", "disk", "distributed"] = Field(
         "tensor", description="weights travel as bytes in requests, through a folder, or in a process group"
     )
@@ -193,7 +226,12 @@ class SGLangConfig(Section):
         False, description="servers share the trainer's device: they release their memory while it computes"
     )
     seeds: bool = Field(False, description="servers key sampling noise on the request, at a cost in speed")
-    cache_tokens: int = Field(20_000, ge=1, description="tokens a server's key/value cache holds")
+    cache_tokens: int | None = Field(
+        20_000,
+        ge=1,
+        description="tokens a server's key/value cache holds; null: on GPUs as many as fit memory_fraction, which is "
+        "what GPUs want",
+    )
     start_timeout_s: float = Field(300.0, gt=0, description="limit of a server's start, seconds")
     agreement_limit: float | None = Field(
         None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer import MegatronOptimizer
@@ -29,7 +31,7 @@ from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.model import unwrap
 from megatron_stare.megatron.optimizer_state import load_state, sharded_state
 from megatron_stare.megatron.substitute import substituted
-from megatron_stare.weights.torch_dist import check_files
+from megatron_stare.weights.torch_dist import TorchDist, check_files
 
 
 def save(
@@ -90,6 +92,7 @@ def load_weights(folder: str | Path, model: Sequence[nn.Module]) -> None:
     """
     with backend(), _explained(str(folder)):
         wanted = {f"model{i}": _parameters(chunk) for i, chunk in enumerate(model)}
+        _ask_for_saved_names(wanted, folder)
         state = dist_checkpointing.load(wanted, str(folder))
         for i, chunk in enumerate(model):
             unwrap(chunk).load_state_dict(state[f"model{i}"], strict=False)  # what is left out is extra states
@@ -97,7 +100,25 @@ def load_weights(folder: str | Path, model: Sequence[nn.Module]) -> None:
 
 def _parameters(chunk: nn.Module) -> dict[str, Any]:
     parts = unwrap(chunk).sharded_state_dict()
-    return {name: part for name, part in parts.items() if not name.endswith("_extra_state")}
+    return {name: part for name, part in parts.items() if not _EXTRA_STATE.search(name)}
+
+
+_EXTRA_STATE = re.compile(r"_extra_state\d*$")  # of the numbered experts of a grouped GEMM, each has its own
+
+
+# of one norm, before experts: Transformer Engine's layers save it as it is called, and local ones as if it were fused
+# into the next linear, as it is where there are no experts
+_NORM_BEFORE_EXPERTS = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+
+
+def _ask_for_saved_names(wanted: dict[str, Any], folder: str | Path) -> None:
+    """Where layers of the other kind saved the checkpoint, asks for the norm before experts as they named it."""
+    saved = TorchDist(folder).sizes
+    for part in nested_values(wanted):
+        for mine, others in (_NORM_BEFORE_EXPERTS, _NORM_BEFORE_EXPERTS[::-1]):
+            other = part.key.removesuffix(mine) + others if isinstance(part, ShardedTensor) else ""
+            if other in saved and part.key.endswith(mine) and part.key not in saved:
+                part.key = other
 
 
 @contextlib.contextmanager

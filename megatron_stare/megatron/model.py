@@ -82,7 +82,8 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         overlap_p2p_comm=False,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         bf16=bf16,
-        use_cpu_initialization=not torch.cuda.is_available(),
+        use_cpu_initialization=device().type == "cpu",
+        init_model_with_meta_device=device().type == "meta",
         perform_initialization=False,  # every parameter is loaded
         calculate_per_token_loss=True,  # with num_tokens 0 Megatron divides by nothing
         finalize_model_grads_func=finalize_model_grads,  # without it gradients are not reduced over any group
@@ -164,6 +165,8 @@ def mark_cut_parameters(part: nn.Module, shape: ModelShape) -> None:
     for name, parameter in named_parameters([part]):
         layout = rule_for(name, shape).layout
         if layout != "replicated" and not hasattr(parameter, "tensor_model_parallel"):
+            for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
+                vars(parameter).pop(attribute, None)  # without data Transformer Engine's layers set the last one alone
             set_tensor_model_parallel_attributes(parameter, True, 1 if layout == "row" else 0, 1)
 
 
@@ -175,15 +178,19 @@ def named_parameters(model: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter
             if local := re.match(r"decoder\.layers\.(\d+)\.", name):
                 layer = layers[int(local.group(1))]
                 name = f"decoder.layers.{layer.layer_number - 1}.{name[local.end() :]}"
-                if expert := re.search(r"local_experts\.(\d+)\.", name):
+                if expert := _EXPERT.search(name):
                     number = layer.mlp.local_expert_indices[int(expert.group(1))]
                     name = f"{name[: expert.start(1)]}{number}{name[expert.end(1) :]}"
             yield name, parameter
 
 
+# an expert's number: of a module of its own, or of one of the weights of a grouped GEMM
+_EXPERT = re.compile(r"(?<=\.experts\.)(?:local_experts\.|linear_fc[12]\.weight)(\d+)")
+
+
 def is_expert(name: str) -> bool:
     """Whether a parameter belongs to one expert; experts are never cut over tensor-parallel ranks."""
-    return ".local_experts." in name
+    return _EXPERT.search(name) is not None
 
 
 def hidden_states(chunk: nn.Module, tokens: Tensor, positions: Tensor, packing: PackedSequences | None) -> Tensor:

@@ -173,9 +173,13 @@ class Trainer:
         """What the buckets of the weight stream hold."""
         return self.stream.layouts
 
-    def begin_weight_stream(self) -> None:
-        """Starts to stream the policy. All ranks must call it, then `next_bucket` once a bucket, then the end."""
-        self.stream.begin()
+    def begin_weight_stream(self, checksums: bool = True) -> None:
+        """Starts to stream the policy. All ranks must call it, then `next_bucket` once a bucket, then the end.
+
+        Args:
+            checksums: compute those that the end gives, else they are "".
+        """
+        self.stream.begin(checksums)
 
     def next_bucket(self) -> Tensor | None:
         """The next bucket of whole tensors, flat, on the first rank; None elsewhere."""

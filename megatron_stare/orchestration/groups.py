@@ -159,10 +159,14 @@ class WeightStream:
         self._trainers = trainers
         self.layouts = layouts
 
-    def buckets(self) -> Iterator[tuple[Handle, list[Handle]]]:
+    def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
         """Each bucket, and the calls of the other ranks that it needs: wait for them together with the bucket's use, so
-        that an error of any rank is seen at once. Can be gone through once."""
-        self._trainers.call("begin_weight_stream")
+        that an error of any rank is seen at once. Can be gone through once.
+
+        Args:
+            checksums: compute what `checksums` gives.
+        """
+        self._trainers.call("begin_weight_stream", checksums)
         ahead = self._trainers.start("next_bucket")
         for number in range(len(self.layouts)):
             bucket, *others = ahead
@@ -170,5 +174,5 @@ class WeightStream:
             yield bucket, others
 
     def checksums(self) -> dict[str, str]:
-        """Of every tensor that was sent, by name; after the last bucket."""
+        """Of every tensor that was sent, by name, "" where none were computed; after the last bucket."""
         return self._trainers.call("end_weight_stream")[0]

@@ -54,7 +54,7 @@ class InlineRunner:
         self.trainers = TrainerGroup(InlineWorkers([trainer]), plan_rules(run))
         engines = InlineWorkers([EngineWorker(config, number) for number in range(replica_count(config))])
         try:
-            self.engines = EnginePool(engines)
+            self.engines = EnginePool(engines, config.rollout.prove_every)
         except BaseException:
             engines.close()  # servers that were started
             self.trainers.close()

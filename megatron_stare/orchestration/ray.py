@@ -235,7 +235,7 @@ class RayRunner:
             start_ray(config)
             check_gpus(config)
             self.trainers = TrainerGroup(self._trainers(run), plan_rules(run))
-            self.engines = EnginePool(self._engines(config))
+            self.engines = EnginePool(self._engines(config), config.rollout.prove_every)
         except BaseException:
             self.close()
             raise

@@ -60,6 +60,7 @@ class LocalEngine(Engine):
         self._state = EngineState.DIRTY
         self._version: int | None = None
         self._ledger: WeightLedger | None = None
+        self._prove = True  # the open update
         self._waiting: deque[tuple[GenerateRequest, SamplingParams]] = deque()
 
     def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> None:
@@ -88,8 +89,9 @@ class LocalEngine(Engine):
     def abort(self) -> None:
         self._waiting.clear()
 
-    def begin_weight_update(self, version: int) -> None:
+    def begin_weight_update(self, version: int, prove: bool = True) -> None:
         self._state = advance(self._state, EngineState.UPDATING)
+        self._prove = prove
         self._waiting.clear()
         self._version = None
         self._ledger = WeightLedger(version, {name: p.shape for name, p in self._parameters.items()})
@@ -108,13 +110,16 @@ class LocalEngine(Engine):
         ledger = self._open_session("end the weight update")
         try:
             ledger.require_complete()
-            checksums = {n: tensor_checksum(self._parameters[n].to(dtype)) for n, dtype in ledger.received.items()}
+            checksums = {name: self._checksum(name, dtype) for name, dtype in ledger.received.items()}
         except Exception:
             self._fail()
             raise
-        self._state = advance(self._state, EngineState.HEALTHY)
+        self._state = advance(self._state, EngineState.HEALTHY if self._prove else EngineState.UNPROVED)
         self._version, self._ledger = ledger.version, None
         return checksums
+
+    def _checksum(self, name: str, dtype: torch.dtype) -> str:
+        return tensor_checksum(self._parameters[name].to(dtype)) if self._prove else ""
 
     def model_info(self) -> ModelInfo:
         return ModelInfo(self._version, self._state, self._vocab_size, self._context_length, self._stop_token_ids)
