@@ -54,7 +54,7 @@ def check_experts(parallel: ParallelConfig, shape: ModelShape) -> None:
         raise ConfigError(
             f"{shape.experts} experts cannot be cut over {parallel.expert} ranks", where="parallel.expert"
         )
-    ranks = parallel.tensor * parallel.context * parallel.data
+    ranks = parallel.tensor * parallel.replicas
     if ranks % parallel.expert:
         raise ConfigError(
             f"a pipeline stage has {ranks} ranks, over which {parallel.expert} expert-parallel ones do not go",

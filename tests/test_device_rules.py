@@ -24,16 +24,12 @@ QUICKSTART = str(ROOT / "configs/quickstart.yaml")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 CUDA_CANNOT = [
-<<<<<<< HEAD
-    ("qwen3_moe", "optimizer.distributed=false", "model.path: mixture-of-experts models do not run on CUDA yet"),
-    ("qwen2", "parallel.context=2", "parallel.context: on CUDA context parallelism needs Transformer Engine's"),
-=======
     (
         "qwen3_moe",
         "optimizer.distributed=false",
         "model.path: on CUDA mixture-of-experts models need Transformer Engine",
     ),
->>>>>>> main
+    ("qwen2", "parallel.context=2", "parallel.context: on CUDA context parallelism needs Transformer Engine's"),
     ("qwen2", "optimizer.distributed=true", "optimizer.distributed: on CUDA without Transformer Engine or Apex"),
 ]
 

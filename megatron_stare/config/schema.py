@@ -91,6 +91,11 @@ class ParallelConfig(Section):
         return self.tensor * self.pipeline * self.context * self.data
 
     @property
+    def replicas(self) -> int:
+        """Ranks that hold the same parameters: those of other data and of other chunks of sequences."""
+        return self.data * self.context
+
+    @property
     def sequence_multiple(self) -> int:
         """What the length of a sequence is padded to a multiple of: each context-parallel rank holds two chunks."""
         return 2 * self.context if self.context > 1 else 1

@@ -29,38 +29,23 @@ _CUDA_TYPES = {
 }
 
 
-<<<<<<< HEAD
-class _CudaMeansCpu(TorchFunctionMode):
-    """`device="cuda"` means cpu, `.cuda()` is self, memory is not pinned, `.type()` answers with the CUDA names that
-    optimizers look for."""
-=======
 class _CudaMeansOurs(TorchFunctionMode):
-    """`device="cuda"` means this rank's, `.cuda()` is self, `.type()` answers with the CUDA names that optimizers look
-    for."""
->>>>>>> main
+    """`device="cuda"` means this rank's, `.cuda()` is self, memory is not pinned, `.type()` answers with the CUDA names
+    that optimizers look for."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
-<<<<<<< HEAD
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            name = func(*args)
-            return _CUDA_TYPES.get(name, name)
-        device = kwargs.get("device")
-        if device is not None and torch.device(device).type == "cuda":
-            kwargs = {**kwargs, "device": "cpu"}
-        if kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}
-=======
         if not kwargs:
             result = func(*args)
             return _CUDA_TYPES.get(result, result) if func is torch.Tensor.type and len(args) == 1 else result
         asked = kwargs.get("device")
         if asked is not None and torch.device(asked).type == "cuda":
             kwargs = {**kwargs, "device": device().type}
->>>>>>> main
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         return func(*args, **kwargs)
 
 
