@@ -9,9 +9,6 @@ import torch
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 
-# whose Adam keeps one step count for all parameters, as Megatron's checkpoints of a DistributedOptimizer expect
-FUSED_ADAMS = ("transformer_engine", "apex")
-
 
 def check_device(config: Config, *, experts: bool) -> None:
     """Raises ConfigError for what the device that this process sees cannot train, or not rightly yet.
@@ -32,23 +29,15 @@ def _check_cuda(config: Config, experts: bool) -> None:
             where="model.path",
             fix="install Transformer Engine, use a dense model, or train on CPUs",
         )
-    if config.parallel.context > 1 and importlib.util.find_spec("transformer_engine") is None:
+    if config.parallel.context > 1 and not importlib.util.find_spec("transformer_engine"):
         raise ConfigError(
             "on CUDA context parallelism needs Transformer Engine's attention",
             where="parallel.context",
             fix="set it to 1, or install Transformer Engine",
         )
-    if config.optimizer.distributed and not any(importlib.util.find_spec(name) for name in FUSED_ADAMS):
-        raise ConfigError(
-            "on CUDA without Transformer Engine or Apex Megatron's DistributedOptimizer resumes with wrong step counts",
-            where="optimizer.distributed",
-            fix="set it to false, or install Transformer Engine",
-        )
 
 
 def _check_cpu(config: Config) -> None:
-    if config.model.dtype == "bfloat16":
-        raise ConfigError("bfloat16 training needs CUDA", where="model.dtype", fix="use float32 on a CPU")
     if config.model.recompute != "none":
         raise ConfigError(
             "activation recompute restores CUDA random states, which a CPU does not have",

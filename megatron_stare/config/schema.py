@@ -48,7 +48,11 @@ class ModelConfig(Section):
     """The policy."""
 
     path: str = Field(description="Hugging Face folder the policy starts from")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="parameters and activations in training")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32",
+        description="parameters and activations in training, and of the local engine; beside the two short ones the "
+        "optimizer keeps float32 parameters and moments. float16 scales the loss, see optimizer.initial_loss_scale",
+    )
     reference_path: str | None = Field(
         None, description="Hugging Face folder of the reference policy of a KL term; null: the same as `path`"
     )
@@ -242,7 +246,7 @@ class SGLangConfig(Section):
         None,
         gt=0,
         description="largest difference of a token's log-prob from the trainer's, nats; past it a run stops. "
-        "null: 1e-3 in float32, 0.5 in bfloat16",
+        "null: 1e-3 in float32, 0.5 in bfloat16, 0.1 in float16",
     )
     canary_prompts: int = Field(
         4, ge=0, description="sequences whose log-probs servers and trainer both compute after every weight sync"
@@ -299,6 +303,39 @@ class OptimizerConfig(Section):
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
     clip_grad: float = Field(1.0, gt=0, description="largest global gradient norm")
     distributed: bool = Field(False, description="Megatron's DistributedOptimizer: states sharded over data ranks")
+    initial_loss_scale: float = Field(
+        2.0**16,
+        gt=0,
+        description="float16: the loss is multiplied by it before backward, the gradient divided by it before clipping",
+    )
+    min_loss_scale: float = Field(
+        1.0, gt=0, description="float16: the scale falls no lower; a gradient that overflows at it counts as not finite"
+    )
+    loss_scale_window: int = Field(
+        400, ge=1, description="float16: optimizer steps in a row without overflow after which the scale grows"
+    )
+    hysteresis: int = Field(
+        1, ge=1, description="float16: of the overflows since the scale last grew, the first one that lowers it"
+    )
+    growth_factor: float = Field(2.0, gt=1, description="float16: what the scale grows by")
+    backoff_factor: float = Field(0.5, gt=0, lt=1, description="float16: what the scale falls by")
+
+    @model_validator(mode="after")
+    def _the_scale_starts_above_its_floor(self) -> OptimizerConfig:
+        if self.min_loss_scale > self.initial_loss_scale:
+            raise ValueError(
+                f"min_loss_scale {self.min_loss_scale:g} is above initial_loss_scale {self.initial_loss_scale:g}"
+            )
+        return self
+
+
+class CheckpointConfig(Section):
+    """How checkpoints are written; run.checkpoint_every says when. See docs/checkpoints.md."""
+
+    background: bool = Field(
+        True, description="training goes on while a checkpoint is written; it counts once all ranks have written"
+    )
+    writers: int = Field(2, ge=1, description="files, and processes that write them, a trainer rank")
 
 
 class EvalTask(Section):
@@ -393,6 +430,7 @@ class Config(Section):
         description="method and its settings; see docs/algorithms/README.md",
     )
     optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     runtime: RuntimeConfig = RuntimeConfig()

@@ -13,11 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from megatron.core import optimizer
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.overrides import TorchFunctionMode
 
-from megatron_stare.megatron.distributed_optimizer import ResumableDistributedOptimizer
 from megatron_stare.megatron.substitute import substituted
 
 _CUDA_TYPES = {
@@ -74,7 +72,7 @@ def cpu_backend() -> Iterator[None]:
     Raises:
         RuntimeError: CUDA is available and the model has data, so nothing must be substituted.
     """
-    if device().type == "cuda":
+    if uses_cuda():
         raise RuntimeError("cpu_backend() on a machine with CUDA would hide the GPU from Megatron")
     with (
         substituted(torch.cuda, "current_device", lambda: device().type),
@@ -83,8 +81,6 @@ def cpu_backend() -> Iterator[None]:
         substituted(torch.cuda, "current_stream", _InertStream),
         substituted(torch.cuda, "stream", contextlib.nullcontext),
         substituted(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host),
-        # its checkpoints are exact with the CUDA optimizers only
-        substituted(optimizer, "DistributedOptimizer", ResumableDistributedOptimizer),
         # used without being defined where Transformer Engine is absent
         substituted(moe_utils, "te_general_gemm", None, absent=True),
         _CudaMeansOurs(),
@@ -94,14 +90,19 @@ def cpu_backend() -> Iterator[None]:
 
 def backend() -> contextlib.AbstractContextManager[None]:
     """What every call into Megatron runs inside: nothing where there is CUDA, else the CPU substitutions."""
-    return contextlib.nullcontext() if device().type == "cuda" else cpu_backend()
+    return contextlib.nullcontext() if uses_cuda() else cpu_backend()
+
+
+def uses_cuda() -> bool:
+    """Whether the device of this rank is a CUDA one; asking does not initialise CUDA."""
+    return torch.cuda.is_available() and not _on_meta
 
 
 def device() -> torch.device:
     """The device of this rank."""
-    if _on_meta:
-        return torch.device("meta")
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if uses_cuda():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("meta" if _on_meta else "cpu")
 
 
 _on_meta = False

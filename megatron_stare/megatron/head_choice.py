@@ -47,7 +47,7 @@ def largest_logits(config: Config, shape: ModelShape) -> int:
     """Bytes of the logits [micro_batch_tokens of one rank, V of one rank], as if every token were predicted."""
     columns = shape.padded_vocab(config.parallel.tensor) // config.parallel.tensor
     rows = -(-config.batch.micro_batch_tokens // config.parallel.context)
-    return rows * columns * (2 if config.model.dtype == "bfloat16" else 4)
+    return rows * columns * (4 if config.model.dtype == "float32" else 2)
 
 
 def free_memory() -> int:

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_stare.config.schema import ParallelConfig
 from megatron_stare.errors import UserError
-from megatron_stare.megatron.cpu_backend import backend, device
+from megatron_stare.megatron.cpu_backend import backend, uses_cuda
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def cut_world(parallel: ParallelConfig, rank: int) -> Layout:
             expert_model_parallel_size=parallel.expert,
             expert_tensor_parallel_size=1,  # whole experts: cut ones would need gathers of uneven sizes
         )
-        if device().type != "cuda":
+        if not uses_cuda():
             # without dropout nothing draws from the tracker; the CUDA one cannot exist here
             tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     return Layout(

@@ -59,7 +59,7 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         "selective": {"recompute_granularity": "selective"},
         "full": full,
     }
-    bf16 = model.dtype == "bfloat16"
+    dtype = getattr(torch, model.dtype)
     return TransformerConfig(
         **family_of(shape).megatron_config(shape),
         softmax_scale=scaled_frequencies(shape)[1] if shape.rope_scaling else None,
@@ -74,14 +74,15 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1,
         sequence_parallel=parallel.sequence,
-        pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
+        pipeline_dtype=dtype,
         # Every micro-batch has its own length. Two stages of several chunks would exchange lengths in a batch that gloo
         # matches by order, and take one for another: there, micro-batches are given one length (microbatch.py).
         variable_seq_lengths=parallel.pipeline > 1 and parallel.virtual_pipeline == 1,
         batch_p2p_comm=False,  # batched, two stages of two chunks exchange the wrong tensors, and nothing says so
         overlap_p2p_comm=False,
-        params_dtype=torch.bfloat16 if bf16 else torch.float32,
-        bf16=bf16,
+        params_dtype=dtype,
+        fp16=dtype == torch.float16,
+        bf16=dtype == torch.bfloat16,
         use_cpu_initialization=device().type == "cpu",
         init_model_with_meta_device=device().type == "meta",
         perform_initialization=False,  # every parameter is loaded
@@ -123,7 +124,7 @@ def build_policy(
     """This rank's model chunks with gradient buffers, reduced over data ranks. Parameters are not yet loaded."""
     parts = build_model(shape, model, parallel, layout)
     ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=distributed_optimizer, grad_reduce_in_fp32=model.dtype == "bfloat16"
+        use_distributed_optimizer=distributed_optimizer, grad_reduce_in_fp32=model.dtype != "float32"
     )
     with backend():
         return [DistributedDataParallel(config=unwrap(part).config, ddp_config=ddp, module=part) for part in parts]
@@ -150,7 +151,7 @@ def build_model(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig,
             if shape.rope_scaling:  # megatron-core knows one setting of one scaling
                 unwrap(part).rotary_pos_emb.inv_freq = scaled_frequencies(shape)[0].to(device())
             mark_cut_parameters(part, shape)
-            if model.dtype == "bfloat16":
+            if model.dtype != "float32":
                 part = Float16Module(config, part)
             parts.append(part)
         return parts

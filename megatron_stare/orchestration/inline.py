@@ -29,7 +29,9 @@ class InlineWorkers(Workers):
     def start_on(self, worker: int, method: str, *args: Any) -> Handle:
         return getattr(self._workers[worker], method)(*args)
 
-    def wait(self, handles: Sequence[Handle], on_done: Callable[[int], None] | None = None) -> list[Any]:
+    def wait(
+        self, handles: Sequence[Handle], on_done: Callable[[int], None] | None = None, timeout_s: float | None = None
+    ) -> list[Any]:
         return list(handles)  # all finished when they were started
 
     async def result(self, handle: Handle) -> Any:

@@ -132,6 +132,11 @@ class EnginePool:
             check_arrived(engine, sent, held)
         self._unproved = 0 if prove or passed is None else passed + 1
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Whether the values of the newest weights were proven to have arrived, where not all are."""
+        return {"sync/proven": float(self._unproved == 0)} if self._prove_every > 1 else {}
+
     def close(self) -> None:
         self._workers.close()
 

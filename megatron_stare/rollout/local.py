@@ -1,5 +1,5 @@
-"""An engine in this process: a transformers model on the CPU, in float32. The fast default for models of a few million
-parameters; larger ones belong on a real server.
+"""An engine in this process: a transformers model on the CPU, by default in float32. The fast default for models of a
+few million parameters; larger ones belong on a real server.
 
 Reads the Hugging Face folder's config only; weights come from the weight sync. Requests come from and results go to the
 driver through engine.py.
@@ -33,12 +33,15 @@ class LocalEngine(Engine):
         model_path: Hugging Face folder; its weight files are not read.
         max_batch: responses decoded together.
         threads: CPU threads of torch, for the whole process; None leaves them alone.
+        dtype: it computes in.
 
     Raises:
         DataError: the folder has no usable config.
     """
 
-    def __init__(self, model_path: str, max_batch: int = 256, threads: int | None = None) -> None:
+    def __init__(
+        self, model_path: str, max_batch: int = 256, threads: int | None = None, dtype: str = "float32"
+    ) -> None:
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, not {max_batch}")
         if threads is not None:
@@ -50,7 +53,7 @@ class LocalEngine(Engine):
         self._max_batch = max_batch
         with torch.random.fork_rng(devices=[]):  # random initial weights must not move the trainer's generator
             self._model: nn.Module | None = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation="sdpa"
+                config, dtype=getattr(torch, dtype), attn_implementation="sdpa"
             )
         self._model.eval().requires_grad_(False)
         family = family_named(config.model_type, model_path)

@@ -59,4 +59,4 @@ async def open_sessions(clients: Sequence[SGLangClient]) -> None:
             await client.begin_weight_update()
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
