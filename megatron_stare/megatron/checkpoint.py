@@ -214,7 +214,7 @@ def _state(
     state["optimizer"], step = sharded_state(optimizer, parameters, loading=loading)
     if (scale := loss_scale_of(optimizer)) is not None:
         for part in state["optimizer"]:
-            del part["grad_scaler"]  # a chain's optimizers share one, and their number depends on the layout
+            part.pop("grad_scaler", None)  # a chain's optimizers share one, and their number depends on the layout
         state["loss_scale"] = scale.state_dict()
     state["scheduler"] = scheduler.state_dict()
     if not loading:

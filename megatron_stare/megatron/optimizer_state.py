@@ -16,8 +16,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_stare.megatron.adam_step import STEP, StepPlace, like, read_step, step_place, write_step
 from megatron_stare.megatron.distributed_optimizer import load_shards, sharded_shards
 
-_SCALER = "grad_scaler"
-
 
 def sharded_state(optimizer: MegatronOptimizer, parameters: dict[str, Any], *, loading: bool) -> tuple[list[Any], Any]:
     """What each optimizer of the chain saves or asks for, and the number of steps taken (None: it counts none).
@@ -48,8 +46,6 @@ def load_state(optimizer: MegatronOptimizer, parameters: dict[str, Any], states:
         place = step_place(part.optimizer)
         if isinstance(part, DistributedOptimizer):
             load_shards(sharded_shards(part, parameters), state["shards"])
-            if part.grad_scaler and _SCALER in state:
-                part.grad_scaler.load_state_dict(state[_SCALER])
         else:
             if place.state is not None:  # torch's own loading looks for it; Transformer Engine's takes nothing else
                 _inner(state)["state"]["common_step"] = like(place.state, taken)
@@ -70,8 +66,7 @@ def _begin(part: MegatronOptimizer, place: StepPlace) -> None:
 
 
 def _distributed(part: DistributedOptimizer, parameters: dict[str, Any]) -> dict[str, Any]:
-    state: dict[str, Any] = {"shards": sharded_shards(part, parameters)}
-    return state | ({_SCALER: part.grad_scaler.state_dict()} if part.grad_scaler else {})
+    return {"shards": sharded_shards(part, parameters)}
 
 
 def _whole(part: MegatronOptimizer, parameters: dict[str, Any], *, loading: bool) -> dict[str, Any]:
