@@ -82,10 +82,7 @@ class ParallelConfig(Section):
         None, ge=1, description="layers of the first pipeline stage; the others share the rest. null: all alike"
     )
     context: int = Field(1, ge=1, description="context-parallel ranks, which hold parts of every sequence")
-    context_comm: Literal["p2p", "all_gather", "a2a"] = Field(
-        "p2p",
-        description="how Transformer Engine's attention exchanges keys and values over them; CPUs always gather them",
-    )
+    context_comm: Literal["p2p", "all_gather", "a2a"] = Field("p2p", description="how GPUs exchange keys and values")
     expert: int = Field(1, ge=1, description="expert-parallel ranks")
     data: int = Field(1, ge=1, description="data-parallel replicas")
     sequence: bool = Field(False, description="sequence parallelism over the tensor-parallel ranks")
@@ -123,9 +120,7 @@ class BatchConfig(Section):
         10, ge=1, description="rounds of dynamic sampling a step; one that is still short then takes dropped groups"
     )
     samples_per_prompt: int = Field(8, description="responses a prompt (the group size of GRPO)")
-    micro_batch_tokens: int = Field(
-        8192, ge=1, description="tokens a micro-batch, padding included; context-parallel ranks share them"
-    )
+    micro_batch_tokens: int = Field(8192, ge=1, description="tokens a micro-batch, padding included")
     packed: bool = Field(True, description="lay the sequences of a micro-batch end to end instead of padding them")
 
     @property
