@@ -9,12 +9,6 @@ from megatron_stare.models.shape import ModelShape
 
 def check_layout(parallel: ParallelConfig, shape: ModelShape) -> None:
     """Raises ConfigError for a layout the model cannot be cut into, or that does not run here."""
-    if parallel.context != 1:
-        raise ConfigError(
-            "context parallelism is not supported yet: megatron-core has it in Transformer Engine's attention only",
-            where="parallel.context",
-            fix="set it to 1; tensor parallelism with parallel.sequence=true also spreads long sequences",
-        )
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         raise ConfigError("virtual stages need a pipeline", where="parallel.virtual_pipeline", fix="set it to 1")
     check_stages(parallel, shape)
@@ -22,6 +16,7 @@ def check_layout(parallel: ParallelConfig, shape: ModelShape) -> None:
         raise ConfigError("sequence parallelism needs tensor parallelism", where="parallel.sequence", fix="set false")
     check_experts(parallel, shape)
     check_tensor(parallel, shape)
+    check_context(parallel, shape)
 
 
 def check_stages(parallel: ParallelConfig, shape: ModelShape) -> None:
@@ -59,7 +54,7 @@ def check_experts(parallel: ParallelConfig, shape: ModelShape) -> None:
         raise ConfigError(
             f"{shape.experts} experts cannot be cut over {parallel.expert} ranks", where="parallel.expert"
         )
-    ranks = parallel.tensor * parallel.data
+    ranks = parallel.tensor * parallel.replicas
     if ranks % parallel.expert:
         raise ConfigError(
             f"a pipeline stage has {ranks} ranks, over which {parallel.expert} expert-parallel ones do not go",
@@ -87,4 +82,16 @@ def check_tensor(parallel: ParallelConfig, shape: ModelShape) -> None:
             f"{shape.kv_heads} key-value heads cannot be cut over or shared by {tp} tensor-parallel ranks",
             where="parallel.tensor",
             fix=f"use a divisor or a multiple of {shape.kv_heads}",
+        )
+
+
+def check_context(parallel: ParallelConfig, shape: ModelShape) -> None:
+    """Raises ConfigError where context-parallel ranks cannot take heads of one another."""
+    heads = shape.kv_heads // parallel.tensor
+    if parallel.context > 1 and parallel.context_comm == "a2a" and (heads == 0 or heads % parallel.context):
+        raise ConfigError(
+            f"{shape.kv_heads} key-value heads over {parallel.tensor} tensor-parallel ranks cannot be cut over "
+            f"{parallel.context} context-parallel ones",
+            where="parallel.context_comm",
+            fix="use p2p",
         )

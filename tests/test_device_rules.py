@@ -29,6 +29,7 @@ CUDA_CANNOT = [
         "optimizer.distributed=false",
         "model.path: on CUDA mixture-of-experts models need Transformer Engine",
     ),
+    ("qwen2", "parallel.context=2", "parallel.context: on CUDA context parallelism needs Transformer Engine's"),
 ]
 
 

@@ -81,7 +81,8 @@ class ParallelConfig(Section):
     first_stage_layers: int | None = Field(
         None, ge=1, description="layers of the first pipeline stage; the others share the rest. null: all alike"
     )
-    context: int = Field(1, ge=1, description="context-parallel ranks")
+    context: int = Field(1, ge=1, description="context-parallel ranks, which hold parts of every sequence")
+    context_comm: Literal["p2p", "all_gather", "a2a"] = Field("p2p", description="how GPUs exchange keys and values")
     expert: int = Field(1, ge=1, description="expert-parallel ranks")
     data: int = Field(1, ge=1, description="data-parallel replicas")
     sequence: bool = Field(False, description="sequence parallelism over the tensor-parallel ranks")
@@ -89,6 +90,16 @@ class ParallelConfig(Section):
     @property
     def world_size(self) -> int:
         return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same parameters: those of other data and of other chunks of sequences."""
+        return self.data * self.context
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What the length of a sequence is padded to a multiple of: each context-parallel rank holds two chunks."""
+        return 2 * self.context if self.context > 1 else 1
 
 
 class BatchConfig(Section):

@@ -28,8 +28,8 @@ _CUDA_TYPES = {
 
 
 class _CudaMeansOurs(TorchFunctionMode):
-    """`device="cuda"` means this rank's, `.cuda()` is self, `.type()` answers with the CUDA names that optimizers look
-    for."""
+    """`device="cuda"` means this rank's, `.cuda()` is self, memory is not pinned, `.type()` answers with the CUDA names
+    that optimizers look for."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -42,6 +42,8 @@ class _CudaMeansOurs(TorchFunctionMode):
         asked = kwargs.get("device")
         if asked is not None and torch.device(asked).type == "cuda":
             kwargs = {**kwargs, "device": device().type}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         return func(*args, **kwargs)
 
 

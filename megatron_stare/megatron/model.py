@@ -70,6 +70,7 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
         num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
         context_parallel_size=parallel.context,
+        cp_comm_type=parallel.context_comm,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1,
         sequence_parallel=parallel.sequence,

@@ -69,6 +69,7 @@ def accumulate_gradients(
 def _run(model: list[nn.Module], batch: RankBatch, after_hidden: Callable[..., Any], *, forward_only: bool) -> Any:
     """Megatron's schedule over this rank's micro-batches; `after_hidden` turns the last hidden states
     into what is collected."""
+    split = batch.layout.micro_batch_group  # Megatron asks for the length before sequences are split
 
     def forward_step(micro_batches: Any, chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         micro: MicroBatch = next(micro_batches)
@@ -81,7 +82,7 @@ def _run(model: list[nn.Module], batch: RankBatch, after_hidden: Callable[..., A
             data_iterator=[iter(batch.micro_batches) for _ in model],
             model=model,
             num_microbatches=len(batch.micro_batches),
-            seq_length=batch.micro_batches[0].tokens.shape[1],
+            seq_length=batch.micro_batches[0].tokens.shape[1] * (split.size() if split is not None else 1),
             micro_batch_size=batch.micro_batches[0].tokens.shape[0],
             forward_only=forward_only,
             collect_non_loss_data=forward_only,

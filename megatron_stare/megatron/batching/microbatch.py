@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from megatron_stare.batch import MicroBatchPlan, TokenBatch
 from megatron_stare.megatron.batching.packing import PackedSequences
 from megatron_stare.megatron.batching.sequence_layout import Grid, SequenceLayout
+from megatron_stare.ops.rank_sums import sum_over_ranks
 from megatron_stare.records.rollout_batch import RankShare
 
 
@@ -74,7 +76,7 @@ class RankBatch:
         share, here = self.share, self.device
         assert share.advantages is not None and share.carries_loss is not None
         assert share.baseline_mask is not None and share.penalties is not None
-        lengths = self._loss_lengths(share.carries_loss)
+        lengths, ranks = self._loss_lengths(share.carries_loss), self.layout.micro_batch_group
         return TokenBatch(
             log_prob=log_prob,
             old_log_prob=log_prob,
@@ -94,6 +96,7 @@ class RankBatch:
             num_groups=int(share.groups.max()) + 1,
             max_length=int(share.response_lengths.max()),
             step=share.step,
+            over_ranks=partial(sum_over_ranks, group=ranks) if ranks is not None else None,
         )
 
     def mini_batch(self, number: int) -> RankBatch:
