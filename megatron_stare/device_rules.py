@@ -44,9 +44,3 @@ def _check_cuda(config: Config, experts: bool) -> None:
 def _check_cpu(config: Config) -> None:
     if config.model.dtype == "bfloat16":
         raise ConfigError("bfloat16 training needs CUDA", where="model.dtype", fix="use float32 on a CPU")
-    if config.model.recompute != "none":
-        raise ConfigError(
-            "activation recompute restores CUDA random states, which a CPU does not have",
-            where="model.recompute",
-            fix="set it to none, and lower batch.micro_batch_tokens to save memory",
-        )

@@ -63,7 +63,7 @@ def test_a_fused_adam_resumes_on_cuda(monkeypatch: pytest.MonkeyPatch, name: str
     check_device(config, experts=False)
 
 
-@pytest.mark.parametrize("override", ["model.dtype=bfloat16", "model.recompute=full"])
+@pytest.mark.parametrize("override", ["model.dtype=bfloat16"])
 def test_a_rank_without_cuda_says_what_it_cannot(tmp_path: Path, override: str) -> None:
     elsewhere = ("runtime.runner=ray", "runtime.ray_address=far:6379")
     config = load_config(QUICKSTART, [f"model.path={ROOT / 'assets/tiny-adder'}", *elsewhere, override])

@@ -38,6 +38,7 @@ LEVELS = {
     "environments": 4,
     "observability": 4,
     "layout_rules": 4,
+    "activation_memory": 4,
     "resolved": 4,
     "device_rules": 4,
     "tasks": 5,

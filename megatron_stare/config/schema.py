@@ -57,7 +57,18 @@ class ModelConfig(Section):
         None, ge=1, description="steps after which the current policy becomes the reference; null: never"
     )
     recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="activations computed again in backward: of attention, or of every layer"
+        "none",
+        description="activations computed again in backward instead of kept: of the parts in `recompute_modules`, or "
+        "of whole layers",
+    )
+    recompute_method: Literal["uniform", "block"] = Field(
+        "uniform",
+        description="`recompute: full` keeps the input of every `recompute_layers` layers alone, or recomputes only the "
+        "first `recompute_layers` layers of a stage's chunk",
+    )
+    recompute_layers: int = Field(1, ge=1, description="layers of `recompute_method`")
+    recompute_modules: list[Literal["core_attn", "mlp", "moe"]] = Field(
+        ["core_attn"], min_length=1, description="parts of a layer that `recompute: selective` computes again"
     )
     head: Literal["auto", "materialised", "gradient_in_forward", "recompute"] = Field(
         "auto",

@@ -51,14 +51,21 @@ def has_transformer_engine() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
+def recomputation(model: ModelConfig) -> dict[str, Any]:
+    """Megatron's settings for activations that are computed again in backward."""
+    if model.recompute == "none":
+        return {}
+    if model.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(model.recompute_modules)}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": model.recompute_method,
+        "recompute_num_layers": model.recompute_layers,
+    }
+
+
 def transformer_config(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
     """Megatron's description of the model. The loss is scaled by the method, not by Megatron."""
-    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    recomputed: dict[str, dict[str, Any]] = {
-        "none": {},
-        "selective": {"recompute_granularity": "selective"},
-        "full": full,
-    }
     bf16 = model.dtype == "bfloat16"
     return TransformerConfig(
         **family_of(shape).megatron_config(shape),
@@ -89,7 +96,7 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         masked_softmax_fusion=False,
         persist_layer_norm=has_transformer_engine(),
         gradient_accumulation_fusion=False,
-        **recomputed[model.recompute],
+        **recomputation(model),
         # variable lengths in a pipeline want the dispatcher named for any model; ranks hold different numbers of tokens
         moe_token_dispatcher_type="alltoall",
         moe_grouped_gemm=shape.experts > 0 and has_transformer_engine(),
