@@ -1,4 +1,4 @@
-"""How many bytes of activations a rank keeps from a micro-batch's forward to its backward, and what recomputation saves.
+"""How many bytes of activations a rank keeps from a micro-batch's forward to its backward, recomputed or not.
 
 Counted from what autograd saves in the layers that run without Transformer Engine, on a CPU: RMSNorm of several
 operations, packed attention over groups of equal length, SwiGLU without fusion. Fused kernels keep less, padding within

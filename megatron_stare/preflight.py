@@ -12,6 +12,7 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.layout_rules import check_layout, check_recompute
 from megatron_stare.models import read_shape
 from megatron_stare.models.shape import ModelShape
+from megatron_stare.performance import check_device_performance, check_performance
 from megatron_stare.resolved import ResolvedRun, resolve_run
 from megatron_stare.rollout.replicas import check_engine
 from megatron_stare.tasks.task import evaluation_tasks
@@ -35,8 +36,10 @@ def check(config: Config) -> ResolvedRun:
     check_statistics(config, method)
     check_head(config, method)
     check_optimizer(config)
+    check_performance(config)
     if not config.runtime.ray_address:  # a cluster to be joined may have other devices; its ranks look themselves
         check_device(config, experts=shape.experts > 0)
+        check_device_performance(config.performance)
     check_layout(config.parallel, shape)
     check_recompute(config.model, config.parallel, shape)
     check_lengths(config, shape)

@@ -39,6 +39,7 @@ LEVELS = {
     "observability": 4,
     "layout_rules": 4,
     "activation_memory": 4,
+    "performance": 4,
     "resolved": 4,
     "device_rules": 4,
     "tasks": 5,
@@ -226,7 +227,7 @@ def test_loss_code_does_not_wait_for_the_host(file: Path) -> None:
     ("name", "places"),
     [
         # a reference is held against the policy's shape; conversion has no run
-        ("read_shape", {"resolved.py", "preflight.py", "weights/convert.py"}),
+        ("read_shape", {"resolved.py", "preflight.py", "opening.py", "weights/convert.py"}),
         ("algorithm.method", {"resolved.py"}),
     ],
 )

@@ -63,8 +63,8 @@ class ModelConfig(Section):
     )
     recompute_method: Literal["uniform", "block"] = Field(
         "uniform",
-        description="`recompute: full` keeps the input of every `recompute_layers` layers alone, or recomputes only the "
-        "first `recompute_layers` layers of a stage's chunk",
+        description="`recompute: full` keeps the input of every `recompute_layers` layers alone, or recomputes only "
+        "the first `recompute_layers` layers of a stage's chunk",
     )
     recompute_layers: int = Field(1, ge=1, description="layers of `recompute_method`")
     recompute_modules: list[Literal["core_attn", "mlp", "moe"]] = Field(
@@ -249,6 +249,38 @@ class OptimizerConfig(Section):
     distributed: bool = Field(False, description="Megatron's DistributedOptimizer: states sharded over data ranks")
 
 
+class PerformanceConfig(Section):
+    """What makes training faster or smaller and changes no result but in the last bits. null: on where it is proven and
+    the device has it; see docs/gpu.md."""
+
+    rope_fusion: bool | None = Field(None, description="rotary embedding in one kernel; needs Transformer Engine")
+    swiglu_fusion: bool | None = Field(None, description="SwiGLU in one compiled kernel")
+    bias_fusion: bool | None = Field(None, description="bias and residual addition in one compiled kernel")
+    wgrad_fusion: bool | None = Field(
+        None, description="weight gradients added to their buffer by the product; needs Transformer Engine or Apex"
+    )
+    overlap_grad_reduce: bool | None = Field(None, description="gradients are reduced by bucket while backward runs")
+    gradient_bucket: int | None = Field(
+        None, ge=1, description="parameters a bucket of `overlap_grad_reduce`; null: as Megatron has it, 40 million"
+    )
+    overlap_param_gather: bool | None = Field(
+        None,
+        description="updated parameters are gathered while the next forward runs; needs optimizer.distributed and "
+        "`overlap_grad_reduce`",
+    )
+    batched_p2p: bool | None = Field(None, description="pipeline stages exchange tensors in batches; needs NCCL")
+    precision_aware_optimizer: bool | None = Field(
+        None, description="masters and moments in Transformer Engine's fused Adam; needs optimizer.distributed"
+    )
+    optimizer_offload: bool | None = Field(
+        None, description="masters and moments in host memory; needs Transformer Engine and optimizer.distributed"
+    )
+    cuda_connections: int | None = Field(
+        None, ge=1, description="CUDA_DEVICE_MAX_CONNECTIONS of trainer ranks; 1 lets tensor parallelism overlap"
+    )
+    cuda_allocator: str | None = Field(None, description="PYTORCH_CUDA_ALLOC_CONF of trainer ranks")
+
+
 class EvalTask(Section):
     """A task that the policy is evaluated on. What it leaves out, or sets to null, is the run's own."""
 
@@ -341,6 +373,7 @@ class Config(Section):
         description="method and its settings; see docs/algorithms/README.md",
     )
     optimizer: OptimizerConfig = OptimizerConfig()
+    performance: PerformanceConfig = PerformanceConfig()
     eval: EvalConfig = EvalConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     runtime: RuntimeConfig = RuntimeConfig()

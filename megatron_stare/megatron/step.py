@@ -26,6 +26,7 @@ from megatron_stare.megatron.forecast import forecast, measured_change
 from megatron_stare.megatron.head import Head
 from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.measured import Measured, complete, measure_batch
+from megatron_stare.megatron.model import finish_gather
 from megatron_stare.megatron.objective import Objective, make_objective
 from megatron_stare.megatron.optimizer import take_step
 from megatron_stare.megatron.passes import accumulate_gradients, compute_log_probs
@@ -121,6 +122,8 @@ class Step:
         # The last step left every parameter's grad pointing into the gradient buffer: autograd would add to the buffer
         # through it, and Megatron's hook would then add the buffer to itself.
         policy.optimizer.zero_grad()
+        if dump_to:
+            finish_gather(policy.model)
         weights_before = export_hf(policy.model, policy.shape, policy.layout) if dump_to else {}
         logged = accumulate_gradients(policy.model, part, policy.head, self._loss)
         if self._config.skips_log_prob_pass and self.measured is not None:
