@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 import torch
-from machine import machine
+from machine import machine, process_memory
 from transformers import Qwen2Config
 
 from megatron_stare.models import read_shape
@@ -191,20 +191,11 @@ def convert(args: argparse.Namespace, source: Path, target: Path, imports: float
     while process.poll() is None:
         with contextlib.suppress(psutil.Error):  # it ended just now
             tree = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
-            peak = max(peak, sum(max(anonymous(pid) - imports, 0) for pid in tree))
+            peak = max(peak, sum(max(process_memory("RssAnon", pid) - imports, 0) for pid in tree))
         time.sleep(SAMPLE_S)
     if process.returncode:
         sys.exit(f"{' '.join(command)} failed")
     peaks.append(peak)
-
-
-def anonymous(pid: int) -> float:
-    """RssAnon of a process, bytes; 0 when it is gone."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0.0
-    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("RssAnon")), 0.0)
 
 
 def anonymous_of_imports() -> float:
@@ -212,7 +203,7 @@ def anonymous_of_imports() -> float:
     process = subprocess.Popen([sys.executable, "-c", IMPORTS], stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()
-    found = anonymous(process.pid)
+    found = process_memory("RssAnon", process.pid)
     process.kill()
     process.wait()
     return found

@@ -38,7 +38,7 @@ import numpy as np
 import orjson
 import torch
 from aiohttp import web
-from machine import machine
+from machine import forget_peak, machine, process_memory
 from support.sglang_fake import FakeServer
 from tiny import save_tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -57,8 +57,9 @@ from megatron_stare.records.rollout_batch import RankShare, RolloutBatch
 from megatron_stare.rewards.verdicts import verdicts
 from megatron_stare.rewards.verifier_pool import VerifierPool
 from megatron_stare.rollout.engine_pool import EnginePool
+from megatron_stare.rollout.group_sampling import EveryGroup
+from megatron_stare.rollout.model_folder import load_tokenizer
 from megatron_stare.rollout.rollout_source import Rollouts, SynchronousSource
-from megatron_stare.rollout.text import load_tokenizer
 from megatron_stare.weights.checksum import tensor_checksum
 from megatron_stare.weights.stream_plan import BucketLayout, Slot
 from megatron_stare.workers import Handle, Workers
@@ -132,25 +133,23 @@ def measure_from(args: argparse.Namespace, folder: Path, urls: list[str], sent: 
             arrivals = Arrivals()
             source = SynchronousSource(
                 Rollouts(pool, SingleTurn(config, load_tokenizer(str(folder))), lambda _: verdicts(verifiers)),
-                Prompts(),
-                config.batch.prompts,
-                args.samples,
+                EveryGroup(Prompts(), config.batch.prompts, args.samples),
                 partial(SamplingParams, 1.0, args.tokens, 1, stop_token_ids=(0,)),
                 arrivals,
             )
             source.version = VERSION
             at_start, workers_at_start = cpu_s(), workers.call("cpu_s")
             forget_peak()
-            held = resident("VmRSS")
+            held = process_memory("VmRSS")
             started = time.monotonic()
             batch = source.next(1)
-            rolled, rolled_cpu, rolled_peak = time.monotonic(), cpu_s(), resident("VmHWM")
+            rolled, rolled_cpu, rolled_peak = time.monotonic(), cpu_s(), process_memory("VmHWM")
             batch = method.judge(batch)
             judged = time.monotonic()
             plan = planned(batch, args.data_ranks, args.tokens)
             parts = batch.shares(plan.samples_of(rank) for rank in range(args.data_ranks))
             shares = [workers.share(part) for part in parts]
-            shared, driver_cpu, peak = time.monotonic(), cpu_s(), resident("VmHWM")
+            shared, driver_cpu, peak = time.monotonic(), cpu_s(), process_memory("VmHWM")
             *first, rank_cpu = workers.wait([workers.start_on(0, "first_micro_batch", shares[0], plan)])[0]
             ready = time.monotonic()
             engine_cpu = sum(
@@ -375,17 +374,6 @@ def serve(pipe: Connection, folder: str, replicas: int, tokens: int, last_sent: 
 def cpu_s() -> float:
     """Of this process, all threads."""
     return time.process_time()
-
-
-def resident(what: str) -> float:
-    """VmRSS, or VmHWM, its peak, bytes."""
-    (line,) = (each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith(what))
-    return 1024.0 * int(line.split()[1])
-
-
-def forget_peak() -> None:
-    """The peak of resident memory is counted from here."""
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 if __name__ == "__main__":

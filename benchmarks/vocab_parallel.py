@@ -33,7 +33,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 import psutil
 import torch
 import torch.distributed as dist
-from machine import machine
+from machine import forget_peak, machine, process_memory
 from torch import Tensor
 from vocab_baselines import BASELINES
 
@@ -229,13 +229,13 @@ def one(
     extra, errors, begin = 0.0, {}, time.monotonic()
     while len(seconds) < 3 or (time.monotonic() - begin < PATIENCE_S and len(seconds) <= MOST_RUNS):
         logits.copy_(kept)
-        before = memory(cell.device, reset=True)
+        before = held(cell.device)
         synchronise(cell)
         start = time.perf_counter()
         outputs = call()
         synchronise(cell)
         seconds.append(time.perf_counter() - start)
-        extra = (memory(cell.device) - before) / 1e6
+        extra = (peak(cell.device) - before) / 1e6
         if not errors:
             names = ["log_prob", "entropy"][: len(outputs) - (cell.task != "forward")]
             names += ["gradient"] if cell.task != "forward" else []
@@ -285,18 +285,18 @@ def exact(
     return [log_prob.detach(), entropy.detach(), mine]
 
 
-def memory(device: str, *, reset: bool = False) -> float:
-    """Bytes: with `reset` those held now, from where the largest is counted; else the largest since then."""
+def held(device: str) -> float:
+    """Bytes held now, from where `peak` is counted."""
     if device == "cuda":
-        if reset:
-            torch.cuda.reset_peak_memory_stats()
-            return torch.cuda.memory_allocated()
-        return torch.cuda.max_memory_allocated()
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the high-water mark starts again
-        return psutil.Process().memory_info().rss
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024.0 * int(status["VmHWM"].split()[0])
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    forget_peak()
+    return process_memory("VmRSS")
+
+
+def peak(device: str) -> float:
+    """The most bytes held since `held`."""
+    return torch.cuda.max_memory_allocated() if device == "cuda" else process_memory("VmHWM")
 
 
 def synchronise(cell: Cell) -> None:

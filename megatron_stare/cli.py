@@ -130,12 +130,12 @@ def _train_or_check(args: argparse.Namespace) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers are forked and spawned around it
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models and tokenizers are local folders
     if args.dry_run:
-        from megatron_stare.opening import rehearse, remarks
+        from megatron_stare.run.opening import rehearse, remarks
 
         resolved = rehearse(config, resume=args.resume, dump_step=args.dump_step)
         print(dump_yaml(resolved), *(f"# {line}\n" for line in remarks(resolved)), sep="", end="")
         return
-    from megatron_stare.observability.closing import closing
+    from megatron_stare.observability.figures import closing
     from megatron_stare.train import train  # imports torch and transformers: seconds
 
     run_dir = train(config, resume=args.resume, dump_step=args.dump_step)
@@ -180,7 +180,7 @@ def _convert(args: argparse.Namespace) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
-    from megatron_stare.observability.report import write_report
+    from megatron_stare.observability.report.page import write_report
 
     for run in args.runs:
         if not (run / "metrics.jsonl").exists():

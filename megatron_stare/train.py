@@ -5,7 +5,7 @@ step:     log-prob and entropy pass -> statistics, gate, weights -> for every mi
           weighted loss -> optimizer step                                      (orchestration/policy_trainer.py)
 publish:  weight sync, and the proof that it arrived                           (orchestration/training_source.py)
 log:      metrics, alerts and samples to every sink                            (observability/monitor.py)
-steps:    between two steps, the checkpoint and the evaluation that are due    (session.py)
+steps:    between two steps, the checkpoint and the evaluation that are due    (run/session.py)
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 from megatron_stare.config.schema import Config
 from megatron_stare.observability.monitor import Monitor
 from megatron_stare.observability.sink import RunOutline
-from megatron_stare.opening import check_dump_step, finished_run, read_inputs
-from megatron_stare.session import Session
+from megatron_stare.run.opening import check_dump_step, finished_run, read_inputs
+from megatron_stare.run.session import Session
 
 
 def train(config: Config, *, resume: bool = False, dump_step: int | None = None) -> Path:

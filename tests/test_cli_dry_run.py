@@ -13,7 +13,7 @@ from support.runs import ROOT
 
 from megatron_stare.cli import main
 from megatron_stare.config.load import dump_yaml, load_config
-from megatron_stare.opening import rehearse
+from megatron_stare.run.opening import rehearse
 from megatron_stare.run_state import RunState
 
 QUICKSTART = str(ROOT / "configs/quickstart.yaml")

@@ -16,8 +16,8 @@ from megatron_stare.device_rules import check_device
 from megatron_stare.errors import ConfigError
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.models import read_shape
-from megatron_stare.preflight import check
 from megatron_stare.resolved import resolve_run
+from megatron_stare.run.preflight import check
 
 QUICKSTART = str(ROOT / "configs/quickstart.yaml")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from megatron_stare.batch import Prompt
-from megatron_stare.evaluate import evaluate
 from megatron_stare.records.trajectory import Trajectory, sampled_trajectory
+from megatron_stare.run.evaluate import evaluate
 
 PROBLEMS = [Prompt(i, str(i), f"{i}+{i}=", str(2 * i)) for i in range(10)]
 # by problem: what the verifier says of the sampled answer and of the greedy one; None: it failed, in either way

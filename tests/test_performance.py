@@ -22,7 +22,7 @@ from megatron_stare.config.schema import PerformanceConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.performance import FEATURES, check_performance, environment, is_on, megatron_fields
-from megatron_stare.preflight import check
+from megatron_stare.run.preflight import check
 
 QUICKSTART = str(ROOT / "configs/quickstart.yaml")
 MODEL = f"model.path={ROOT / 'assets/tiny-adder'}"

@@ -17,8 +17,8 @@ from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.models import read_shape
 from megatron_stare.orchestration.groups import plan_rules
 from megatron_stare.orchestration.ray import Actor
-from megatron_stare.preflight import check
 from megatron_stare.resolved import resolve_run
+from megatron_stare.run.preflight import check
 
 QUICKSTART = ROOT / "configs/quickstart.yaml"
 

@@ -14,9 +14,9 @@ from support.runs import ROOT, command, metrics, train
 from megatron_stare.cli import main
 from megatron_stare.config.load import dump_yaml, load_config
 from megatron_stare.errors import DataError
-from megatron_stare.opening import finished_run
-from megatron_stare.preflight import check
-from megatron_stare.resuming import find_run, refuse_changes, resume_point
+from megatron_stare.run.opening import finished_run
+from megatron_stare.run.preflight import check
+from megatron_stare.run.resuming import find_run, refuse_changes, resume_point
 from megatron_stare.weights.hf_folder import exported_step, write_folder
 
 QUICKSTART = ROOT / "configs/quickstart.yaml"

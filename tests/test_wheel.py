@@ -74,6 +74,16 @@ def test_a_tool_runs(installed: Path, tmp_path: Path) -> None:
     assert run(installed / "megatron-stare", "tool", "check_vectors", tmp_path / "none", cwd=tmp_path).returncode == 2
 
 
+def test_a_report_is_made(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("run: {name: tiny}\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    done = run(installed / "megatron-stare", "report", tmp_path, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<h1>tiny</h1>" in page
+    assert "color-scheme" in page and "pointermove" in page  # its style and its script
+
+
 def test_sglang_s_environment_is_asked_for_and_not_guessed(installed: Path, tmp_path: Path) -> None:
     override = "rollout.engine=sglang"
     done = run(installed / "megatron-stare", "train", "configs/quickstart.yaml", override, "--dry-run", cwd=tmp_path)

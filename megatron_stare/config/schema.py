@@ -106,6 +106,15 @@ class BatchConfig(Section):
         None, ge=1, description="prompt groups an optimizer step, a divisor of `prompts`; null: all of them"
     )
     epochs: int = Field(1, ge=1, description="times the optimizer steps walk through the rollout batch")
+    generate_prompts: int | None = Field(
+        None,
+        ge=1,
+        description="dynamic sampling: prompt groups a round; those whose rewards are all equal are dropped, and "
+        "rounds follow until `prompts` are left. null: every group is trained on",
+    )
+    max_rounds: int = Field(
+        10, ge=1, description="rounds of dynamic sampling a step; one that is still short then takes dropped groups"
+    )
     samples_per_prompt: int = Field(8, description="responses a prompt (the group size of GRPO)")
     micro_batch_tokens: int = Field(8192, ge=1, description="tokens a micro-batch, padding included")
     packed: bool = Field(True, description="lay the sequences of a micro-batch end to end instead of padding them")

@@ -1,6 +1,7 @@
 """The verdict figures and settings of a run, in words and numbers.
 
-Comes from a `RunRecord`; goes to the head of the report, as cards for one run and as columns for several.
+Comes from a `RunRecord`; goes to the head of the report, as cards for one run and as columns for several, and to the
+terminal when a run has finished.
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from megatron_stare.observability.paired import BAND, RECENT, paired_interval, summary
-from megatron_stare.observability.run_files import RunRecord, result_name
+from megatron_stare.observability.run_files import RunRecord, read_run, result_name
 from megatron_stare.observability.scales import short
 
 Tone = Literal["", "good", "warn"]
@@ -162,3 +164,24 @@ def _with_unit(value: Any, unit: str) -> str | None:
 
 def _plain(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+CONTENTS = {
+    "report.html": "figures, curves, responses before and after",
+    "metrics.jsonl": "every metric of every step",
+    "tensorboard": "the same for TensorBoard",
+    "eval.jsonl": "pass@1 on held-out problems",
+    "rollouts": "sampled responses",
+    "checkpoints": "to continue with --resume",
+    "hf": "the policy, as transformers loads it",
+    "config.yaml": "the resolved configuration",
+}
+
+
+def closing(run_dir: Path) -> str:
+    """Several lines: the run's figures, then the files of its directory."""
+    figures = verdict(read_run(run_dir))
+    width = max(len(figure.label) for figure in figures)
+    lines = [f"  {f.label:<{width}}  {f.value}  {f.note}".rstrip() for f in figures]
+    files = [f"  {name:<{width}}  {what}" for name, what in CONTENTS.items() if (run_dir / name).exists()]
+    return "\n".join(["", *lines, "", f"{run_dir}/", *files])

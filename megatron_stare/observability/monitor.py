@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_stare.errors import UserError
 from megatron_stare.observability.alerts import Watch
-from megatron_stare.observability.metrics import METRICS_FILE, read_metrics
+from megatron_stare.observability.run_files import METRICS_FILE, read_metrics
 from megatron_stare.observability.sink import WHERE, RunOutline, Sink
 from megatron_stare.observability.step_metrics import Stopwatch, step_metrics
 from megatron_stare.records.rollout_batch import RolloutBatch

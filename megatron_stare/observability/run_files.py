@@ -1,7 +1,8 @@
-"""Reads a run directory back for the report.
+"""The files of a run's record, by name, and a run directory read back.
 
-Comes from config.yaml, metrics.jsonl and eval.jsonl; goes to `figures.py` and `report.py`. A run that is still going,
-was killed, or never evaluated is as welcome as a finished one.
+metrics.jsonl and eval.jsonl are written by `sinks/jsonl_files.py`; read by a resume and by anyone with `jq`, and with
+config.yaml by `figures.py` and `report/`. A run that is still going, was killed, or never evaluated is as welcome as a
+finished one.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ import yaml
 
 from megatron_stare.errors import DataError
 from megatron_stare.observability.json_lines import Record, read_jsonl
-from megatron_stare.observability.metrics import EVAL_FILE, METRICS_FILE, read_metrics
 
+METRICS_FILE = "metrics.jsonl"
+EVAL_FILE = "eval.jsonl"
+ROLLOUTS_DIR = "rollouts"
+TENSORBOARD_DIR = "tensorboard"
 CONFIG_FILE = "config.yaml"
 
 
@@ -121,3 +125,20 @@ def result_name(record: Record) -> str:
 
 def _last(evals: Sequence[Record], weights: str) -> Record | None:
     return next((record for record in reversed(evals) if record.get("weights") == weights), None)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The steps of a metrics.jsonl, oldest first; [] where there is no file. A torn last line is left out.
+
+    "step" is an int; every other value a float, NaN where the run logged something that is not finite.
+    """
+    return [
+        {"step": int(record["step"])}
+        | {key: float("nan") if value is None else float(value) for key, value in record.items() if key != "step"}
+        for record in read_jsonl(Path(path))
+    ]
+
+
+def evaluated_steps(run_dir: Path, task: str | None) -> set[int]:
+    """The steps whose weights were evaluated on a task (None: the run's own); empty where there is no eval.jsonl."""
+    return {int(record["step"]) for record in read_jsonl(run_dir / EVAL_FILE) if record.get("task") == task}

@@ -1,6 +1,6 @@
 """Numbers on their way into a picture: round tick marks, short labels, smoothing, and thinning of long series.
 
-Comes from metric series; goes to `charts.py` and `figures.py`. Knows nothing of SVG or HTML.
+Comes from metric series; goes to `report/charts.py` and `figures.py`. Knows nothing of SVG or HTML.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Sink:
         """After every step: the alerts that began or are over with it, and all that hold, with their newest figures."""
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
-        """An evaluation is done; see evaluate.py for the record."""
+        """An evaluation is done; see run/evaluate.py for the record."""
 
     def note(self, text: str) -> None:
         """A remark for the person who watches."""

@@ -12,8 +12,8 @@ from megatron_stare.batch import SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
 from megatron_stare.rollout.engine import Engine, GenerateRequest, GenerateResult, ModelInfo, ServedEngine
+from megatron_stare.rollout.model_folder import load_tokenizer, with_text
 from megatron_stare.rollout.replicas import make_replica
-from megatron_stare.rollout.text import load_tokenizer, with_text
 from megatron_stare.weights.stream_plan import BucketLayout
 
 

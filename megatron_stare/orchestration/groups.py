@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,13 +13,12 @@ from megatron_stare.megatron.dump import write_batch
 from megatron_stare.models import cost_of
 from megatron_stare.ops.plan import PlanRules, plan_mini_batches
 from megatron_stare.orchestration.updates import UpdateResult
-from megatron_stare.orchestration.weight_stream import WeightStream
 from megatron_stare.records.log_prob_difference import LogProbDifference
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.resolved import ResolvedRun
 from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.weights.stream_plan import BucketLayout
-from megatron_stare.workers import Workers
+from megatron_stare.workers import Handle, Workers
 
 
 def plan_rules(run: ResolvedRun) -> PlanRules:
@@ -142,3 +141,33 @@ class Runner(Protocol):
     engines: EnginePool
 
     def close(self) -> None: ...
+
+
+class WeightStream:
+    """One pass over the policy's weights, bucket by bucket, as handles that workers can take.
+
+    Consumes the trainer ranks' `begin_weight_stream`, `next_bucket` and `end_weight_stream`. The next bucket is asked
+    for before the one at hand is given out, so the ranks gather it meanwhile; at most three buckets are alive, a third
+    while the caller still holds the last one.
+
+    Args:
+        layouts: what the buckets hold, in order.
+    """
+
+    def __init__(self, trainers: Workers, layouts: tuple[BucketLayout, ...]) -> None:
+        self._trainers = trainers
+        self.layouts = layouts
+
+    def buckets(self) -> Iterator[tuple[Handle, list[Handle]]]:
+        """Each bucket, and the calls of the other ranks that it needs: wait for them together with the bucket's use, so
+        that an error of any rank is seen at once. Can be gone through once."""
+        self._trainers.call("begin_weight_stream")
+        ahead = self._trainers.start("next_bucket")
+        for number in range(len(self.layouts)):
+            bucket, *others = ahead
+            ahead = self._trainers.start("next_bucket") if number + 1 < len(self.layouts) else []
+            yield bucket, others
+
+    def checksums(self) -> dict[str, str]:
+        """Of every tensor that was sent, by name; after the last bucket."""
+        return self._trainers.call("end_weight_stream")[0]

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from megatron_stare.config.schema import Config
 from megatron_stare.orchestration.agreement_watch import AgreementWatch
-from megatron_stare.orchestration.groups import TrainerGroup
+from megatron_stare.orchestration.groups import TrainerGroup, WeightStream
 from megatron_stare.orchestration.updates import combined, skipped_after
-from megatron_stare.orchestration.weight_stream import WeightStream
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.run_state import RunState
 

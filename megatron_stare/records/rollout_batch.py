@@ -19,8 +19,32 @@ from megatron_stare.errors import DataError
 from megatron_stare.records.trajectory import Trajectory
 
 
+class _Columns:
+    """What a batch and a rank's share of it can be asked alike. In a share, n and r are those of its own samples."""
+
+    prompt_lengths: Tensor
+    response_lengths: Tensor
+    run_versions: Tensor
+    run_lengths: Tensor
+
+    @property
+    def size(self) -> int:
+        """B, the samples of the whole batch."""
+        return self.prompt_lengths.numel()
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] prompt plus response, tokens."""
+        return self.prompt_lengths + self.response_lengths
+
+    @property
+    def weight_versions(self) -> Tensor:
+        """[N] int64, the runs written out: for small batches."""
+        return torch.repeat_interleave(self.run_versions, self.run_lengths)
+
+
 @dataclass
-class RolloutBatch:
+class RolloutBatch(_Columns):
     """Trajectories as flat tensors, in canonical order.
 
     The last four columns are a method's judgement; see Method.judge.
@@ -44,20 +68,6 @@ class RolloutBatch:
     penalties: Tensor | None = None  # [B] float64, what shaping added to the rewards
     step: int = 0  # keys seeded draws of methods
     trajectories: Sequence[Trajectory] = ()  # in canonical order; stay on the driver, for what is logged
-
-    @property
-    def size(self) -> int:
-        return self.prompt_lengths.numel()
-
-    @property
-    def lengths(self) -> Tensor:
-        """[B] prompt plus response, tokens."""
-        return self.prompt_lengths + self.response_lengths
-
-    @property
-    def weight_versions(self) -> Tensor:
-        """[N] int64, the runs written out: for small batches."""
-        return torch.repeat_interleave(self.run_versions, self.run_lengths)
 
     def first(self, samples: int) -> RolloutBatch:
         """The batch of its first `samples` samples."""
@@ -149,7 +159,7 @@ class RolloutBatch:
 
 
 @dataclass(frozen=True)
-class RankShare:
+class RankShare(_Columns):
     """What one data-parallel rank is given of a rollout batch: the tokens of its own samples, and the columns with one
     number a sample whole, because counts, groups and canonical numbers are those of the whole batch."""
 
@@ -169,21 +179,6 @@ class RankShare:
     baseline_mask: Tensor | None  # [B] bool
     penalties: Tensor | None  # [B] float64
     step: int
-
-    @property
-    def size(self) -> int:
-        """B, the samples of the whole batch."""
-        return self.prompt_lengths.numel()
-
-    @property
-    def lengths(self) -> Tensor:
-        """[B] prompt plus response, tokens."""
-        return self.prompt_lengths + self.response_lengths
-
-    @property
-    def weight_versions(self) -> Tensor:
-        """[n] int64, the runs written out."""
-        return torch.repeat_interleave(self.run_versions, self.run_lengths)
 
     def starts(self, lengths: Tensor) -> Tensor:
         """[B] int64 where every own sample begins in a column that holds `lengths` [B] entries of each; others: 0."""

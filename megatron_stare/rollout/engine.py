@@ -44,7 +44,7 @@ class GenerateResult:
     versions: VersionRuns  # of the weights that sampled the tokens
     finish_reason: FinishReason
     prompt_tokens: int
-    text: str = ""  # of the tokens; the engine's worker decodes it, see text.py
+    text: str = ""  # of the tokens; the engine's worker decodes it, see model_folder.with_text
 
     @property
     def completion_tokens(self) -> int:

@@ -27,7 +27,7 @@ class SyncError(UserError):
 
 
 class Exported(Protocol):
-    """The policy's weights on their way, bucket by bucket; see orchestration/weight_stream.py."""
+    """The policy's weights on their way, bucket by bucket; see WeightStream in orchestration/groups.py."""
 
     layouts: tuple[BucketLayout, ...]
 
@@ -66,7 +66,8 @@ class EnginePool:
     async def serving(self, params: SamplingParams, trajectories: int) -> AsyncIterator[Serving]:
         """The way to the replicas for a number of trajectories that are made at the same time.
 
-        Raises what a replica raised, in whoever waits for it; what is under way at the others is then forgotten.
+        What is under way at the end, of trajectories that were cancelled, is forgotten. Raises what a replica raised,
+        in whoever waits for it; what is under way at the others is then forgotten as well.
         """
         serving = Serving(self._workers, self._infos, params, trajectories)
         try:
@@ -77,6 +78,8 @@ class EnginePool:
                 self._workers.call("abort")
             raise
         await serving.stop()
+        if serving.under_way:
+            self._workers.call("abort")
 
     def infos(self) -> list[ModelInfo]:
         """What every replica holds now."""
@@ -154,7 +157,17 @@ class Serving:
         answer = self._answers[request.rid] = asyncio.get_running_loop().create_future()
         self._waiting.append(request)
         self._assign()
-        return await answer
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            with contextlib.suppress(ValueError):  # it has been given to a replica, which may still answer
+                self._waiting.remove(request)
+            raise
+
+    @property
+    def under_way(self) -> int:
+        """Requests at the replicas that are not answered."""
+        return sum(replica.under_way for replica in self._replicas)
 
     def leave(self) -> None:
         """A trajectory is finished and will ask for nothing more."""
@@ -220,7 +233,9 @@ class Serving:
                 if result.rid not in self._answers:
                     raise DataError("an engine answered a request that was not made", where=f"request {result.rid}")
                 replica.under_way -= 1
-                self._answers.pop(result.rid).set_result(result)
+                answer = self._answers.pop(result.rid)
+                if not answer.cancelled():
+                    answer.set_result(result)
             if not replica.under_way:
                 replica.work.clear()
             self._assign()

@@ -20,9 +20,8 @@ from megatron_stare.models import family_named
 from megatron_stare.rollout.decode import Decoded, decode_batch
 from megatron_stare.rollout.engine import Engine, GenerateRequest, GenerateResult, ModelInfo
 from megatron_stare.rollout.ledger import WeightLedger
-from megatron_stare.rollout.model_config import read_model_config
+from megatron_stare.rollout.model_folder import model_stop_token_ids, read_model_config
 from megatron_stare.rollout.state import EngineState, advance, require
-from megatron_stare.rollout.stop import model_stop_token_ids
 from megatron_stare.rollout.validate import check_params, check_requests
 from megatron_stare.weights.checksum import tensor_checksum
 

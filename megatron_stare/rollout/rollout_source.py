@@ -22,6 +22,9 @@ from megatron_stare.rollout.engine import GenerateRequest, GenerateResult
 from megatron_stare.rollout.engine_pool import EnginePool, Exported, Serving
 
 Progress = Callable[[int, int], None]  # is told trajectories finished and wanted
+Enough = Callable[
+    [Sequence[Trajectory]], bool
+]  # is told a prompt's trajectories, all verified; True: no more is needed
 
 
 class Verdict(Protocol):
@@ -79,29 +82,44 @@ class Rollouts:
     verify: Callable[[int], contextlib.AbstractAsyncContextManager[Judge]]
 
     def make(
-        self, prompts: Sequence[Prompt], samples: int, params: SamplingParams, progress: Progress = lambda *_: None
+        self,
+        prompts: Sequence[Prompt],
+        samples: int,
+        params: SamplingParams,
+        progress: Progress = lambda *_: None,
+        enough: Enough = lambda _: False,
     ) -> list[Trajectory]:
         """`samples` trajectories a prompt, in canonical order, verified as they come. Waits for the last verdict.
+
+        Args:
+            enough: once it says so, what is still being sampled is given up, and missing from what is returned.
 
         Raises:
             DataError: an engine or an environment broke its contract.
         """
-        return asyncio.run(self._make(prompts, samples, params, progress))
+        return asyncio.run(self._make(prompts, samples, params, progress, enough))
 
     async def _make(
-        self, prompts: Sequence[Prompt], samples: int, params: SamplingParams, progress: Progress
+        self, prompts: Sequence[Prompt], samples: int, params: SamplingParams, progress: Progress, enough: Enough
     ) -> list[Trajectory]:
         wanted = [(prompt, index) for prompt in prompts for index in range(samples)]
         found: list[Trajectory | None] = [None] * len(wanted)
-        made = 0
+        groups: dict[int, list[Trajectory]] = {prompt.cursor: [] for prompt in prompts}  # those that are verified
+        sampling: dict[int, asyncio.Task[None]] = {}
+        made, given_up = 0, False
 
         async def one(number: int, serving: Serving, judge: Judge) -> None:
             """One trajectory, from its prompt to its verdict."""
-            nonlocal made
+            nonlocal made, given_up
             prompt, index = wanted[number]
             try:
                 trajectory = await self.environment.run(prompt, self._generate(serving, prompt, index, params))
+            except asyncio.CancelledError:
+                if given_up:
+                    return
+                raise
             finally:
+                del sampling[number]
                 serving.leave()
             trajectory.prompt, trajectory.sample_index = prompt, index
             check_trajectory(trajectory, params.max_new_tokens)
@@ -111,10 +129,18 @@ class Rollouts:
             verdict = await judge.of(trajectory.text, prompt.answer)
             trajectory.reward, trajectory.reward_status = verdict.reward, verdict.status
             trajectory.answer_at = verdict.answer_at
+            group = groups[prompt.cursor]
+            group.append(trajectory)
+            if len(group) == samples and not given_up and enough(group):
+                given_up = True
+                for task in sampling.values():
+                    task.cancel()
 
         progress(0, len(wanted))
         async with self.verify(len(wanted)) as judge, self.pool.serving(params, len(wanted)) as serving:
-            await serving.finished([asyncio.create_task(one(i, serving, judge)) for i in range(len(wanted))])
+            for number in range(len(wanted)):
+                sampling[number] = asyncio.create_task(one(number, serving, judge))
+            await serving.finished(list(sampling.values()))
         return sorted((t for t in found if t is not None), key=lambda t: (t.prompt.cursor, t.sample_index))
 
     def _generate(self, serving: Serving, prompt: Prompt, index: int, params: SamplingParams) -> Generate:
@@ -143,10 +169,17 @@ class Rollouts:
         return generate
 
 
+class GroupSampling(Protocol):
+    """Which prompt groups a step trains on; see rollout/group_sampling.py."""
+
+    def collect(self, rollouts: Rollouts, params: SamplingParams, progress: Progress) -> list[Trajectory]: ...
+
+
 class SynchronousSource(RolloutSource):
     """Samples a step's batch when it is asked for, from the weights that were published last.
 
     Args:
+        groups: takes prompts, and says which of their trajectories a step trains on.
         sampling: for a step's number, how its trajectories are sampled.
         idle: called when a batch is made and the engines have nothing to do until the next `publish`.
     """
@@ -154,15 +187,12 @@ class SynchronousSource(RolloutSource):
     def __init__(
         self,
         rollouts: Rollouts,
-        prompts: PromptStream,
-        prompts_per_step: int,
-        samples_per_prompt: int,
+        groups: GroupSampling,
         sampling: Callable[[int], SamplingParams],
         progress: Progress = lambda *_: None,
         idle: Callable[[], None] = lambda: None,
     ) -> None:
-        self._rollouts, self._prompts = rollouts, prompts
-        self._prompts_per_step, self._samples_per_prompt = prompts_per_step, samples_per_prompt
+        self._rollouts, self._groups = rollouts, groups
         self._sampling, self._progress, self._idle = sampling, progress, idle
         self.version = -1  # of the newest weights
 
@@ -176,8 +206,7 @@ class SynchronousSource(RolloutSource):
         params = self._sampling(step)
         if params.greedy or params.top_p != 1:
             raise ValueError(f"training samples from the whole distribution, not with {params}")
-        prompts = self._prompts.take(self._prompts_per_step)
-        trajectories = self._rollouts.make(prompts, self._samples_per_prompt, params, self._progress)
+        trajectories = self._groups.collect(self._rollouts, params, self._progress)
         check_versions(trajectories, self.version)
         self._idle()
         return RolloutBatch.from_trajectories(trajectories, step)

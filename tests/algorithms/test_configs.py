@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from megatron_stare.algorithms import METHODS
 from megatron_stare.config.layers import read_yaml
-from megatron_stare.config.load import build_method, validate
+from megatron_stare.config.load import build_method, load_config, validate
+from megatron_stare.run.preflight import check
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIGS = sorted((ROOT / "configs/algorithm").glob("*.yaml"))
@@ -40,3 +43,26 @@ def test_the_page_names_settings_that_exist(name: str) -> None:
     named = {setting.split(".")[0] for row in rows for setting in re.findall(r"`(\w[\w.]*)`", row)}
     assert named
     assert named <= fields
+
+
+# optimizer steps a rollout batch, and of the warm-up, as the file's own source counts them
+PROMISED = {
+    "clip_cov": (8, 0),
+    "dapo": (16, 10 * 16),
+    "gspo": (4, 0),
+    "justrl": (4, 10 * 4),
+    "kl_cov": (8, 0),
+    "stapo": (4, 10 * 4),
+    "twenty_entropy": (16, 0),
+}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_the_configuration_passes_preflight_and_trains_as_it_promises(path: Path, tmp_path: Path) -> None:
+    """On a model with the positions of those it was published with."""
+    folder = shutil.copytree(ROOT / "assets/tiny-adder", tmp_path / "model")
+    shape = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**shape, "max_position_embeddings": 40960}))
+    run = check(load_config(path, [f"model.path={folder}"]))
+    updates, warmup = PROMISED.get(path.stem, (1, 0))
+    assert (run.config.batch.updates, run.config.optimizer.warmup_steps) == (updates, warmup)

@@ -15,8 +15,8 @@ from megatron_stare.config.load import build_method
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.preflight import check
 from megatron_stare.resolved import resolve_run
+from megatron_stare.run.preflight import check
 
 NAME = "my_method.MyMethod"
 REWARDS = [1.0, 0.0, 0.0, 1.0]

@@ -5,10 +5,10 @@ import math
 import pytest
 from test_report import Page
 
-from megatron_stare.observability.diagnostic_charts import parts
 from megatron_stare.observability.json_lines import to_line
 from megatron_stare.observability.paired import forecast_fit
-from megatron_stare.observability.report import write_report
+from megatron_stare.observability.report.diagnostic_charts import parts
+from megatron_stare.observability.report.page import write_report
 from megatron_stare.observability.run_files import read_runs
 
 EVERY = 5

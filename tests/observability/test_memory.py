@@ -10,7 +10,7 @@ from megatron_stare.observability import process_memory
 from megatron_stare.observability.process_memory import tree_pss_bytes
 
 MB = 2**20
-pytestmark = pytest.mark.skipif(tree_pss_bytes() is None, reason="needs Linux's /proc/<pid>/smaps_rollup")
+pytestmark = pytest.mark.skipif(tree_pss_bytes() is None, reason="only Linux tells")
 
 # Writes to every page, for untouched memory takes no room; then holds it until stdin closes.
 HOLD = "import sys; x = b'x' * ({mb} << 20); print('ready', flush=True); sys.stdin.read()"
@@ -61,11 +61,16 @@ def test_processes_that_are_gone_count_as_nothing(start):
     assert tree_pss_bytes(2**22 + 1) == 0  # above the largest pid there can be
 
 
-def test_a_process_that_vanishes_between_listing_and_reading(monkeypatch):
-    monkeypatch.setattr(process_memory, "_tree", lambda pid: {pid, 2**22 + 1})
+def test_a_process_that_vanishes_between_listing_and_reading(start, monkeypatch):
+    child = start(HOLD.format(mb=1))
+    listed = {psutil.Process(), psutil.Process(child.pid)}
+    child.stdin.close()
+    child.wait()
+    child.stdin = None
+    monkeypatch.setattr(process_memory, "_tree", lambda pid: listed)
     assert tree_pss_bytes() > MB
 
 
-def test_none_without_proc(monkeypatch, tmp_path):
-    monkeypatch.setattr(process_memory, "_PROC", tmp_path)
+def test_none_where_the_kernel_does_not_tell(monkeypatch):
+    monkeypatch.setattr(psutil.Process, "memory_full_info", psutil.Process.memory_info)  # as psutil has it there
     assert tree_pss_bytes() is None

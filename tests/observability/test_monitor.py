@@ -18,8 +18,8 @@ from megatron_stare.batch import Prompt
 from megatron_stare.config.load import load_config
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, UserError
-from megatron_stare.observability.metrics import read_metrics
 from megatron_stare.observability.monitor import Monitor
+from megatron_stare.observability.run_files import read_metrics
 from megatron_stare.observability.sink import RunOutline, Sink, make_sinks
 from megatron_stare.observability.sinks import SINKS
 from megatron_stare.observability.sinks.console import Console

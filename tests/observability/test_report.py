@@ -12,7 +12,7 @@ import pytest
 from megatron_stare.errors import DataError
 from megatron_stare.observability.figures import verdict
 from megatron_stare.observability.json_lines import to_line
-from megatron_stare.observability.report import write_report
+from megatron_stare.observability.report.page import write_report
 from megatron_stare.observability.run_files import read_run
 from megatron_stare.observability.scales import intervals_on, nice_ticks, short, smooth, thin, tick_label
 
@@ -198,7 +198,7 @@ def test_entropy_far_above_its_target_gets_a_second_chart(tmp_path):
 
 
 def test_reading_a_report_needs_no_torch():
-    code = "import sys, megatron_stare.observability.report; sys.exit('torch' in sys.modules)"
+    code = "import sys, megatron_stare.observability.report.page; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_stare.config.schema import Config
 from megatron_stare.orchestration import engine_worker
-from megatron_stare.orchestration.weight_stream import WeightStream
+from megatron_stare.orchestration.groups import WeightStream
 from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.sglang.server_engine import SGLangEngine
 from megatron_stare.rollout.sglang.tensor_sync import TensorSync

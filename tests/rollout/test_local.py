@@ -16,10 +16,10 @@ from megatron_stare.errors import ConfigError, DataError, NonFiniteError
 from megatron_stare.rollout import decode
 from megatron_stare.rollout.engine import GenerateRequest, WeightUpdateError
 from megatron_stare.rollout.local import LocalEngine
+from megatron_stare.rollout.model_folder import stop_token_ids
 from megatron_stare.rollout.replicas import resolve_engine
 from megatron_stare.rollout.sampling import choose_tokens
 from megatron_stare.rollout.state import EngineState, EngineStateError
-from megatron_stare.rollout.stop import stop_token_ids
 from megatron_stare.weights.checksum import tensor_checksum
 
 VOCAB, STOP, CONTEXT = 20, 1, 64

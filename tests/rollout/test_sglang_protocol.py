@@ -12,7 +12,7 @@ from megatron_stare.batch import SamplingParams
 from megatron_stare.models.qwen2 import FAMILY as QWEN2
 from megatron_stare.models.qwen3_moe import FAMILY as QWEN3_MOE
 from megatron_stare.rollout.engine import GenerateRequest
-from megatron_stare.rollout.sglang.cpu_hash import murmur_hash32
+from megatron_stare.rollout.sglang.cpu_platform import murmur_hash32
 from megatron_stare.rollout.sglang.fingerprint import Fingerprint, differences
 from megatron_stare.rollout.sglang.protocol import (
     SGLangError,

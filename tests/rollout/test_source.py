@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 from environments.check_again import CheckAgain
 from safetensors.torch import load_file
+from support.replicas import Replicas, Stream
 
 from megatron_stare.batch import Prompt, SamplingParams
 from megatron_stare.config.schema import Config
@@ -25,7 +25,9 @@ from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory, sampled_t
 from megatron_stare.rewards.verifier_pool import Verdict
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult
 from megatron_stare.rollout.engine_pool import EnginePool
+from megatron_stare.rollout.group_sampling import EveryGroup
 from megatron_stare.rollout.local import LocalEngine
+from megatron_stare.rollout.model_folder import load_tokenizer
 from megatron_stare.rollout.rollout_source import (
     Rollouts,
     SynchronousSource,
@@ -33,7 +35,6 @@ from megatron_stare.rollout.rollout_source import (
     check_trajectory,
     check_versions,
 )
-from megatron_stare.rollout.text import load_tokenizer, with_text
 from megatron_stare.rollout.validate import check_params
 from megatron_stare.workers import Workers
 
@@ -55,47 +56,6 @@ def local_engine(max_batch: int = 256, version: int = 5) -> LocalEngine:
     engine.update_weights(list(load_file(MODEL / "model.safetensors").items()))
     engine.end_weight_update()
     return engine
-
-
-class Replicas(Workers):
-    """Engines of this process. The calls under way are answered in an order drawn from a seed, not in that in which
-    they were made: what a run samples must not hang on which replica is faster."""
-
-    def __init__(self, engines: Sequence[Any], seed: int | None = None) -> None:
-        self.engines = list(engines)
-        self.given: list[list[list[str]]] = [[] for _ in engines]  # by engine and call, the requests
-        self.aborted = 0
-        self._order = random.Random(seed) if seed is not None else None
-
-    def __len__(self) -> int:
-        return len(self.engines)
-
-    def start_on(self, worker: int, method: str, *args: Any) -> Any:
-        engine = self.engines[worker]
-        if method == "bring_up":
-            return engine.model_info()
-        if method == "abort":
-            self.aborted += 1
-            return engine.abort()
-        assert method == "advance"
-        requests, params, wait_s = args
-        if requests:
-            self.given[worker].append([r.rid for r in requests])
-            engine.submit(requests, params)
-        return [with_text(result, TOKENIZER) for result in engine.collect(wait_s)]
-
-    def wait(self, handles: Sequence[Any], on_done: Any = None) -> list[Any]:
-        return list(handles)
-
-    async def result(self, handle: Any) -> Any:
-        for _ in range(1 + (self._order.randrange(50) if self._order else 0)):
-            await asyncio.sleep(0)
-        return handle
-
-    def share(self, value: Any) -> Any:
-        return value
-
-    def close(self) -> None: ...
 
 
 class LengthJudge:
@@ -310,22 +270,11 @@ def test_training_samples_from_the_whole_distribution(tokenizer):
     for wrong in (replace(PARAMS, top_p=0.9), replace(PARAMS, greedy=True)):
         stream = Stream(prompts(tokenizer, 4))
         made = rollouts(Replicas([local_engine()]), SingleTurn(CONFIG, tokenizer))
-        source = SynchronousSource(made, stream, 2, 2, lambda step, params=wrong: params)
+        source = SynchronousSource(made, EveryGroup(stream, 2, 2), lambda step, params=wrong: params)
         source.version = 5
         with pytest.raises(ValueError, match="whole distribution"):
             source.next(1)
         assert len(stream.left) == 4
-
-
-class Stream:
-    """Prompts of a list."""
-
-    def __init__(self, left: list[Prompt]) -> None:
-        self.left = left
-
-    def take(self, n: int) -> list[Prompt]:
-        taken, self.left = self.left[:n], self.left[n:]
-        return taken
 
 
 @pytest.mark.parametrize("top_p", [0.0, -0.5, 1.5])

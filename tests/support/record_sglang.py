@@ -19,7 +19,7 @@ from megatron_stare.batch import SamplingParams
 from megatron_stare.models.qwen2 import FAMILY as QWEN2
 from megatron_stare.rollout.engine import GenerateRequest
 from megatron_stare.rollout.sglang.client import SGLangClient
-from megatron_stare.rollout.sglang.protocol import generate_body, prompt_log_probs_body
+from megatron_stare.rollout.sglang.protocol import generate_body, prompt_body
 from megatron_stare.rollout.sglang.replica import make_sync
 from megatron_stare.rollout.sglang.update import WeightUpdate
 
@@ -80,7 +80,7 @@ async def record(client: Recorder) -> dict[str, Any]:
     await ask("before the swap", "length")
     await update(3, B, "retract")
     found["two versions"] = await swapped
-    body = prompt_log_probs_body(SCORED, "score")
+    body = prompt_body(SCORED, "score")
     scored = {"body": body, "answer": await client.generate(body)}
     await client.server_info()
     await client.pause("abort")

@@ -31,7 +31,7 @@ def loss_aggregation(group: Fields, file: Any) -> None:
             group.expect(key, aggregate(batch, loss, how, int(length)))
     for key, _ in group.keys(r"verl_legacy_token_mean_microbatches_\d+_\d+"):
         parts = (pad(mask, rows) for rows in first_and_rest(mask))
-        group.expect(key, sum(aggregate(part.batch, values[part.loss_mask], "micro_batch_mean") for part in parts))
+        group.expect(key, sum(aggregate(part.batch, values[part.mask], "micro_batch_mean") for part in parts))
 
 
 def gspo_tokens(group: Fields) -> Padded:

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from megatron_stare.errors import DataError
 from megatron_stare.observability.json_lines import keep, to_line, write_atomically
-from megatron_stare.observability.metrics import EVAL_FILE, METRICS_FILE, ROLLOUTS_DIR
+from megatron_stare.observability.run_files import EVAL_FILE, METRICS_FILE, ROLLOUTS_DIR
 from megatron_stare.observability.sink import RunOutline, Sink
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import Trajectory

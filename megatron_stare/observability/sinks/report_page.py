@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_stare.observability.report import write_report
+from megatron_stare.observability.report.page import write_report
 from megatron_stare.observability.sink import RunOutline, Sink
 
 

@@ -116,11 +116,13 @@ class SGLangClient:
         await self._call("POST", "/flush_cache", {})
 
     async def release_memory(self) -> None:
-        """Lets go of weights and cache. The server dies of it while a request is under way."""
+        """Lets go of weights and cache, where the server was started with --enable-memory-saver (CUDA only); any other,
+        a CPU server among them, accepts the call and keeps everything. Both drop the prefix cache, and a server dies of
+        it while a request is under way."""
         await self._call("POST", "/release_memory_occupation", {})
 
     async def resume_memory(self) -> None:
-        """Takes the memory again. The server dies of it where none was released."""
+        """Takes the memory again, whose contents are undefined. The server dies of it where none was released."""
         await self._call("POST", "/resume_memory_occupation", {})
 
     async def begin_weight_update(self) -> None:

@@ -18,9 +18,8 @@ from torch import Tensor
 from megatron_stare.batch import SamplingParams
 from megatron_stare.models import family_named
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, ModelInfo, ServedEngine
-from megatron_stare.rollout.model_config import read_model_config
+from megatron_stare.rollout.model_folder import model_stop_token_ids, read_model_config
 from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
-from megatron_stare.rollout.sglang.offload import release, resume
 from megatron_stare.rollout.sglang.protocol import (
     SGLangError,
     check_flags,
@@ -35,7 +34,6 @@ from megatron_stare.rollout.sglang.stop_probe import probe_stop
 from megatron_stare.rollout.sglang.sync import DTYPES, WeightSync
 from megatron_stare.rollout.sglang.update import WeightUpdate
 from megatron_stare.rollout.state import EngineState, advance, require
-from megatron_stare.rollout.stop import model_stop_token_ids
 from megatron_stare.rollout.validate import check_params, check_requests
 
 T = TypeVar("T")
@@ -192,11 +190,17 @@ class SGLangEngine(ServedEngine):
     def release_memory(self) -> None:
         require(self._state, EngineState.HEALTHY, "release its memory")
         self._state = advance(self._state, EngineState.RELEASED)
-        self._run(release([self._client]))
+        self._run(self._release())
+
+    async def _release(self) -> None:
+        """A server with a request under way would die of it, so it is paused first and asked whether it is idle."""
+        await self._client.pause("abort")
+        await self._client.flush()
+        await self._client.release_memory()
 
     def resume_memory(self) -> None:
         require(self._state, EngineState.RELEASED, "resume its memory")
-        self._run(resume([self._client]))
+        self._run(self._client.resume_memory())
         self._state = advance(self._state, EngineState.DIRTY)
 
     def memory_mb(self) -> float | None:

@@ -12,15 +12,14 @@ from megatron_stare.data.prompt_source import PromptSource, make_source
 from megatron_stare.environments.environment import Environment
 from megatron_stare.errors import ConfigError
 from megatron_stare.models import read_shape
-from megatron_stare.observability.metrics import evaluated_steps
+from megatron_stare.observability.run_files import evaluated_steps
 from megatron_stare.observability.sink import Sink, make_sinks
 from megatron_stare.performance import hints
-from megatron_stare.preflight import check, check_checkpoints, check_runner
 from megatron_stare.resolved import ResolvedRun
-from megatron_stare.resuming import check_resume, find_run, resume_point
 from megatron_stare.rewards.verifier_pool import VerifierPool
-from megatron_stare.rollout.stop import stop_token_ids
-from megatron_stare.rollout.text import load_tokenizer
+from megatron_stare.rollout.model_folder import load_tokenizer, stop_token_ids
+from megatron_stare.run.preflight import check, check_checkpoints, check_runner
+from megatron_stare.run.resuming import check_resume, find_run, resume_point
 from megatron_stare.run_state import CONFIG, check_place
 from megatron_stare.tasks.task import Evaluation, Task, evaluation_tasks, training_task
 from megatron_stare.weights.hf_folder import exported_step

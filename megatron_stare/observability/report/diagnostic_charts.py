@@ -1,6 +1,6 @@
 """The report's charts of the entropy forecast and of the signs of reward hacking; docs/diagnostics.md explains each.
 
-Comes from the metric series of one or more runs; goes to `report.py`. What no run recorded is left out.
+Comes from the metric series of one or more runs; goes to `page.py`. What no run recorded is left out.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_stare.observability.charts import SMOOTH_FROM, Chart, Line
 from megatron_stare.observability.paired import forecast_fit
-from megatron_stare.observability.report_style import PALETTE
+from megatron_stare.observability.report.charts import PALETTE, SMOOTH_FROM, Chart, Line
 from megatron_stare.observability.run_files import RunRecord
 from megatron_stare.observability.scales import short, smooth
 from megatron_stare.observability.signals import FEW_TOKENS, NGRAM

@@ -1,16 +1,14 @@
 """Line charts over training steps as inline SVG.
 
-Comes from the metric series of one or more runs; goes into the HTML of `report.py`. Colours are CSS classes (c0, c1,
+Comes from the metric series of one or more runs; goes into `page.html.jinja`. Colours are CSS classes (c0, c1,
 ...), so the page's light and dark palettes apply; the numbers under the pointer travel along as JSON.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any
 
 from megatron_stare.observability.scales import Points, nice_ticks, short, smooth, thin, tick_label
@@ -19,6 +17,7 @@ WIDTH, HEIGHT = 560, 262
 LEFT, RIGHT, TOP, BOTTOM = 50, 14, 12, 40
 LANE = 7  # height of one run's gate lane, where several runs share a chart
 SMOOTH_FROM = 12  # points; a shorter series is drawn as it is
+PALETTE = 6  # colours c0..c5; a seventh run starts over
 OWN_COLOUR = -1  # of what belongs to no run: a target that all runs share
 HOVER_POINTS = 400  # positions the pointer can stop at
 
@@ -73,12 +72,22 @@ class _Frame:
         return self.bottom - (value - low) / (high - low) * (self.bottom - TOP)
 
 
-def render(chart: Chart) -> str:
-    """The chart as an HTML <figure>; a quiet placeholder where no run has the metric."""
-    head = f"<h3>{escape(chart.title)} <span>{escape(chart.unit)}</span></h3>"
+@dataclass(frozen=True)
+class Drawing:
+    """A chart's picture, `lines` in it, and the numbers that its pointer shows."""
+
+    width: int
+    height: int
+    svg: str  # numbers and names of ours: nothing in it is from outside
+    lines: Sequence[Line]
+    hover: dict[str, Any]
+
+
+def draw(chart: Chart) -> Drawing | None:
+    """None where no run has the metric."""
     lines = [line for line in chart.lines if any(math.isfinite(v) for v in line.values)]
     if not lines:
-        return f'<figure class="chart empty">{head}<p>not recorded</p></figure>'
+        return None
     frame = _frame(chart, lines)
     _gates(frame, chart)
     _grid(frame)
@@ -87,17 +96,8 @@ def render(chart: Chart) -> str:
         _target(frame, target, chart.band)
     for line in lines:
         _line(frame, line, chart.raw)
-    frame.parts.append("</g>")
-    body = "".join(frame.parts)
-    caption = f"<figcaption>{escape(chart.caption)}</figcaption>" if chart.caption else ""
-    names = [f'<li><span class="dot c{line.colour}"></span>{escape(line.label)}</li>' for line in lines]
-    key = f'<ul class="legend">{"".join(names)}</ul>' if chart.key else ""
-    return (
-        f'<figure class="chart">{head}{key}'
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(chart.title)} over training steps">'
-        f'{body}<line class="cursor" y1="{TOP}" y2="{frame.bottom:g}" hidden></line></svg>'
-        f'<script type="application/json">{_hover(frame, chart, lines)}</script>{caption}</figure>'
-    )
+    frame.parts.append(f'</g><line class="cursor" y1="{TOP}" y2="{frame.bottom:g}" hidden></line>')
+    return Drawing(WIDTH, HEIGHT, "".join(frame.parts), lines, _hover(frame, chart, lines))
 
 
 def _frame(chart: Chart, lines: Sequence[Line]) -> _Frame:
@@ -199,7 +199,7 @@ def _path(frame: _Frame, points: Points) -> str:
     return "M" + "L".join(f"{frame.x(x):.1f} {frame.y(y):.1f}" for x, y in points)
 
 
-def _hover(frame: _Frame, chart: Chart, lines: Sequence[Line]) -> str:
+def _hover(frame: _Frame, chart: Chart, lines: Sequence[Line]) -> dict[str, Any]:
     steps = sorted({step for line in lines for step in line.steps})
     stride = math.ceil(len(steps) / HOVER_POINTS)
     stops = steps[::stride]
@@ -214,6 +214,4 @@ def _hover(frame: _Frame, chart: Chart, lines: Sequence[Line]) -> str:
         for _, spans in chart.gates:
             on = ["on" if any(low <= step <= high for low, high in spans) else "off" for step in stops]
             rows.append({"name": "gate", "colour": OWN_COLOUR, "values": on})
-    data = {"steps": stops, "x": [round(frame.x(step), 1) for step in stops], "rows": rows}
-    # "<" is all that could end the script element early; escaped, it is still JSON
-    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return {"steps": stops, "x": [round(frame.x(step), 1) for step in stops], "rows": rows}

@@ -10,26 +10,27 @@ from pathlib import Path
 from types import TracebackType
 
 from megatron_stare.batch import Prompt
+from megatron_stare.data.prompt_queue import PromptQueue
 from megatron_stare.environments.environment import Environment
 from megatron_stare.errors import RewardFailureError
-from megatron_stare.evaluate import evaluate
 from megatron_stare.interruption import ClosingStack, Standing, raise_if_received, stopped_at
-from megatron_stare.observability.metrics import evaluated_steps
 from megatron_stare.observability.monitor import Monitor
+from megatron_stare.observability.run_files import evaluated_steps
 from megatron_stare.observability.sink import RunOutline
-from megatron_stare.opening import Inputs, check_dump_step
 from megatron_stare.orchestration.agreement_watch import AgreementWatch
-from megatron_stare.orchestration.colocation import Colocation
 from megatron_stare.orchestration.groups import Runner
 from megatron_stare.orchestration.policy_trainer import PolicyTrainer
-from megatron_stare.orchestration.training_source import TrainingSource
-from megatron_stare.preflight import notices
+from megatron_stare.orchestration.training_source import Colocation, TrainingSource
 from megatron_stare.records.trajectory import Trajectory
 from megatron_stare.resolved import ResolvedRun
-from megatron_stare.resuming import find_run, resume_point
 from megatron_stare.rewards.verdicts import Verdicts, verdicts
 from megatron_stare.rewards.verifier_pool import TooManyFailuresError, VerifierPool
+from megatron_stare.rollout.group_sampling import make_groups
 from megatron_stare.rollout.rollout_source import Rollouts, SynchronousSource, check_versions
+from megatron_stare.run.evaluate import evaluate
+from megatron_stare.run.opening import Inputs, check_dump_step
+from megatron_stare.run.preflight import notices
+from megatron_stare.run.resuming import find_run, resume_point
 from megatron_stare.run_state import RunDir, RunState
 from megatron_stare.tasks.task import Evaluation
 from megatron_stare.weights.hf_folder import write_folder
@@ -51,7 +52,8 @@ class Session:
 
     def __init__(self, inputs: Inputs, *, resume: bool = False, dump_step: int | None = None) -> None:
         self.config = config = inputs.config
-        method, self.source, self.stop_ids = inputs.run.method, inputs.source, inputs.stop_ids
+        method, self.stop_ids = inputs.run.method, inputs.stop_ids
+        self.source = PromptQueue(inputs.source)
         self.task, self.evaluations = inputs.task, inputs.evaluations
         self.state = RunState(data=self.source.state(), method=method.initial_state())
         with ClosingStack() as stack:
@@ -85,11 +87,11 @@ class Session:
             agreement = AgreementWatch(inputs.run, self.ranks, self.engines)
             colocation = Colocation(config, self.engines)
             self.monitor.gauges.append(lambda: colocation.metrics)
+            groups = make_groups(config.batch, self.source)
+            self.monitor.gauges.append(lambda: groups.metrics)
             self.samples = SynchronousSource(
                 self._rollouts(self.task.verifier, inputs.environment),
-                self.source,
-                config.batch.prompts,
-                config.batch.samples_per_prompt,
+                groups,
                 lambda step: self.task.sampling(step, config.run.seed, self.stop_ids),
                 self.monitor.progress,
                 colocation.release,

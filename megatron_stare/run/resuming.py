@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron_stare.config.load import load_recorded, with_absolute_paths
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, DataError, UserError
-from megatron_stare.observability.metrics import METRICS_FILE, read_metrics
+from megatron_stare.observability.run_files import METRICS_FILE, read_metrics
 from megatron_stare.run_state import CONFIG, RunState, complete_checkpoints, refuse_busy
 from megatron_stare.weights.torch_dist import check_files
 

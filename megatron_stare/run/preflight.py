@@ -33,6 +33,7 @@ def check(config: Config) -> ResolvedRun:
     check_weights(config.model.path, shape)
     check_reference(config, method, shape)
     check_updates(config)
+    check_rounds(config)
     check_statistics(config, method)
     check_head(config, method)
     check_optimizer(config)
@@ -114,6 +115,18 @@ def check_updates(config: Config) -> None:
         f"{prompts} prompt groups cannot be cut into mini-batches of {mini_batch}",
         where="batch.mini_batch_prompts",
         fix=f"use a divisor of batch.prompts; the nearest is {nearest}",
+    )
+
+
+def check_rounds(config: Config) -> None:
+    """Raises ConfigError where dynamic sampling cannot give as many prompt groups as a step takes."""
+    batch = config.batch
+    if batch.generate_prompts is None or batch.generate_prompts * batch.max_rounds >= batch.prompts:
+        return
+    raise ConfigError(
+        f"{batch.max_rounds} rounds of {batch.generate_prompts} prompt groups cannot give the step's {batch.prompts}",
+        where="batch.generate_prompts",
+        fix=f"at least {-(-batch.prompts // batch.max_rounds)}; published recipes make three times batch.prompts",
     )
 
 

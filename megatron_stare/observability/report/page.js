@@ -1,0 +1,27 @@
+for (const figure of document.querySelectorAll("figure.chart:not(.empty)")) {
+  const data = JSON.parse(figure.querySelector("script").textContent);
+  const svg = figure.querySelector("svg"), cursor = svg.querySelector(".cursor");
+  const tip = figure.appendChild(document.createElement("div"));
+  tip.className = "tip"; tip.hidden = true;
+  const row = (name, value, colour) => {
+    const div = document.createElement("div"), b = document.createElement("b");
+    if (colour >= 0) {
+      const dot = div.appendChild(document.createElement("span"));
+      dot.className = "dot c" + colour;
+    }
+    div.append(name); b.textContent = value; div.append(b); return div;
+  };
+  svg.addEventListener("pointermove", (event) => {
+    const box = svg.getBoundingClientRect(), scale = box.width / svg.viewBox.baseVal.width;
+    const x = (event.clientX - box.left) / scale;
+    let i = 0;
+    data.x.forEach((at, k) => { if (Math.abs(at - x) < Math.abs(data.x[i] - x)) i = k; });
+    cursor.setAttribute("x1", data.x[i]); cursor.setAttribute("x2", data.x[i]);
+    cursor.removeAttribute("hidden"); tip.hidden = false;
+    tip.replaceChildren(row("step", data.steps[i], -1), ...data.rows.map((r) => row(r.name, r.values[i], r.colour)));
+    const left = svg.offsetLeft || box.left - figure.getBoundingClientRect().left, at = left + data.x[i] * scale;
+    tip.style.left = (data.x[i] * scale > box.width / 2 ? at - tip.offsetWidth - 12 : at + 12) + "px";
+    tip.style.top = box.top - figure.getBoundingClientRect().top + 14 + "px";
+  });
+  svg.addEventListener("pointerleave", () => { cursor.setAttribute("hidden", ""); tip.hidden = true; });
+}

@@ -1,0 +1,151 @@
+"""The run report: one self-contained HTML file that says how training went.
+
+Comes from the files of one or more run directories (config.yaml, metrics.jsonl, eval.jsonl); goes to report.html. It
+loads nothing from anywhere, so it can be mailed, archived and opened without a network. Here is what it says;
+`page.html.jinja` is the page, complete without its script.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from megatron_stare.errors import DataError
+from megatron_stare.observability.figures import settings, verdict
+from megatron_stare.observability.json_lines import Record
+from megatron_stare.observability.paired import BAND
+from megatron_stare.observability.report.charts import OWN_COLOUR, PALETTE, Chart, Line, draw
+from megatron_stare.observability.report.diagnostic_charts import parts
+from megatron_stare.observability.run_files import RunRecord, read_runs, result_name
+from megatron_stare.observability.scales import intervals_on, short
+
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+_TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+_ZOOM = 2.5  # times the target; entropy that starts above it hides the band, so a second chart leaves its top out
+_CHARTS = (  # metric, title, unit
+    ("response/length_mean", "Response length", "tokens, mean over the batch"),
+    ("optimizer/grad_norm", "Gradient norm", "before clipping"),
+    ("loss/clip_fraction", "Clip fraction", "share of tokens"),
+    ("perf/tokens_per_s", "Throughput", "tokens a second"),
+)
+
+
+def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
+    """Writes the report of one run, or of several overlaid in the same charts.
+
+    Returns:
+        `out`.
+
+    Raises:
+        DataError: no run directory given, one of them holds nothing a run writes, or `out` cannot be written.
+    """
+    if not run_dirs:
+        raise DataError("no run directory given")
+    page = _page(read_runs(run_dirs))
+    out = Path(out)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(page, encoding="utf-8")
+        os.replace(temporary, out)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise DataError(
+            f"the report cannot be written ({error.strerror})", where=str(out), fix="name another file: --out FILE"
+        ) from error
+    return out
+
+
+def _page(runs: Sequence[RunRecord]) -> str:
+    by_run = [{figure.label: figure for figure in verdict(run)} for run in runs]
+    labels = dict.fromkeys(label for figures in sorted(by_run, key=len, reverse=True) for label in figures)
+    facts = [dict(settings(run)) for run in runs]
+    if len(runs) > 1:
+        heading, subheading = f"{len(runs)} runs compared", ", ".join(run.name for run in runs)
+    else:
+        heading = runs[0].name
+        subheading = " · ".join(facts[0][key] for key in ("Algorithm", "Model", "Batch") if key in facts[0])
+    return _TEMPLATES.get_template("page.html.jinja").render(
+        runs=runs,
+        palette=PALETTE,
+        draw=draw,
+        short=short,
+        heading=heading,
+        subheading=subheading,
+        figures=[(label, [figures.get(label) for figures in by_run]) for label in labels],
+        charts=_charts(runs),
+        parts=parts(runs),
+        samples=[(run.name, task, rows) for run in runs for task in run.tasks if (rows := _samples(run.on_task(task)))],
+        settings=[
+            (label, [each.get(label) for each in facts])
+            for label in dict.fromkeys(key for each in facts for key in each)
+        ],
+    )
+
+
+def _charts(runs: Sequence[RunRecord]) -> list[Chart]:
+    charts = [Chart("Reward", "mean over the batch", _lines(runs, "reward/mean")), *_entropy(runs)]
+    charts += [Chart(title, unit, _lines(runs, key)) for key, title, unit in _CHARTS]
+    for task in dict.fromkeys(task for run in runs for task in run.tasks):
+        evals = [(run.name, i % PALETTE, run.on_task(task).evals) for i, run in enumerate(runs)]
+        if all(len(records) <= 2 for _, _, records in evals):  # before and after alone are in the figures already
+            continue
+        lines = [
+            Line(name, colour, [e["step"] for e in records], [e.get("pass1", math.nan) for e in records])
+            for name, colour, records in evals
+        ]
+        title = f"Evaluation, {task}" if task else "Evaluation"
+        unit = " or ".join(dict.fromkeys(result_name(e) for _, _, records in evals for e in records))
+        charts.append(Chart(title, f"{unit}, sampled", lines, raw=True))
+    return charts
+
+
+def _lines(runs: Sequence[RunRecord], key: str) -> list[Line]:
+    return [Line(run.name, i % PALETTE, *run.series(key)) for i, run in enumerate(runs)]
+
+
+def _entropy(runs: Sequence[RunRecord]) -> list[Chart]:
+    targets = {
+        (min(known), max(known)): line  # runs with the same target share one band, as long as the longest
+        for line in sorted(_lines(runs, "entropy/target"), key=lambda line: len(line.values))
+        if (known := [value for value in line.values if math.isfinite(value)])
+    }
+    gates = [(g, intervals_on(g.steps, g.values)) for g in _lines(runs, "stare/gate") if g.values]
+    drawn = [
+        replace(line, label="target", colour=OWN_COLOUR if len(targets) == 1 else line.colour)
+        for line in targets.values()
+    ]
+    parts = [f"Dashed: target with ±{BAND:.0%}."] if targets else []
+    if gates:
+        parts.append("Shaded strips: gate on." if len(gates) == 1 else "Strips below: gate on, one lane a run.")
+    chart = Chart(
+        "Entropy", "nats, mean over the batch", _lines(runs, "entropy/mean"), drawn, BAND, gates, " ".join(parts)
+    )
+    ceiling = _ZOOM * max((high for _, high in targets), default=math.inf)
+    if not any(value > ceiling for line in chart.lines for value in line.values):
+        return [chart]
+    return [chart, replace(chart, title="Entropy near the target", y_limit=ceiling)]
+
+
+def _samples(run: RunRecord) -> list[tuple[object, object, Record | None, Record | None]]:
+    """Prompt, answer, and the samples of it before and after training."""
+    before = {s.get("prompt"): s for s in (run.before or {}).get("samples") or []}
+    after = {s.get("prompt"): s for s in (run.after or {}).get("samples") or []}
+    return [
+        (prompt, (after.get(prompt) or before[prompt]).get("answer"), before.get(prompt), after.get(prompt))
+        for prompt in dict.fromkeys([*after, *before])
+    ]

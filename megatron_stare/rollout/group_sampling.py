@@ -1,0 +1,161 @@
+"""Which prompt groups a step trains on: those that come, or those that teach something (dynamic sampling).
+
+Shape legend: a group is all of a prompt's trajectories.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+from megatron_stare.batch import Prompt, SamplingParams
+from megatron_stare.config.schema import BatchConfig
+from megatron_stare.records.trajectory import Trajectory
+from megatron_stare.rollout.rollout_source import Progress, PromptStream, Rollouts
+
+Group = list[Trajectory]
+
+
+class Groups(ABC):
+    """Makes a step's trajectories of a stream of prompts."""
+
+    metrics: dict[str, float]
+    """Of the last step."""
+
+    @abstractmethod
+    def collect(self, rollouts: Rollouts, params: SamplingParams, progress: Progress) -> list[Trajectory]:
+        """Trajectories of as many whole groups as a step takes, verified, in canonical order."""
+
+
+class EveryGroup(Groups):
+    """The groups of the next prompts, whatever their rewards.
+
+    Args:
+        groups: prompt groups a step.
+        samples: trajectories a prompt.
+    """
+
+    def __init__(self, prompts: PromptStream, groups: int, samples: int) -> None:
+        self._prompts, self._groups, self._samples = prompts, groups, samples
+        self.metrics = {}
+
+    def collect(self, rollouts: Rollouts, params: SamplingParams, progress: Progress) -> list[Trajectory]:
+        """See Groups."""
+        return rollouts.make(self._prompts.take(self._groups), self._samples, params, progress)
+
+
+class ReturnablePrompts(PromptStream, Protocol):
+    """See data.prompt_queue.PromptQueue."""
+
+    def give_back(self, n: int) -> None: ...
+
+
+class InformativeGroups(Groups):
+    """The first groups, in the order of their prompts, whose rewards differ: dynamic sampling (DAPO, arXiv 2503.14476,
+    section 3.2).
+
+    A group whose verified rewards are all equal has no advantage and is dropped, by the verifier's rewards and not the
+    shaped ones. Prompts are sampled in rounds. Which groups are taken does not depend on the clock, nor on how long
+    responses are: it is settled when the first groups in canonical order, all of them whole, hold enough that are
+    informative. What is still being sampled then is given up, and prompts behind the last group taken go back to the
+    stream, for the next step.
+
+    Where the rounds did not give enough, the step is filled up with dropped groups, the first ones first: they push
+    nothing, but their tokens count where a loss is divided by tokens.
+
+    Args:
+        groups: prompt groups a step.
+        samples: trajectories a prompt.
+        per_round: prompt groups that are sampled together; times `most_rounds` at least `groups`.
+    """
+
+    def __init__(self, prompts: ReturnablePrompts, groups: int, samples: int, per_round: int, most_rounds: int) -> None:
+        if per_round * most_rounds < groups:
+            raise ValueError(f"{most_rounds} rounds of {per_round} groups cannot give {groups}")
+        self._prompts, self._groups, self._samples = prompts, groups, samples
+        self._per_round, self._most_rounds = per_round, most_rounds
+        self.metrics = {}
+
+    def collect(self, rollouts: Rollouts, params: SamplingParams, progress: Progress) -> list[Trajectory]:
+        """See Groups."""
+        taken: list[Group] = []
+        dropped: list[Group] = []
+        sampled, rounds, surplus = 0, 0, 0
+        while len(taken) < self._groups and rounds < self._most_rounds:
+            asked = self._prompts.take(self._per_round)
+            settled = _Settled(asked, self._groups - len(taken))
+            made = rollouts.make(asked, self._samples, params, progress, settled.by)
+            rounds, sampled = rounds + 1, sampled + tokens_of(made)
+            used = settled.first()
+            surplus = len(asked) - len(used)
+            self._prompts.give_back(surplus)
+            taken += [group for group in used if informative(group)]
+            dropped += [group for group in used if not informative(group)]
+        short = self._groups - len(taken)
+        step = sorted(taken + dropped[:short], key=lambda group: group[0].prompt.cursor)
+        trained = sum(tokens_of(group) for group in step)
+        everything = [t.reward for group in taken + dropped for t in group if t.reward is not None]
+        self.metrics = {
+            "sampling/rounds": rounds,
+            "sampling/dropped": len(dropped) / len(taken + dropped),
+            "sampling/filled_up": short,
+            "sampling/given_back": surplus,
+            "sampling/waste": 1 - trained / sampled,
+            "sampling/reward_mean": sum(everything) / len(everything) if everything else float("nan"),
+        }
+        return [trajectory for group in step for trajectory in group]
+
+
+class _Settled:
+    """Whether the groups that are whole settle which of a round are used.
+
+    Args:
+        prompts: of the round, in canonical order.
+        wanted: informative groups.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], wanted: int) -> None:
+        self._cursors = [prompt.cursor for prompt in prompts]
+        self._wanted = wanted
+        self._whole: dict[int, Group] = {}
+
+    def by(self, group: Sequence[Trajectory]) -> bool:
+        """Takes a whole group; whether the round is settled with it."""
+        self._whole[group[0].prompt.cursor] = sorted(group, key=lambda t: t.sample_index)
+        return sum(map(informative, self._whole_from_the_first())) >= self._wanted
+
+    def first(self) -> list[Group]:
+        """The groups that are used: those up to the last that is needed, or all."""
+        groups = self._whole_from_the_first()
+        found = 0
+        for number, group in enumerate(groups):
+            found += informative(group)
+            if found == self._wanted:
+                return groups[: number + 1]
+        return groups
+
+    def _whole_from_the_first(self) -> list[Group]:
+        groups = []
+        for cursor in self._cursors:
+            if cursor not in self._whole:
+                break
+            groups.append(self._whole[cursor])
+        return groups
+
+
+def informative(group: Sequence[Trajectory]) -> bool:
+    """Whether the verified rewards of a prompt differ, so that it has advantages."""
+    return len({trajectory.reward for trajectory in group if trajectory.reward_status == "ok"}) > 1
+
+
+def tokens_of(trajectories: Sequence[Trajectory]) -> int:
+    """Tokens of the responses."""
+    return sum(len(trajectory) for trajectory in trajectories)
+
+
+def make_groups(batch: BatchConfig, prompts: ReturnablePrompts) -> Groups:
+    """What the configuration asks for."""
+    if batch.generate_prompts is None:
+        return EveryGroup(prompts, batch.prompts, batch.samples_per_prompt)
+    return InformativeGroups(prompts, batch.prompts, batch.samples_per_prompt, batch.generate_prompts, batch.max_rounds)

@@ -1,0 +1,75 @@
+"""What rollouts read of a model's folder: its transformers config, which tokens end a response, and the tokenizer, with
+the text it makes of what was sampled. Nothing is looked up on the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from megatron_stare.errors import DataError
+from megatron_stare.rollout.engine import GenerateResult
+
+
+def read_model_config(model_path: str) -> Any:
+    """The folder's transformers config. Raises DataError where there is none: nothing is looked up on the network."""
+    if not (Path(model_path) / "config.json").is_file():
+        raise DataError("no config.json here", where=model_path, fix="point model.path to a Hugging Face model folder")
+    try:
+        return AutoConfig.from_pretrained(model_path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise DataError(f"config.json does not load: {error}", where=model_path) from error
+
+
+def stop_token_ids(model_path: str, tokenizer: Any) -> tuple[int, ...]:
+    """Which tokens end a response: ascending union of the end-of-sequence ids of generation config, tokenizer and model
+    config, because they disagree in published models.
+
+    Raises:
+        DataError: none of them names one.
+    """
+    ids = {*model_stop_token_ids(model_path), *_as_ids(getattr(tokenizer, "eos_token_id", None))}
+    if not ids:
+        raise DataError(
+            "neither generation config, tokenizer nor model config names an end-of-sequence token",
+            where=model_path,
+            fix="set eos_token_id in generation_config.json",
+        )
+    return tuple(sorted(ids))
+
+
+def model_stop_token_ids(model_path: str) -> tuple[int, ...]:
+    """Ascending union of what the folder's model and generation configs name; empty where they name none.
+
+    Raises:
+        DataError: the folder holds no readable model config.
+    """
+    ids = set(_as_ids(getattr(read_model_config(model_path), "eos_token_id", None)))
+    if (Path(model_path) / "generation_config.json").is_file():
+        ids |= set(_as_ids(GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id))
+    return tuple(sorted(ids))
+
+
+def _as_ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face folder. Raises DataError where there is none; nothing is downloaded."""
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot load the tokenizer: {error}", where=path) from error
+
+
+def with_text(result: GenerateResult, tokenizer: PreTrainedTokenizerBase) -> GenerateResult:
+    """The result with its text: without special tokens and without the stop token. Not every one of those is special to
+    its tokenizer, and verifiers read what comes before it. For where the engine is, not for the driver."""
+    body = result.output_ids[:-1] if result.finish_reason == "stop" else result.output_ids
+    return replace(result, text=tokenizer.decode(body.tolist(), skip_special_tokens=True))

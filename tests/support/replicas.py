@@ -1,0 +1,67 @@
+"""Replicas without a runner, and prompts of a list."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_stare.batch import Prompt
+from megatron_stare.rollout.model_folder import load_tokenizer, with_text
+from megatron_stare.workers import Workers
+
+TOKENIZER = load_tokenizer(str(Path(__file__).parents[2] / "assets" / "tiny-adder"))
+
+
+class Replicas(Workers):
+    """Engines of this process. The calls under way are answered in an order drawn from a seed, not in that in which
+    they were made: what a run samples must not hang on which replica is faster."""
+
+    def __init__(self, engines: Sequence[Any], seed: int | None = None) -> None:
+        self.engines = list(engines)
+        self.given: list[list[list[str]]] = [[] for _ in engines]  # by engine and call, the requests
+        self.aborted = 0
+        self._order = random.Random(seed) if seed is not None else None
+
+    def __len__(self) -> int:
+        return len(self.engines)
+
+    def start_on(self, worker: int, method: str, *args: Any) -> Any:
+        engine = self.engines[worker]
+        if method == "bring_up":
+            return engine.model_info()
+        if method == "abort":
+            self.aborted += 1
+            return engine.abort()
+        assert method == "advance"
+        requests, params, wait_s = args
+        if requests:
+            self.given[worker].append([r.rid for r in requests])
+            engine.submit(requests, params)
+        return [with_text(result, TOKENIZER) for result in engine.collect(wait_s)]
+
+    def wait(self, handles: Sequence[Any], on_done: Any = None) -> list[Any]:
+        return list(handles)
+
+    async def result(self, handle: Any) -> Any:
+        for _ in range(1 + (self._order.randrange(50) if self._order else 0)):
+            await asyncio.sleep(0)
+        return handle
+
+    def share(self, value: Any) -> Any:
+        return value
+
+    def close(self) -> None: ...
+
+
+class Stream:
+    """Prompts of a list."""
+
+    def __init__(self, left: list[Prompt]) -> None:
+        self.left = left
+
+    def take(self, n: int) -> list[Prompt]:
+        taken, self.left = self.left[:n], self.left[n:]
+        return taken
