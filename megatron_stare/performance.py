@@ -50,7 +50,7 @@ class Feature:
     sets: Mapping[Part, Mapping[str, Any]]
     needs: tuple[str, ...] = ()
     wants: tuple[str, ...] = ()
-    check: str = "performance"
+    check: str = "settings"
     proven: bool = field(default=False)
 
 
