@@ -8,7 +8,6 @@ from typing import Any
 from rig import Size, exact_products, expected, model_folder, trained
 from verdict import Bound
 
-NEEDS = ("cuda", "megatron.core", "pydantic", "transformers")
 GPU_ONLY: tuple[str, ...] = ()
 BOUNDS: dict[str, Bound] = {
     "mean error over transformers' in bfloat16": ("<=", 1.5),

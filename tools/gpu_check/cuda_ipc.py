@@ -8,7 +8,6 @@ import torch
 import torch.multiprocessing as multiprocessing
 from verdict import Bound
 
-NEEDS = ("cuda",)
 GPU_ONLY: tuple[str, ...] = ()
 BOUNDS: dict[str, Bound] = {
     "sum seen there, difference": ("<=", 0.0),

@@ -10,7 +10,6 @@ from verdict import Bound
 
 from megatron_stare.weights.hf_folder import HfFolder
 
-NEEDS = ("cuda", "megatron.core", "pydantic", "transformers")
 GPU_ONLY: tuple[str, ...] = ()
 BOUNDS: dict[str, Bound] = {
     "float32 tensors that differ": ("<=", 0.0),

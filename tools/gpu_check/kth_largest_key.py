@@ -11,7 +11,6 @@ from vocabulary import fastest
 from megatron_stare.ops.kth_largest import kth_largest
 from megatron_stare.records.batch_statistics import ordering_key
 
-NEEDS = ("cuda",)
 GPU_ONLY = ("time over an unsorted top-k",)
 BOUNDS: dict[str, Bound] = {
     "keys at or above the threshold, less those asked for": ("<=", 0.0),

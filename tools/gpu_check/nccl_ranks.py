@@ -15,7 +15,6 @@ from verdict import Bound
 
 from megatron_stare.config.schema import ParallelConfig, PerformanceConfig
 
-NEEDS = ("cuda", "megatron.core", "pydantic", "transformers")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor 2, sequence, pipeline 2": {"tensor": 2, "sequence": True, "pipeline": 2},
     "pipeline 2, data 2": {"pipeline": 2, "data": 2},

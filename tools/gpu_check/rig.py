@@ -126,6 +126,8 @@ def trained(
     settings = ModelConfig(path=folder, dtype=dtype, **model)  # type: ignore[arg-type]
     config = Config(model=settings, parallel=parallel, batch=BatchConfig(packed=True), performance=performance)
     shape = read_shape(folder)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as meeting:
         layout = parallel_layout.join(parallel, rank, init or f"file://{meeting}/ranks", seed=1, timeout_s=120)
         try:

@@ -14,7 +14,6 @@ from verdict import Bound
 from megatron_stare.config.schema import PerformanceConfig
 from megatron_stare.performance import FEATURES, missing
 
-NEEDS = ("cuda", "megatron.core", "pydantic", "transformers")
 GPU_ONLY: tuple[str, ...] = ()
 NEAR, SLOWER = 1e-2, 1.05  # in bfloat16, where another order of sums is another rounding; float32 on a CPU is nearer
 BOUNDS: dict[str, Bound] = {"settings that were run": (">=", 3.0), "settings that failed": ("<=", 0.0)}

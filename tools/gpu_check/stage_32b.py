@@ -20,7 +20,6 @@ from megatron_stare.megatron.cpu_backend import backend, device
 from megatron_stare.megatron.model import build_policy, has_transformer_engine, hidden_states
 from megatron_stare.models.shape import ModelShape
 
-NEEDS = ("cuda", "megatron.core", "pydantic")
 GPU_ONLY = ("share of the peak", "memory at most, GB")
 BOUNDS: dict[str, Bound] = {
     "gradients that are not finite": ("<=", 0.0),

@@ -9,7 +9,6 @@ from verdict import Bound
 
 from megatron_stare.megatron.model import has_transformer_engine
 
-NEEDS = ("cuda", "megatron.core", "pydantic", "transformers", "transformer_engine.pytorch")
 GPU_ONLY = ("layers are Transformer Engine's",)
 BOUNDS: dict[str, Bound] = {
     "layers are Transformer Engine's": (">=", 1.0),

@@ -17,7 +17,6 @@ from megatron_stare.models import cost_of
 from megatron_stare.ops.plan import PlanRules, plan_mini_batches
 from megatron_stare.resolved import resolve_run
 
-NEEDS = ("cuda", "megatron.core", "pydantic", "transformers")
 GPU_ONLY: tuple[str, ...] = ()
 BOUNDS: dict[str, Bound] = {
     "float32 log-prob, largest difference (nats)": ("<=", 1e-4),

@@ -14,7 +14,6 @@ from verdict import Bound
 from megatron_stare.ops.linear_head import LinearHead
 from megatron_stare.ops.vocab_parallel import Problem, log_prob_and_entropy
 
-NEEDS = ("cuda", "triton")
 GPU_ONLY = (
     "forward, share of copy bandwidth",
     "forward and backward, share of copy bandwidth",
