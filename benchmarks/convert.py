@@ -32,7 +32,7 @@ from transformers import Qwen2Config
 
 from megatron_stare.models import read_shape
 from megatron_stare.weights.check import expected
-from megatron_stare.weights.hf_writer import create_shards
+from megatron_stare.weights.hf_shards import create_shards
 from megatron_stare.weights.open_files import OpenFiles
 from megatron_stare.weights.safetensors_file import write_rows
 
@@ -136,7 +136,7 @@ def make_checkpoint(args: argparse.Namespace, folder: Path) -> int:
         sys.exit(f"{free / 1e9:.0f} GB are free, {8 * parameters / 1e9:.0f} are needed: name a --folder")
     generator = torch.Generator().manual_seed(0)
     pool = torch.randn(1 << 24, generator=generator).bfloat16()
-    entries = create_shards(folder, shape, torch.bfloat16, 4 << 30)
+    entries = create_shards(folder, [expected(shape)], torch.bfloat16)
     with OpenFiles(os.O_WRONLY) as files:
         for name, size in expected(shape).items():
             width = torch.Size(size[1:]).numel()

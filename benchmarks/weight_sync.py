@@ -33,9 +33,11 @@ from tiny import save_tiny
 from torch import Tensor
 
 from megatron_stare.config.schema import Config
-from megatron_stare.models.qwen2 import FAMILY as QWEN2
+from megatron_stare.models import read_shape
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
 from megatron_stare.rollout.sglang.replica import SGLangReplica, make_sync
+from megatron_stare.rollout.sglang.server_layout import ServerLayout
 from megatron_stare.rollout.sglang.sync import Bucket, WeightSync
 from megatron_stare.rollout.sglang.update import WeightUpdate
 from megatron_stare.weights.hf_folder import HfFolder
@@ -62,6 +64,7 @@ def main() -> None:
 def measure(args: argparse.Namespace, folder: str) -> None:
     """Writes the result after every turn."""
     buckets = buckets_of(folder, args.bucket_mb * 2**20)
+    shape = read_shape(folder)
     size = sum(tensor.nbytes for bucket in buckets for _, tensor in bucket)
     config = Config.model_validate({"model": {"path": folder}, "rollout": {"engine": "sglang"}})
     engine = SGLangReplica(config, 0).engine()
@@ -77,7 +80,7 @@ def measure(args: argparse.Namespace, folder: str) -> None:
                 row["checksums"] = loop.run_until_complete(checksums(clients))
                 for method, sync in syncs.items():
                     row[f"{method}_transfer"] = loop.run_until_complete(transfer(sync, buckets))
-                    row[method] = loop.run_until_complete(whole(clients, sync, turn, buckets))
+                    row[method] = loop.run_until_complete(whole(clients, sync, turn, shape, buckets))
                 rows.append(row)
                 if turn:  # the first warms up
                     save(result_of(args, rows[1:], size, len(buckets)))
@@ -141,7 +144,7 @@ def buckets_of(folder: str, bound: int) -> list[Bucket]:
 async def transfer(sync: WeightSync, buckets: list[Bucket]) -> float:
     """Seconds of one update by the sync alone."""
     start = time.perf_counter()
-    await sync.begin()
+    await sync.begin([ServerLayout()])
     for bucket in buckets:
         await sync.send(bucket)
     await sync.end()
@@ -155,10 +158,12 @@ async def checksums(clients: list[SGLangClient]) -> float:
     return time.perf_counter() - start
 
 
-async def whole(clients: list[SGLangClient], sync: WeightSync, version: int, buckets: list[Bucket]) -> float:
+async def whole(
+    clients: list[SGLangClient], sync: WeightSync, version: int, shape: ModelShape, buckets: list[Bucket]
+) -> float:
     """Seconds of one update as a run does it."""
     start = time.perf_counter()
-    update = WeightUpdate(clients, sync, version, QWEN2, torch.float32)
+    update = WeightUpdate(clients, sync, version, shape, torch.float32)
     await update.begin()
     for bucket in buckets:
         await update.send(bucket)

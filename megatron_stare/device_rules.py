@@ -9,9 +9,6 @@ import torch
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 
-# whose Adam keeps one step count for all parameters, as Megatron's checkpoints of a DistributedOptimizer expect
-FUSED_ADAMS = ("transformer_engine", "apex")
-
 
 def check_device(config: Config, *, experts: bool) -> None:
     """Raises ConfigError for what the device that this process sees cannot train, or not rightly yet.
@@ -20,27 +17,13 @@ def check_device(config: Config, *, experts: bool) -> None:
         experts: whether the model is a mixture of experts.
     """
     if torch.cuda.is_available():
-        _check_cuda(config, experts)
-    else:
-        _check_cpu(config)
+        _check_cuda(experts)
 
 
-def _check_cuda(config: Config, experts: bool) -> None:
-    if experts:
+def _check_cuda(experts: bool) -> None:
+    if experts and not importlib.util.find_spec("transformer_engine"):
         raise ConfigError(
-            "mixture-of-experts models do not run on CUDA yet: their layers cannot be built there, with Transformer "
-            "Engine or without",
+            "on CUDA mixture-of-experts models need Transformer Engine: megatron-core's router calls a function of it",
             where="model.path",
-            fix="use a dense model, or train on CPUs",
+            fix="install Transformer Engine, use a dense model, or train on CPUs",
         )
-    if config.optimizer.distributed and not any(importlib.util.find_spec(name) for name in FUSED_ADAMS):
-        raise ConfigError(
-            "on CUDA without Transformer Engine or Apex Megatron's DistributedOptimizer resumes with wrong step counts",
-            where="optimizer.distributed",
-            fix="set it to false, or install Transformer Engine",
-        )
-
-
-def _check_cpu(config: Config) -> None:
-    if config.model.dtype == "bfloat16":
-        raise ConfigError("bfloat16 training needs CUDA", where="model.dtype", fix="use float32 on a CPU")

@@ -12,10 +12,11 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -29,7 +30,7 @@ from megatron_stare.weights.staging import sync_entry
 CONFIG = "config.yaml"
 RUN_STATE = "run_state.json"  # of a checkpoint
 
-_NAME = re.compile(r"step_(\d+)$")
+_NAME = re.compile(r"^step_(\d+)$")
 
 
 @dataclass
@@ -59,6 +60,15 @@ class RunState:
             raise DataError(
                 f"not the state of a run: {error}", where=str(file), fix="remove this checkpoint to use the one before"
             ) from error
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A checkpoint that is being written: its place, the folder that is written until then, and its run state."""
+
+    final: Path
+    folder: Path
+    state: str
 
 
 class RunDir:
@@ -91,8 +101,7 @@ class RunDir:
     def reopen(cls, path: Path) -> RunDir:
         """The directory of a run to be continued. Raises UserError where another process holds it."""
         run = cls._hold(path)
-        for leftover in (run.path / "checkpoints").glob("*.tmp"):
-            shutil.rmtree(leftover)  # of a save that was killed
+        run.forget_unfinished()  # of a run that was killed
         return run
 
     @classmethod
@@ -110,6 +119,11 @@ class RunDir:
 
     def close(self) -> None:
         self._lock.close()
+
+    def forget_unfinished(self) -> None:
+        """Removes checkpoints that were begun and not completed."""
+        for leftover in (self.path / "checkpoints").glob("*.tmp"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def discard(self) -> None:
         """Removes all that was not there before. For a start that failed: what it left would be taken for a run."""
@@ -134,31 +148,44 @@ class RunDir:
         found = self.checkpoints()
         return int(found[-1].name.removeprefix("step_")) if found else None
 
-    def save(self, state: RunState, write_shards: Callable[[str], None], keep: int) -> Path:
-        """Writes a checkpoint of everything and forgets all but the newest `keep`.
+    def stage(self, state: RunState) -> Staged:
+        """A folder for the ranks' part of a checkpoint of this state, which may change as soon as this returns.
 
-        Args:
-            write_shards: fills an empty folder with the ranks' part.
+        Raises:
+            UserError: the disk is full or not writable.
+        """
+        final = self.path / "checkpoints" / f"step_{state.step:06d}"
+        try:
+            # a name of its own: a writer that outlived another run by a moment must not write into this one
+            folder = final.with_name(f"{final.name}.{secrets.token_hex(4)}.tmp")
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise _not_written(final, error) from error
+        return Staged(final, folder.resolve(), state.to_json())
+
+    def complete(self, staged: Staged, keep: int) -> Path:
+        """Makes a checkpoint of what was staged, once all ranks have written their part, and forgets all but the
+        newest `keep`.
 
         Raises:
             UserError: the disk is full or not writable; earlier checkpoints are untouched.
         """
-        final = self.path / "checkpoints" / f"step_{state.step:06d}"
-        staging = final.with_suffix(".tmp")
         try:
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir(parents=True)
-            write_shards(str(staging.resolve()))
-            (staging / RUN_STATE).write_text(state.to_json())
-            _sync(staging)
-            shutil.rmtree(final, ignore_errors=True)
-            os.replace(staging, final)
-            sync_entry(final.parent)
+            (staged.folder / RUN_STATE).write_text(staged.state)
+            _sync(staged.folder)
+            if staged.final.exists():
+                shutil.rmtree(staged.final)
+            os.replace(staged.folder, staged.final)
+            sync_entry(staged.final.parent)
         except OSError as error:
-            raise UserError(f"the checkpoint could not be written ({error.strerror})", where=str(final)) from error
+            raise _not_written(staged.final, error) from error
         for old in self.checkpoints()[:-keep]:
             shutil.rmtree(old)
-        return final
+        return staged.final
+
+
+def _not_written(final: Path, error: OSError) -> UserError:
+    return UserError(f"the checkpoint could not be written ({error.strerror})", where=str(final))
 
 
 def check_place(config: Config) -> None:

@@ -24,8 +24,11 @@ class Workers(ABC):
         """Starts a call on one worker and returns at once where it can."""
 
     @abstractmethod
-    def wait(self, handles: Sequence[Handle], on_done: Callable[[int], None] | None = None) -> list[Any]:
-        """The results, in order. Raises what a worker raised. `on_done` is told each handle's number as it finishes."""
+    def wait(
+        self, handles: Sequence[Handle], on_done: Callable[[int], None] | None = None, timeout_s: float | None = None
+    ) -> list[Any]:
+        """The results, in order. Raises what a worker raised. `on_done` is told each handle's number as it finishes;
+        `timeout_s` is the longest wait for one of them, seconds, where it is not that of every call."""
 
     @abstractmethod
     async def result(self, handle: Handle) -> Any:

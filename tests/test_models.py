@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,14 @@ def test_every_rule_is_found_again_by_its_megatron_name(tmp_path: Path, name: st
         rule_for("decoder.layers.0.mlp.linear_fc3.weight", shape)
 
 
-def test_numbers_of_layers_and_experts() -> None:
+def test_numbers_of_layers_and_experts(tmp_path: Path) -> None:
     name = "decoder.layers.12.mlp.experts.local_experts.3.linear_fc1.weight"
     assert numbered(name) == (["12", "3"], "decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc1.weight")
+    grouped = "decoder.layers.12.mlp.experts.linear_fc1.weight3"
+    assert numbered(grouped) == (["12", "3"], "decoder.layers.{}.mlp.experts.linear_fc1.weight{}")
+    shape = read_shape(folder(tmp_path, "qwen3_moe"))
+    assert rule_for(grouped, shape) == replace(rule_for(name, shape), megatron=grouped)
+    assert rule_for(grouped, shape).hf[0] == "model.layers.12.mlp.experts.3.gate_proj.weight"
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -122,5 +122,5 @@ def test_what_methods_are_combined_with(before: Path, tmp_path: Path, overrides:
 @pytest.mark.sglang
 def test_sglang_with_seeds(before: Path, tmp_path: Path) -> None:
     """One response at a time: what a server batches together depends on the clock, and moves the last bits."""
-    served = ("rollout.engine=sglang", "sglang.seeds=true", "rollout.max_batch=1")
+    served = ("rollout.engine=sglang", "sglang.seeds=true", "sglang.start_timeout_s=1800", "rollout.max_batch=1")
     require_same(before, tmp_path, *SMALL, *INLINE, *served, left_out=(*TIMED, *SERVED))

@@ -58,7 +58,7 @@ ONLY_IN = {
     "ray": {"orchestration/ray.py"},
     "megatron.core": {"megatron/"},
     # the server's environment has them, the trainer's has not
-    "sglang": {f"rollout/sglang/{name}.py" for name in ("cpu_platform", "cpu_platform_class", "serve")},
+    "sglang": {f"rollout/sglang/{name}.py" for name in ("cpu_platform", "cpu_platform_class", "serve", "flag_check")},
     "transformers": {"rollout/", "models/rope.py"},
 }
 

@@ -17,7 +17,8 @@ from megatron_stare.errors import DataError
 from megatron_stare.run.opening import finished_run
 from megatron_stare.run.preflight import check
 from megatron_stare.run.resuming import find_run, refuse_changes, resume_point
-from megatron_stare.weights.hf_folder import exported_step, write_folder
+from megatron_stare.weights.hf_folder import exported_step
+from megatron_stare.weights.hf_shards import write_folder
 
 QUICKSTART = ROOT / "configs/quickstart.yaml"
 ALONE = {"runtime.runner": "inline", "parallel.tensor": 1, "run.steps": 2}  # one process: seconds a run

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.torch import load_file
 from support.interrupts import uninterruptible
 from support.runs import command, environment, metrics, model, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megatron_stare.rollout.agreement import LIMITS
 
 pytestmark = pytest.mark.distributed
 
@@ -54,6 +57,14 @@ def test_a_run_leaves_everything_it_promises(tmp_path: Path) -> None:
     again = train(model(), f"run.dir={run_dir}", cwd=tmp_path)
     assert again.returncode == 2
     assert "there is a run in this directory already" in again.stderr
+
+
+def test_a_run_says_which_weights_are_proven(tmp_path: Path) -> None:
+    """The start's are, and then those of each second step; a run that proves all of them says nothing."""
+    inline = ("runtime.runner=inline", "parallel.tensor=1", f"run.dir={tmp_path / 'run'}", "eval.prompts=0", model())
+    done = train(*inline, "rollout.prove_every=2", cwd=tmp_path, **{"run.steps": 3})
+    assert done.returncode == 0, done.stderr
+    assert [row["sync/proven"] for row in metrics(tmp_path / "run")] == [0.0, 1.0, 0.0]
 
 
 def test_a_frozen_weight_sync_stops_the_run(tmp_path: Path) -> None:
@@ -121,3 +132,55 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     changed = train(*arguments, "--resume", "optimizer.lr=1e-5", cwd=tmp_path, **settings)
     assert changed.returncode == 2
     assert "optimizer.lr: the run was started with 0.00045, now it is 1e-05" in changed.stderr
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+def test_a_run_in_16_bits(tmp_path: Path, dtype: str) -> None:
+    """Trainer and engine round alike but for the shapes of their products; what is exported is in that dtype."""
+    run_dir = tmp_path / "run"
+    settings = {"runtime.runner": "inline", "parallel.tensor": 1, "eval.prompts": 0, "model.dtype": dtype}
+    done = train(model(), f"run.dir={run_dir}", cwd=tmp_path, **settings)
+    assert done.returncode == 0, done.stderr
+    rows = metrics(run_dir)
+    assert [row["update/count"] for row in rows] == [1.0, 1.0]
+    for row in rows:
+        assert row["ratio/max_abs_log"] == 0.0
+        assert 1e-5 < row["rollout/logprob_diff_max"] < LIMITS[dtype]
+        assert row.get("optimizer/loss_scale") == (2.0**16 if dtype == "float16" else None)
+    assert {str(t.dtype) for t in load_file(run_dir / "hf/model.safetensors").values()} == {f"torch.{dtype}"}
+    assert json.loads((run_dir / "hf/config.json").read_text())["dtype"] == dtype
+
+
+@pytest.mark.slow
+def test_a_loss_scale_is_killed_and_resumed(tmp_path: Path) -> None:
+    """Killed past the checkpoint of step 10 of 20, with overflows before and after: every metric to its last bit."""
+    settings = {
+        **{"runtime.runner": "inline", "parallel.tensor": 1, "eval.prompts": 0, "model.dtype": "float16"},
+        **{"run.steps": 20, "run.checkpoint_every": 10, "model.head": "gradient_in_forward"},
+        **{"optimizer.initial_loss_scale": 2.0**32, "optimizer.loss_scale_window": 3, "optimizer.growth_factor": 2**16},
+        **{"optimizer.backoff_factor": 2.0**-4},
+    }
+    whole = train(model(), f"run.dir={tmp_path / 'whole'}", cwd=tmp_path, **settings)
+    assert whole.returncode == 0, whole.stderr
+    cut = tmp_path / "cut"
+    arguments = [model(), f"run.dir={cut}"]
+    process = subprocess.Popen(
+        command(*arguments, **settings), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.lstrip().startswith("step 12/20"):
+            break
+    else:
+        pytest.fail("it ended before step 12")
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    resumed = train(*arguments, "--resume", cwd=tmp_path, **settings)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "continuing after step 10" in resumed.stdout
+    rows = metrics(cut)
+    assert len(rows) == 20 and rows == metrics(tmp_path / "whole")
+    for half in (rows[:10], rows[10:]):
+        assert 0 < sum(row["update/skipped"] for row in half) < 10
+    scales = {row["optimizer/loss_scale"] for row in rows[10:]}
+    assert len(scales) > 1 and rows[10]["optimizer/loss_scale"] != 2.0**32

@@ -105,6 +105,35 @@ def test_twenty_steps_agree_token_by_token(start, sync):
     assert run.traces.left() == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["tensor", "disk", "distributed"])
+def test_ten_steps_agree_with_servers_of_two_ranks(start, sync):
+    """The trainer is cut over tensor and pipeline ranks, each of two servers over tensor ranks."""
+    run = start(
+        "parallel.tensor=2",
+        "parallel.pipeline=2",
+        "parallel.first_stage_layers=2",
+        "rollout.engines=2",
+        "sglang.tensor_parallel=2",
+        f"sglang.sync={sync}",
+        f"sglang.agreement_limit={LIMIT}",
+        **{"run.steps": 10, "batch.prompts": 8, "batch.samples_per_prompt": 4},
+    )
+    servers_seen = 0
+    for line in run.lines():
+        if is_step(line, 2):
+            servers_seen = run.traces.look()
+    assert run.process.wait() == 0, run.errors()
+    rows = metrics(run.dir)
+    assert len(rows) == 10
+    for row in rows:
+        assert row["agreement/max"] <= LIMIT
+        assert row["agreement/canary_max"] <= LIMIT
+        assert row["agreement/max_of_age_1"] == row["agreement/max"]
+    assert servers_seen == 2
+    assert run.traces.left() == []
+
+
 def test_a_run_that_stops_says_why_and_leaves_nothing(start):
     """Rounding alone is past this limit, so the first canary stops the run, after a whole weight sync."""
     run = start("sglang.agreement_limit=1e-12")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,8 +23,10 @@ from megatron_stare.orchestration.updates import UpdateResult, combined, skipped
 from megatron_stare.run_state import RunState
 
 
-def update(finite: bool = True, empty: bool = False, **metrics: float) -> UpdateResult:
+def update(finite: bool = True, empty: bool = False, skipped: bool | None = None, **metrics: float) -> UpdateResult:
+    """One in float32, or with `skipped` one in float16."""
     flags = {"update/finite": float(finite), "update/empty": float(empty)}
+    flags |= {} if skipped is None else {"update/skipped": float(skipped)}
     return UpdateResult({"ratio/max_abs_log": 0.0, **metrics, **flags}, {"gate": 1.0})
 
 
@@ -68,6 +71,36 @@ def test_empty_mini_batches_neither_stop_a_run_nor_excuse_one() -> None:
     assert skipped_after([no, empty, no, empty], 0, 2) == 2
     with pytest.raises(NonFiniteError, match="3 optimizer steps in a row"):
         skipped_after([empty, no], 2, 3)
+
+
+def test_overflows_of_the_loss_scale_neither_stop_a_run_nor_excuse_one() -> None:
+    yes, no, skipped = update(skipped=False), update(False, skipped=False), update(skipped=True)
+    assert skipped_after([skipped] * 20, 0, 1) == 0
+    assert skipped_after([no, skipped, no, skipped], 0, 2) == 2
+    assert skipped_after([no, skipped, yes], 0, 2) == 0
+    with pytest.raises(NonFiniteError, match="3 optimizer steps in a row"):
+        skipped_after([skipped, no], 2, 3)
+
+
+def test_overflows_have_no_say_in_averages() -> None:
+    of_batch = {"entropy/mean": 0.5}
+    skipped = update(
+        skipped=True, **of_batch, **{"optimizer/grad_norm": math.inf, "optimizer/loss_scale": 4.0, "loss/tokens": 5.0}
+    )
+    taken = update(skipped=False, **{"optimizer/grad_norm": 3.0, "optimizer/loss_scale": 2.0, "loss/tokens": 30.0})
+    assert combined([skipped, taken, replace(skipped, metrics={**skipped.metrics})]) == {
+        "ratio/max_abs_log": 0.0,
+        "ratio/first_max_abs_log": 0.0,
+        "entropy/mean": 0.5,
+        "optimizer/grad_norm": 3.0,
+        "optimizer/loss_scale": 2.0,
+        "loss/tokens": 40.0,
+        "update/finite": 1.0,
+        "update/empty": 0.0,
+        "update/skipped": 2.0,
+        "update/count": 1.0,
+    }
+    assert combined([skipped]) == {**skipped.metrics, "update/count": 0.0}
 
 
 def test_three_updates_in_a_row_that_were_not_taken_stop_the_run() -> None:

@@ -37,7 +37,8 @@ from megatron_stare.models import read_shape
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import sampled_trajectory
-from megatron_stare.weights.hf_folder import HfFolder, write_folder
+from megatron_stare.weights.hf_folder import HfFolder
+from megatron_stare.weights.hf_shards import write_folder
 
 PAD, EOS = "<pad>", "<eos>"
 

@@ -48,7 +48,11 @@ class ModelConfig(Section):
     """The policy."""
 
     path: str = Field(description="Hugging Face folder the policy starts from")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="parameters and activations in training")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32",
+        description="parameters and activations in training, and of the local engine; beside the two short ones the "
+        "optimizer keeps float32 parameters and moments. float16 scales the loss, see optimizer.initial_loss_scale",
+    )
     reference_path: str | None = Field(
         None, description="Hugging Face folder of the reference policy of a KL term; null: the same as `path`"
     )
@@ -172,6 +176,12 @@ class RolloutConfig(Section):
     max_new_tokens: int = Field(1024, ge=1, description="longest response, tokens")
     max_batch: int = Field(256, ge=1, description="responses an engine decodes together")
     threads: int = Field(1, ge=1, description="CPU threads of an engine")
+    prove_every: int = Field(
+        1,
+        ge=1,
+        description="weight syncs from one to the next whose values are proven by checksums; in between the engines' "
+        "weights are UNPROVED, and names and counts alone are compared",
+    )
     sync_bucket_mb: int = Field(
         64, ge=1, description="largest bucket of weights on its way to the engines, MB; a larger tensor goes alone"
     )
@@ -183,9 +193,36 @@ class SGLangConfig(Section):
     urls: list[str] = Field(
         [], description="running servers to use, keyed by SGLANG_API_KEY; empty: start rollout.engines of them here"
     )
+    host: str = Field(
+        "127.0.0.1",
+        description="address that servers of a run listen on; 0.0.0.0: all of the machine's. They ask for a key drawn "
+        "for the run on each",
+    )
     python: str | None = Field(
         None, description="Python of the environment SGLang is installed in; null: that of scripts/setup_sglang.sh"
     )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="where servers that a run starts compute; auto: on GPUs where this machine has any"
+    )
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        None, description="of the servers' weights and activations; null: model.dtype"
+    )
+    tensor_parallel: int = Field(1, ge=1, description="ranks that a server cuts the model over")
+    expert_parallel: int = Field(
+        1, ge=1, description="groups of a server's ranks that hold whole experts, a divisor of tensor_parallel"
+    )
+    memory_fraction: float | None = Field(
+        None, gt=0, lt=1, description="share of a GPU's memory for weights and key/value cache; null: SGLang's choice"
+    )
+    context_length: int | None = Field(None, ge=1, description="tokens of a server's context; null: the model's")
+    attention_backend: str | None = Field(None, description="SGLang's name of it; null: SGLang's choice")
+    cuda_graph_batch_sizes: list[int] = Field(
+        [], description="numbers of responses that decoding captures a CUDA graph for; empty: SGLang's choice"
+    )
+    flags: list[str] = Field(
+        [], description="further arguments of sglang.launch_server, such as --chunked-prefill-size=4096"
+    )
+    environment: dict[str, str] = Field({}, description="environment variables of the servers, beside the run's own")
     sync: Literal["tensor", "disk", "distributed"] = Field(
         "tensor", description="weights travel as bytes in requests, through a folder, or in a process group"
     )
@@ -193,13 +230,18 @@ class SGLangConfig(Section):
         False, description="servers share the trainer's device: they release their memory while it computes"
     )
     seeds: bool = Field(False, description="servers key sampling noise on the request, at a cost in speed")
-    cache_tokens: int = Field(20_000, ge=1, description="tokens a server's key/value cache holds")
+    cache_tokens: int | None = Field(
+        20_000,
+        ge=1,
+        description="tokens a server's key/value cache holds; null: on GPUs as many as fit memory_fraction, which is "
+        "what GPUs want",
+    )
     start_timeout_s: float = Field(300.0, gt=0, description="limit of a server's start, seconds")
     agreement_limit: float | None = Field(
         None,
         gt=0,
         description="largest difference of a token's log-prob from the trainer's, nats; past it a run stops. "
-        "null: 1e-3 in float32, 0.5 in bfloat16",
+        "null: 1e-3 in float32, 0.5 in bfloat16, 0.1 in float16",
     )
     canary_prompts: int = Field(
         4, ge=0, description="sequences whose log-probs servers and trainer both compute after every weight sync"
@@ -256,6 +298,39 @@ class OptimizerConfig(Section):
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
     clip_grad: float = Field(1.0, gt=0, description="largest global gradient norm")
     distributed: bool = Field(False, description="Megatron's DistributedOptimizer: states sharded over data ranks")
+    initial_loss_scale: float = Field(
+        2.0**16,
+        gt=0,
+        description="float16: the loss is multiplied by it before backward, the gradient divided by it before clipping",
+    )
+    min_loss_scale: float = Field(
+        1.0, gt=0, description="float16: the scale falls no lower; a gradient that overflows at it counts as not finite"
+    )
+    loss_scale_window: int = Field(
+        400, ge=1, description="float16: optimizer steps in a row without overflow after which the scale grows"
+    )
+    hysteresis: int = Field(
+        1, ge=1, description="float16: of the overflows since the scale last grew, the first one that lowers it"
+    )
+    growth_factor: float = Field(2.0, gt=1, description="float16: what the scale grows by")
+    backoff_factor: float = Field(0.5, gt=0, lt=1, description="float16: what the scale falls by")
+
+    @model_validator(mode="after")
+    def _the_scale_starts_above_its_floor(self) -> OptimizerConfig:
+        if self.min_loss_scale > self.initial_loss_scale:
+            raise ValueError(
+                f"min_loss_scale {self.min_loss_scale:g} is above initial_loss_scale {self.initial_loss_scale:g}"
+            )
+        return self
+
+
+class CheckpointConfig(Section):
+    """How checkpoints are written; run.checkpoint_every says when. See docs/checkpoints.md."""
+
+    background: bool = Field(
+        True, description="training goes on while a checkpoint is written; it counts once all ranks have written"
+    )
+    writers: int = Field(2, ge=1, description="files, and processes that write them, a trainer rank")
 
 
 class PerformanceConfig(Section):
@@ -382,6 +457,7 @@ class Config(Section):
         description="method and its settings; see docs/algorithms/README.md",
     )
     optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     performance: PerformanceConfig = PerformanceConfig()
     eval: EvalConfig = EvalConfig()
     observability: ObservabilityConfig = ObservabilityConfig()

@@ -1,46 +1,48 @@
-"""Lets unpatched megatron-core run on a machine without CUDA.
+"""Lets unpatched megatron-core run on a machine without CUDA, and build models without data on any machine.
 
 Everything is a reversible substitution inside one context, entered around each call into Megatron and refused where
-CUDA is available. docs/architecture.md lists what megatron-core asks of CUDA on the paths used here.
+CUDA is available, unless the model is one without data. docs/architecture.md lists what megatron-core asks of CUDA on
+the paths used here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from megatron.core import optimizer
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.overrides import TorchFunctionMode
 
-from megatron_stare.megatron.distributed_optimizer import ResumableDistributedOptimizer
 from megatron_stare.megatron.substitute import substituted
 
 _CUDA_TYPES = {
     "torch.FloatTensor": "torch.cuda.FloatTensor",
     "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor",
     "torch.HalfTensor": "torch.cuda.HalfTensor",
+    "torch.meta.FloatTensor": "torch.cuda.FloatTensor",
+    "torch.meta.BFloat16Tensor": "torch.cuda.BFloat16Tensor",
 }
 
 
-class _CudaMeansCpu(TorchFunctionMode):
-    """`device="cuda"` means cpu, `.cuda()` is self, `.type()` answers with the CUDA names that optimizers look for."""
+class _CudaMeansOurs(TorchFunctionMode):
+    """`device="cuda"` means this rank's, `.cuda()` is self, `.type()` answers with the CUDA names that optimizers look
+    for."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
             return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            name = func(*args)
-            return _CUDA_TYPES.get(name, name)
-        device = kwargs.get("device")
-        if device is not None and torch.device(device).type == "cuda":
-            kwargs = {**kwargs, "device": "cpu"}
+        if not kwargs:
+            result = func(*args)
+            return _CUDA_TYPES.get(result, result) if func is torch.Tensor.type and len(args) == 1 else result
+        asked = kwargs.get("device")
+        if asked is not None and torch.device(asked).type == "cuda":
+            kwargs = {**kwargs, "device": device().type}
         return func(*args, **kwargs)
 
 
@@ -74,15 +76,15 @@ def _set_random_state(new_state: torch.Tensor, device: Any = -1, graph_safe: boo
 
 @contextlib.contextmanager
 def cpu_backend() -> Iterator[None]:
-    """While open, megatron-core's CUDA calls mean the CPU. Every attribute is restored on exit.
+    """While open, megatron-core's CUDA calls mean the CPU, or the meta device. Every attribute is restored on exit.
 
     Raises:
-        RuntimeError: CUDA is available, so nothing must be substituted.
+        RuntimeError: CUDA is available and the model has data, so nothing must be substituted.
     """
-    if torch.cuda.is_available():
+    if uses_cuda():
         raise RuntimeError("cpu_backend() on a machine with CUDA would hide the GPU from Megatron")
     with (
-        substituted(torch.cuda, "current_device", lambda: "cpu"),
+        substituted(torch.cuda, "current_device", lambda: device().type),
         substituted(torch.cuda, "synchronize", lambda device=None: None),
         substituted(torch.cuda, "Stream", _InertStream),
         substituted(torch.cuda, "current_stream", _InertStream),
@@ -90,20 +92,36 @@ def cpu_backend() -> Iterator[None]:
         substituted(random, "_get_cuda_rng_state", _get_random_state),
         substituted(random, "_set_cuda_rng_state", _set_random_state),
         substituted(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host),
-        # its checkpoints are exact with the CUDA optimizers only
-        substituted(optimizer, "DistributedOptimizer", ResumableDistributedOptimizer),
         # used without being defined where Transformer Engine is absent
         substituted(moe_utils, "te_general_gemm", None, absent=True),
-        _CudaMeansCpu(),
+        _CudaMeansOurs(),
     ):
         yield
 
 
 def backend() -> contextlib.AbstractContextManager[None]:
     """What every call into Megatron runs inside: nothing where there is CUDA, else the CPU substitutions."""
-    return contextlib.nullcontext() if torch.cuda.is_available() else cpu_backend()
+    return contextlib.nullcontext() if uses_cuda() else cpu_backend()
+
+
+def uses_cuda() -> bool:
+    """Whether the device of this rank is a CUDA one; asking does not initialise CUDA."""
+    return torch.cuda.is_available() and not _on_meta
 
 
 def device() -> torch.device:
     """The device of this rank."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if uses_cuda():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("meta" if _on_meta else "cpu")
+
+
+_on_meta = False
+
+
+@contextlib.contextmanager
+def on_meta() -> Iterator[None]:
+    """While open, the device of this process is the meta device, with CUDA or without: what is built has names, shapes
+    and dtypes, and no data."""
+    with substituted(sys.modules[__name__], "_on_meta", True):
+        yield

@@ -1,41 +1,124 @@
-"""Megatron's DistributedOptimizer over torch's AdamW, which serves where Transformer Engine and Apex are absent.
+"""The state of Megatron's DistributedOptimizer as parts of the whole model's tensors, each where it lies.
 
-Torch keeps a step count for every parameter, Megatron's code for checkpoints expects one for all. Three of its ways
-with it are mended here, each by overriding the method around it; training itself is Megatron's own.
+A data rank holds a stretch of each parameter, counted in elements, which ends anywhere. Of Megatron's own forms one
+gathers all stretches on every rank, one keeps them as they are and fits no other layout, and the one for this purpose
+is refused by megatron-core 0.16. Here a stretch is cut into boxes: its whole rows, and what is left at its ends.
+Boxes are parts of a tensor as any others: nothing is gathered, every rank writes and reads its own, in any layout.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins in a tensor, and its shape
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
-class ResumableDistributedOptimizer(DistributedOptimizer):
-    """Saves and loads exactly, at any data-parallel size."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """As Megatron's, which fails before the first step, when no parameter has a state: there is one at step 0."""
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                state = self.optimizer.state[parameter]
-                if not state:
-                    state["step"] = torch.zeros(())
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
-        return super().state_dict()
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Elements [start, stop) of a tensor of this shape, counted row by row, as boxes in the same order."""
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # rows that are whole
+    if first > last:  # both ends within one row
+        yield from _in_row(shape, last, start - last * row, stop - last * row)
+        return
+    if start < first * row:
+        yield from _in_row(shape, first - 1, start - (first - 1) * row, row)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    yield from _in_row(shape, last, 0, stop - last * row)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As Megatron's, which lets all parameters share one step tensor: every parameter's update would count."""
-        super().load_state_dict(state_dict)
-        for state in self.optimizer.state.values():
-            state["step"] = state["step"].clone()
 
-    @torch.no_grad()
-    def _set_main_param_and_optimizer_states(self, model_param: nn.Parameter, tensors: dict[str, Tensor]) -> None:
-        """As Megatron's, which would look for a step among the loaded tensors, and is not run without gradients."""
-        group, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        super()._set_main_param_and_optimizer_states(model_param, {**tensors, "step": state["step"]})
+def _in_row(shape: Sequence[int], number: int, start: int, stop: int) -> Iterator[Box]:
+    for at, size in boxes(shape[1:], start, stop):
+        yield (number, *at), (1, *size)
+
+
+def sharded_shards(optimizer: DistributedOptimizer, parameters: Mapping[str, Any]) -> list[list[ShardedTensor]]:
+    """This rank's part of moments and float32 masters, a list a parameter; their data are views of the optimizer's.
+
+    Names are those of Megatron's `fully_reshardable` form, which reads what is saved by this one and the other way
+    round. A parameter that is its own master is saved with the model alone.
+
+    Args:
+        parameters: the sharded state of the model that is optimised, of the parameters themselves.
+    """
+    found, _ = extract_sharded_tensors_and_factories(dict(parameters))
+    whole = {id(part.data): part for part in nested_values(found)}
+    return [
+        list(_parts(whole[id(parameter)], start, stop, held)) for parameter, start, stop, held in _stretches(optimizer)
+    ]
+
+
+def _stretches(optimizer: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, int, int, dict[str, Tensor]]]:
+    """Every parameter of which this rank has a stretch, from where to where, and what the optimizer holds of it."""
+    for ranges_by_dtype in optimizer.gbuf_ranges:
+        for buckets in ranges_by_dtype.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    group, order = optimizer.model_param_group_index_map[parameter]
+                    main = optimizer.optimizer.param_groups[group]["params"][order]
+                    state = optimizer.optimizer.state[main]
+                    held = {name: state[name] for name in MOMENTS}
+                    if parameter.dtype != torch.float32:
+                        held["param"] = main.detach()
+                    yield parameter, ranges["param"].start, ranges["param"].end, held
+
+
+def _parts(
+    whole: ShardedTensor | ShardedTensorFactory, start: int, stop: int, held: Mapping[str, Tensor]
+) -> Iterator[ShardedTensor]:
+    """The stretch [start, stop) of a parameter as parts of the whole model's tensors.
+
+    Args:
+        held: tensors [stop - start] by the name of what they are.
+    """
+    pieces = nested_values(whole.build()) if isinstance(whole, ShardedTensorFactory) else [whole]
+    for piece in pieces:  # gate and up rows of one parameter lie apart in the model's tensor
+        if piece.data.untyped_storage().data_ptr() != whole.data.untyped_storage().data_ptr():
+            raise NotImplementedError(f"{whole.key} is not saved as it lies in memory")
+        before = piece.data.storage_offset() - whole.data.storage_offset()  # elements of the parameter
+        lead = piece.global_offset[: piece.prepend_axis_num]  # the layer, where layers are stacked
+        at = max(start, before)
+        for offset, size in boxes(piece.data.shape, at - before, min(stop, before + piece.data.numel()) - before):
+            begins = tuple(a + b for a, b in zip(piece.global_offset[len(lead) :], offset, strict=True))
+            for name, values in held.items():
+                data = values[at - start : at - start + prod(size)].view((1,) * len(lead) + size)
+                yield replace(
+                    piece,
+                    key=f"optimizer.state.{name}.{piece.key}",
+                    data=data,
+                    dtype=data.dtype,
+                    local_shape=tuple(data.shape),
+                    global_offset=(*lead, *begins),
+                    axis_fragmentations=None,  # not a grid
+                    prepend_axis_num=0,
+                    replica_id=(*piece.replica_id[:2], 0),  # no other data rank has it
+                )
+            at += prod(size)
+
+
+@torch.no_grad()
+def load_shards(targets: list[list[ShardedTensor]], loaded: list[list[Tensor]]) -> None:
+    """Puts what was loaded into the optimizer's tensors.
+
+    Args:
+        targets: of `sharded_shards`, made anew: loading has taken the former apart.
+    """
+    for parts, tensors in zip(targets, loaded, strict=True):
+        for part, tensor in zip(parts, tensors, strict=True):
+            part.data.copy_(tensor.view(part.data.shape))

@@ -53,11 +53,18 @@ def export_hf(
     return {name: tensor.to("cpu", copy=True) for name, tensor in named}
 
 
-def export_gradients(model: list[nn.Module], shape: ModelShape, layout: Layout) -> dict[str, Tensor]:
+def export_gradients(
+    model: list[nn.Module], shape: ModelShape, layout: Layout, loss_scale: Tensor | None = None
+) -> dict[str, Tensor]:
     """The gradients, reduced over data ranks, as export_hf gives the policy. All ranks must call this, after backward;
-    after the optimizer step they are clipped."""
+    after the optimizer step they are clipped.
+
+    Args:
+        loss_scale: 0-dim, what the loss was multiplied by; None: 1.
+    """
     gather_gradients(model)
-    return export_hf(model, shape, layout, of=main_grad)
+    unscaled = main_grad if loss_scale is None else lambda parameter: main_grad(parameter) / loss_scale
+    return export_hf(model, shape, layout, of=unscaled)
 
 
 @torch.no_grad()
@@ -83,20 +90,25 @@ class PolicyStream:
 
     def __init__(self, model: list[nn.Module], shape: ModelShape, layout: Layout, bucket_bytes: int) -> None:
         self._model, self._layout = model, layout
-        self._plan = plan_stream(shards(model, layout), shape, bucket_bytes, dist.group.WORLD)
+        self.plan = plan_stream(shards(model, layout), shape, bucket_bytes, dist.group.WORLD)
         self._buckets: Iterator[Bucket | None] = iter(())
         self._checksums: dict[str, str] = {}
+        self._computed = True
 
     @property
     def layouts(self) -> tuple[BucketLayout, ...]:
         """What each bucket holds, for whoever takes them."""
-        return self._plan.layouts
+        return self.plan.layouts
 
-    def begin(self) -> None:
-        """Starts with the weights as they are."""
+    def begin(self, checksums: bool = True) -> None:
+        """Starts with the weights as they are.
+
+        Args:
+            checksums: compute those that `end` gives, else they are "".
+        """
         self._finish()  # of a sync that an error cut short: its messages must not be taken for this one's
-        self._buckets = stream(self._plan, shards(self._model, self._layout), dist.group.WORLD)
-        self._checksums = {}
+        self._buckets = stream(self.plan, shards(self._model, self._layout), dist.group.WORLD)
+        self._checksums, self._computed = {}, checksums
 
     @torch.no_grad()
     def next(self) -> Tensor | None:
@@ -105,7 +117,9 @@ class PolicyStream:
         if bucket is None:
             return None
         bucket = Bucket(bucket.layout, bucket.flat.cpu())
-        self._checksums |= bucket.checksums()  # while the next bucket is on its way
+        # while the next bucket is on its way
+        names = dict.fromkeys((slot.name for slot in bucket.layout.slots), "")
+        self._checksums |= bucket.checksums() if self._computed else names
         return bucket.flat
 
     def end(self) -> dict[str, str]:

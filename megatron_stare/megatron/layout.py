@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_stare.config.schema import ParallelConfig
 from megatron_stare.errors import UserError
-from megatron_stare.megatron.cpu_backend import backend
+from megatron_stare.megatron.cpu_backend import backend, uses_cuda
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Layout:
     dp_rank: int
     dp: int
     ep: int
+    expert_dp_rank: int  # among the replicas of its experts
     tp_group: ProcessGroup
     dp_group: ProcessGroup  # ranks that hold different tokens of the batch
 
@@ -70,6 +71,16 @@ def join(parallel: ParallelConfig, rank: int, init_method: str, seed: int, timeo
             where=init_method,
             fix="the port is taken or not reachable; start again, another one is chosen then",
         ) from error
+    layout = cut_world(parallel, rank)
+    if cuda:
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+    return layout
+
+
+def cut_world(parallel: ParallelConfig, rank: int) -> Layout:
+    """Cuts the world, which is joined, into Megatron's groups."""
     with backend():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
@@ -79,11 +90,8 @@ def join(parallel: ParallelConfig, rank: int, init_method: str, seed: int, timeo
             expert_model_parallel_size=parallel.expert,
             expert_tensor_parallel_size=1,  # whole experts: cut ones would need gathers of uneven sizes
         )
-        if cuda:
-            tensor_parallel.model_parallel_cuda_manual_seed(seed)
-        else:
+        if not uses_cuda():
             # without dropout nothing draws from the tracker; the CUDA one cannot exist here
-            torch.manual_seed(seed)
             tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     return Layout(
         rank=rank,
@@ -95,6 +103,7 @@ def join(parallel: ParallelConfig, rank: int, init_method: str, seed: int, timeo
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp=parallel_state.get_data_parallel_world_size(),
         ep=parallel.expert,
+        expert_dp_rank=parallel_state.get_expert_data_parallel_rank(),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
     )

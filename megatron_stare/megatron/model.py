@@ -75,7 +75,7 @@ def transformer_config(
     performance: PerformanceConfig = _DEFAULT,
 ) -> TransformerConfig:
     """Megatron's description of the model. The loss is scaled by the method, not by Megatron."""
-    bf16 = model.dtype == "bfloat16"
+    dtype = getattr(torch, model.dtype)
     return TransformerConfig(
         **family_of(shape).megatron_config(shape),
         softmax_scale=scaled_frequencies(shape)[1] if shape.rope_scaling else None,
@@ -89,14 +89,16 @@ def transformer_config(
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1,
         sequence_parallel=parallel.sequence,
-        pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
+        pipeline_dtype=dtype,
         # Every micro-batch has its own length. Two stages of several chunks would exchange lengths in a batch that gloo
         # matches by order, and take one for another: there, micro-batches are given one length (microbatch.py).
         variable_seq_lengths=parallel.pipeline > 1 and parallel.virtual_pipeline == 1,
         overlap_p2p_comm=False,
-        params_dtype=torch.bfloat16 if bf16 else torch.float32,
-        bf16=bf16,
-        use_cpu_initialization=not torch.cuda.is_available(),
+        params_dtype=dtype,
+        fp16=dtype == torch.float16,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=device().type == "cpu",
+        init_model_with_meta_device=device().type == "meta",
         perform_initialization=False,  # every parameter is loaded
         calculate_per_token_loss=True,  # with num_tokens 0 Megatron divides by nothing
         finalize_model_grads_func=finalize_model_grads,  # without it gradients are not reduced over any group
@@ -141,7 +143,7 @@ def build_policy(
     parts = build_model(shape, model, parallel, layout, performance)
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=distributed_optimizer,
-        grad_reduce_in_fp32=model.dtype == "bfloat16",
+        grad_reduce_in_fp32=model.dtype != "float32",
         bucket_size=performance.gradient_bucket,
         **megatron_fields(performance, "gradients"),
     )
@@ -180,7 +182,7 @@ def build_model(
             if shape.rope_scaling:  # megatron-core knows one setting of one scaling
                 unwrap(part).rotary_pos_emb.inv_freq = scaled_frequencies(shape)[0].to(device())
             mark_cut_parameters(part, shape)
-            if model.dtype == "bfloat16":
+            if model.dtype != "float32":
                 part = Float16Module(config, part)
             parts.append(part)
         return parts
@@ -195,6 +197,8 @@ def mark_cut_parameters(part: nn.Module, shape: ModelShape) -> None:
     for name, parameter in named_parameters([part]):
         layout = rule_for(name, shape).layout
         if layout != "replicated" and not hasattr(parameter, "tensor_model_parallel"):
+            for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
+                vars(parameter).pop(attribute, None)  # without data Transformer Engine's layers set the last one alone
             set_tensor_model_parallel_attributes(parameter, True, 1 if layout == "row" else 0, 1)
 
 
@@ -206,15 +210,19 @@ def named_parameters(model: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter
             if local := re.match(r"decoder\.layers\.(\d+)\.", name):
                 layer = layers[int(local.group(1))]
                 name = f"decoder.layers.{layer.layer_number - 1}.{name[local.end() :]}"
-                if expert := re.search(r"local_experts\.(\d+)\.", name):
+                if expert := _EXPERT.search(name):
                     number = layer.mlp.local_expert_indices[int(expert.group(1))]
                     name = f"{name[: expert.start(1)]}{number}{name[expert.end(1) :]}"
             yield name, parameter
 
 
+# an expert's number: of a module of its own, or of one of the weights of a grouped GEMM
+_EXPERT = re.compile(r"(?<=\.experts\.)(?:local_experts\.|linear_fc[12]\.weight)(\d+)")
+
+
 def is_expert(name: str) -> bool:
     """Whether a parameter belongs to one expert; experts are never cut over tensor-parallel ranks."""
-    return ".local_experts." in name
+    return _EXPERT.search(name) is not None
 
 
 def hidden_states(chunk: nn.Module, tokens: Tensor, positions: Tensor, packing: PackedSequences | None) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron_stare.config.schema import OptimizerConfig, PerformanceConfig
 from megatron_stare.megatron.cpu_backend import backend, device
+from megatron_stare.megatron.loss_scale import install_loss_scale, loss_scale_of
 from megatron_stare.performance import megatron_fields
 
 _DEFAULT = PerformanceConfig()
@@ -42,12 +43,15 @@ def build_optimizer(
                 adam_eps=config.eps,
                 sgd_momentum=0.0,
                 clip_grad=config.clip_grad,
+                fp16=dtype == "float16",
                 bf16=dtype == "bfloat16",
                 use_distributed_optimizer=config.distributed,
                 **megatron_fields(performance, "optimizer"),
             ),
             model,
         )
+        if dtype == "float16":
+            install_loss_scale(optimizer, config)
         scheduler = OptimizerParamScheduler(
             optimizer,
             init_lr=0.0,
@@ -71,34 +75,47 @@ def build_optimizer(
 class Outcome:
     """What became of an optimizer step.
 
-    grad_norm: before clipping.
-    finite: whether it was.
+    grad_norm: before clipping, of the gradient itself, not of the scaled one.
+    finite: whether it was; true where only its scaled form was not.
     empty: no token of the batch had a loss.
+    skipped: the loss scale was too large for float16, and is the next update's again, or smaller.
     """
 
     grad_norm: float
     finite: bool = True
     empty: bool = False
+    skipped: bool = False
 
     @property
     def taken(self) -> bool:
-        return self.finite and not self.empty
+        return self.finite and not self.empty and not self.skipped
 
 
 def take_step(
-    optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler, clip_grad: float, empty: Tensor | None
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    clip_grad: float,
+    *,
+    empty: Tensor | None,
+    loss_not_finite: Tensor | None,
 ) -> Outcome:
     """Clips and steps, unless the gradient is not finite or the batch is empty: then optimizer and schedule stay as
     they are. All ranks must call it.
 
     Args:
         empty: 0-dim bool, whether no token of the batch had a loss; None on ranks that do not know.
+        loss_not_finite: 0-dim bool, whether this rank's part of the loss is not; None on ranks that do not know.
     """
     with backend():
-        optimizer.prepare_grads()
-        norm = float(optimizer.get_grad_norm())  # the one value a step reads from the device
-        if not norm < float("inf"):  # NaN too
-            return Outcome(norm, finite=False)
+        overflow = optimizer.prepare_grads()  # all ranks say the same; without a loss scale none looks
+        norm = float(optimizer.get_grad_norm())  # without a loss scale, the one value a step reads from the device
+        scale = loss_scale_of(optimizer)
+        if overflow or not norm < float("inf"):  # NaN too
+            # the scale is to blame only where the loss is finite and a smaller scale is left to try
+            if scale is None or _on_any_rank(loss_not_finite) or scale.exhausted:
+                return Outcome(norm, finite=False)
+            scale.settle(overflow=True)
+            return Outcome(norm, skipped=True)
         # an empty batch has a gradient of 0, which all ranks see: only then need they ask those that know
         if norm == 0 and _on_any_rank(empty):
             return Outcome(norm, empty=True)
@@ -106,6 +123,8 @@ def take_step(
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):  # experts have their own
             clip_grad_by_total_norm_fp32(part.get_parameters(), clip_grad, norm)
         optimizer.step_with_ready_grads()
+        if scale is not None:
+            scale.settle(overflow=False)
     return Outcome(norm)
 
 

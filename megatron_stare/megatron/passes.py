@@ -38,16 +38,25 @@ def compute_log_probs(
 
 
 def accumulate_gradients(
-    model: list[nn.Module], batch: RankBatch, head: Head, loss_of: LossFunction
+    model: list[nn.Module], batch: RankBatch, head: Head, loss_of: LossFunction, loss_scale: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Adds the gradient of the summed loss of all micro-batches to the model's gradient buffers, reduced over ranks.
+
+    Args:
+        loss_scale: 0-dim, what the loss, and so the gradient, is multiplied by; None: 1.
 
     Returns:
         The tensors that `loss_of` gave to log, laid end to end: [N] each; empty but on the last stage.
     """
 
+    def scaled_loss(log_prob: Tensor, entropy: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, logged = loss_of(log_prob, entropy, micro)
+        return loss if loss_scale is None else loss * loss_scale, logged
+
     def loss_function(chunk: nn.Module, hidden: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        loss, logged = head.loss(unwrap(chunk), hidden, micro, loss_of)
+        # Scaled before the head sees it, not by Megatron's grad_scale_func after: a head that takes gradients in the
+        # forward writes those of the logits in float16 there.
+        loss, logged = head.loss(unwrap(chunk), hidden, micro, scaled_loss)
         # the loss is already scaled by counts over the whole batch: with 0 tokens Megatron divides by nothing
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), logged
 

@@ -25,6 +25,7 @@ from megatron_stare.megatron.export import export_gradients, export_hf
 from megatron_stare.megatron.forecast import forecast, measured_change
 from megatron_stare.megatron.head import Head
 from megatron_stare.megatron.layout import Layout
+from megatron_stare.megatron.loss_scale import loss_scale_of
 from megatron_stare.megatron.measured import Measured, complete, measure_batch
 from megatron_stare.megatron.model import finish_gather
 from megatron_stare.megatron.objective import Objective, make_objective
@@ -125,14 +126,21 @@ class Step:
         if dump_to:
             finish_gather(policy.model)
         weights_before = export_hf(policy.model, policy.shape, policy.layout) if dump_to else {}
-        logged = accumulate_gradients(policy.model, part, policy.head, self._loss)
+        scale = loss_scale_of(policy.optimizer)
+        loss_scale = scale.factor if scale is not None else None
+        logged = accumulate_gradients(policy.model, part, policy.head, self._loss, loss_scale)
         if self._config.skips_log_prob_pass and self.measured is not None:
             self.measured = complete(self.measured, logged, self._method, self.group)
         metrics = self._metrics(logged, with_batch=number == 0)
         if dump_to:
-            self._dump(Path(dump_to), weights_before, metrics)
-        empty = self._method.empty(self._objective.statistics) if self._objective is not None else None
-        outcome = take_step(policy.optimizer, policy.scheduler, self._config.optimizer.clip_grad, empty)
+            self._dump(Path(dump_to), weights_before, metrics, loss_scale)
+        outcome = take_step(
+            policy.optimizer,
+            policy.scheduler,
+            self._config.optimizer.clip_grad,
+            empty=self._method.empty(self._objective.statistics) if self._objective is not None else None,
+            loss_not_finite=~logged["loss/policy"].isfinite().all() if self._objective is not None else None,
+        )
         if outcome.taken and number == 0 and self._measures_entropy():
             tokens = self._objective.tokens.select(self._objective.rows) if self._objective is not None else None
             metrics = {**metrics, **measured_change(policy.model, part, policy.head, tokens, self.group)}
@@ -144,6 +152,8 @@ class Step:
             "update/finite": float(outcome.finite),
             "update/empty": float(outcome.empty),
         }
+        if loss_scale is not None:
+            rates |= {"update/skipped": float(outcome.skipped), "optimizer/loss_scale": float(loss_scale)}
         state = {name: float(x) for name, x in self.measured.next_state.items()}
         return {**{name: float(x) for name, x in metrics.items()}, **rates}, state
 
@@ -201,11 +211,17 @@ class Step:
             return False
         return self.batch.share.step % watched.measured_every == 0
 
-    def _dump(self, folder: Path, weights: Mapping[str, Tensor], metrics: Mapping[str, Tensor | float]) -> None:
+    def _dump(
+        self,
+        folder: Path,
+        weights: Mapping[str, Tensor],
+        metrics: Mapping[str, Tensor | float],
+        loss_scale: Tensor | None,
+    ) -> None:
         """Writes the weights before the first update, its loss and gradients. All ranks must call it; the mini-batch
         is written by the driver, which has it whole."""
         policy = self._policy
-        gradients = export_gradients(policy.model, policy.shape, policy.layout)
+        gradients = export_gradients(policy.model, policy.shape, policy.layout, loss_scale)
         if policy.layout.rank == 0:  # which has all tensors, as the last stage has the loss
             write_tensors(folder, weights, gradients)
         if policy.layout.is_reporting_rank:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from megatron_stare.batch import MicroBatchPlan
 from megatron_stare.device_rules import check_device
 from megatron_stare.megatron import checkpoint
+from megatron_stare.megatron.adam_step import adam_name
+from megatron_stare.megatron.background_save import BackgroundSave
 from megatron_stare.megatron.batching.microbatch import RankBatch
 from megatron_stare.megatron.batching.sequence_layout import sequence_layout
 from megatron_stare.megatron.cpu_backend import device
@@ -22,9 +24,11 @@ from megatron_stare.megatron.differences import Compared
 from megatron_stare.megatron.export import PolicyStream, export_hf
 from megatron_stare.megatron.head import Head
 from megatron_stare.megatron.head_choice import HeadChoice, choose_head, free_memory, largest_logits
+from megatron_stare.megatron.hf_export import HfExport
 from megatron_stare.megatron.layout import join, leave
 from megatron_stare.megatron.model import build_policy, finish_gather
 from megatron_stare.megatron.optimizer import build_optimizer
+from megatron_stare.megatron.optimizer_state import chain
 from megatron_stare.megatron.passes import compute_log_probs
 from megatron_stare.megatron.reference import Reference
 from megatron_stare.megatron.start import load_start
@@ -34,6 +38,7 @@ from megatron_stare.performance import check_device_performance
 from megatron_stare.records.log_prob_difference import LogProbDifference
 from megatron_stare.records.rollout_batch import RankShare
 from megatron_stare.resolved import ResolvedRun
+from megatron_stare.weights.safetensors_file import Entry
 from megatron_stare.weights.stream_plan import BucketLayout
 
 
@@ -74,6 +79,9 @@ class Trainer:
         self._sequences = sequence_layout(config, layout)
         self.stream = PolicyStream(model, shape, layout, config.rollout.sync_bucket_mb * 2**20)
         self._step: Step | None = None
+        self._saver = checkpoint.Saver(layout, config.checkpoint.writers)
+        self._saving: BackgroundSave | None = None
+        self._export: HfExport | None = None
 
     def _choose_head(self, shape: ModelShape) -> HeadChoice:
         """Where it is left open, by the memory that model and optimizer leave. All ranks make the same choice, and
@@ -86,7 +94,8 @@ class Trainer:
     def notes(self) -> list[str]:
         """What was decided here, for the person who started the run; a line each."""
         choice = self._head_choice
-        return [f"model.head: {choice.mode}, because {choice.reason}"] if choice.reason else []
+        head = [f"model.head: {choice.mode}, because {choice.reason}"] if choice.reason else []
+        return [*head, f"optimizer: {adam_name(chain(self.policy.optimizer)[0].optimizer)}"]
 
     @property
     def step(self) -> Step:
@@ -163,7 +172,8 @@ class Trainer:
         Returns:
             On the reporting rank the update's metrics, the first's with those of the rollout batch, and the method's
             state for the next step; elsewhere None. No step was taken where `update/finite` among the metrics is
-            0, because the gradient was not finite, or `update/empty` is 1, because no token had a loss.
+            0, because the gradient was not finite, `update/empty` is 1, because no token had a loss, or
+            `update/skipped` is 1, because the loss scale was too large.
         """
         return self.step.update(number, dump_to)
 
@@ -183,10 +193,14 @@ class Trainer:
         """What the buckets of the weight stream hold."""
         return self.stream.layouts
 
-    def begin_weight_stream(self) -> None:
-        """Starts to stream the policy. All ranks must call it, then `next_bucket` once a bucket, then the end."""
+    def begin_weight_stream(self, checksums: bool = True) -> None:
+        """Starts to stream the policy. All ranks must call it, then `next_bucket` once a bucket, then the end.
+
+        Args:
+            checksums: compute those that the end gives, else they are "".
+        """
         finish_gather(self.policy.model)
-        self.stream.begin()
+        self.stream.begin(checksums)
 
     def next_bucket(self) -> Tensor | None:
         """The next bucket of whole tensors, flat, on the first rank; None elsewhere."""
@@ -196,6 +210,24 @@ class Trainer:
         """Checksums of the tensors that were streamed, by name, on the first rank."""
         return self.stream.end()
 
+    def own_tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of the policy's tensors that this rank is to write, by Hugging Face name. All ranks must call
+        it."""
+        policy = self.policy
+        finish_gather(policy.model)
+        self._export = HfExport(policy.model, policy.layout, policy.shape, self.stream.plan)
+        return self._export.own()
+
+    def write_tensors(self, entries: dict[str, Entry]) -> None:
+        """Writes them to where they go. All ranks must call it, after `own_tensors`.
+
+        Raises:
+            UserError: they cannot be written.
+        """
+        if self._export is None:
+            raise RuntimeError("there is nothing to write before own_tensors()")
+        self._export.write(entries)
+
     @property
     def _moving_reference(self) -> list[nn.Module]:
         """The reference's chunks where they change, and so belong into checkpoints; else none."""
@@ -203,10 +235,32 @@ class Trainer:
         return reference.model if reference is not None and moves else []
 
     def save(self, folder: str) -> None:
-        """Writes this rank's part of a checkpoint into an existing, empty folder. All ranks must call it."""
+        """Begins to write this rank's part of a checkpoint into an existing, empty folder, and returns as soon as
+        training may go on. All ranks must call it, and `finish_save` before the next."""
         policy = self.policy
         finish_gather(policy.model)
-        checkpoint.save(folder, policy.model, policy.optimizer, policy.scheduler, policy.layout, self._moving_reference)
+        self._saving = self._saver.begin(
+            folder, policy.model, policy.optimizer, policy.scheduler, self._moving_reference
+        )
+
+    def saved(self) -> bool:
+        """Whether this rank's part is written, or failed to be; then `finish_save` waits for other ranks alone."""
+        return self._saving is None or self._saving.written()
+
+    def wait_saved(self) -> None:
+        """Waits until this rank's part is written, or failed to be."""
+        if self._saving is not None:
+            self._saving.wait()
+
+    def finish_save(self) -> None:
+        """Waits until all of the checkpoint is written. All ranks must call it.
+
+        Raises:
+            UserError: it could not be written.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.finish()
 
     def load(self, folder: str) -> None:
         """Continues from a checkpoint folder. All ranks must call it."""
@@ -214,5 +268,7 @@ class Trainer:
         checkpoint.load(folder, policy.model, policy.optimizer, policy.scheduler, policy.layout, self._moving_reference)
 
     def close(self) -> None:
-        """Leaves the process groups."""
+        """Drops a checkpoint that is not finished, and leaves the process groups."""
+        if self._saving is not None:
+            self._saving.drop()
         leave()

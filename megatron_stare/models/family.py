@@ -24,12 +24,13 @@ from megatron_stare.models.shape import ModelShape
 class Served:
     """Where an engine's server keeps a Hugging Face tensor: the `index`-th of those stacked into its parameter `name`.
 
-    count: how many are stacked; None: as many as come.
+    count: how many are stacked; None: as many as come, `an_expert` of every expert.
     """
 
     name: str
     index: int = 0
     count: int | None = 1
+    an_expert: int = 1
 
 
 class ModelFamily:

@@ -15,7 +15,9 @@ from megatron_stare.models.qwen3 import Qwen3
 from megatron_stare.models.rules import DENSE, LAYER, MLP, Rule
 from megatron_stare.models.shape import ModelShape
 
-_EXPERT, _HF_EXPERT = LAYER + "mlp.experts.local_experts.{}.", MLP + "experts.{}."
+_EXPERT, _GROUPED = LAYER + "mlp.experts.local_experts.{}.", LAYER + "mlp.experts."
+_GATE_UP = (MLP + "experts.{}.gate_proj.weight", MLP + "experts.{}.up_proj.weight")
+_DOWN = (MLP + "experts.{}.down_proj.weight",)
 _SERVED_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
@@ -26,8 +28,10 @@ class Qwen3Moe(Qwen3):
     rules = (
         *(rule for rule in DENSE if ".mlp." not in rule.megatron),
         Rule(LAYER + "mlp.router.weight", (MLP + "gate.weight",), "replicated"),
-        Rule(_EXPERT + "linear_fc1.weight", (_HF_EXPERT + "gate_proj.weight", _HF_EXPERT + "up_proj.weight"), "gated"),
-        Rule(_EXPERT + "linear_fc2.weight", (_HF_EXPERT + "down_proj.weight",), "row"),
+        Rule(_EXPERT + "linear_fc1.weight", _GATE_UP, "gated"),
+        Rule(_EXPERT + "linear_fc2.weight", _DOWN, "row"),
+        Rule(_GROUPED + "linear_fc1.weight{}", _GATE_UP, "gated"),
+        Rule(_GROUPED + "linear_fc2.weight{}", _DOWN, "row"),
     )
 
     def check(self, config: Mapping[str, Any], where: str) -> None:
@@ -79,7 +83,7 @@ class Qwen3Moe(Qwen3):
         layer, number, part = expert[1], int(expert[2]), expert[3]
         if part == "down":
             return Served(f"{layer}.w2_weight", number, None)
-        return Served(f"{layer}.w13_weight", 2 * number + (part == "up"), None)
+        return Served(f"{layer}.w13_weight", 2 * number + (part == "up"), None, an_expert=2)
 
 
 FAMILY = Qwen3Moe()

@@ -1,8 +1,8 @@
 """Which Hugging Face tensors a Megatron parameter is made of, and how it is cut over tensor-parallel ranks.
 
 A family's rules serve loading, export, gradients, the stream and conversion alike. Names are those of one pipeline
-stage with layer numbers made global; both layer specs are known (local: norms of their own; Transformer Engine: norms
-fused into the next linear).
+stage with layer numbers made global; both layer specs are known (local: norms and experts' matrices of their own;
+Transformer Engine: norms fused into the next linear, an expert's matrices among the numbered ones of a grouped GEMM).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ DENSE = (
     Rule(LAYER + "mlp.linear_fc2.weight", (MLP + "down_proj.weight",), "row"),
 )
 
-_NUMBER = re.compile(r"(?<=layers\.|xperts\.)\d+")
+_NUMBER = re.compile(r"(?<=layers\.|xperts\.|\.weight)\d+")
 
 
 def numbered(name: str) -> tuple[list[str], str]:

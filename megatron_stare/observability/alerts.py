@@ -29,7 +29,7 @@ START_STEPS = 5  # averaged to say what the run started with
 # One token budget for all: beyond a fifth, the reward says more about the budget than about the reasoning.
 TRUNCATED_SHARE = 0.2
 # float32 on both sides differs by rounding, 1e-6 to 1e-5. A thousandth is another model: stale or misplaced weights,
-# other sampling settings, a mask. Not checked in bfloat16, where single tokens differ by tenths with nothing wrong.
+# other sampling settings, a mask. Not checked in 16 bits: bfloat16 tokens differ by tenths with nothing wrong.
 LOGPROB_DIFF = 1e-3
 GRAD_SPIKE = 10.0  # times the median; batches of one run differ by factors of two or three
 GRAD_WINDOW = 50  # steps the median is over: long enough to be steady, short enough to follow training

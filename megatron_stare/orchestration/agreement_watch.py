@@ -30,7 +30,7 @@ class AgreementWatch:
         self._has_log_probs = not config.skips_log_prob_pass
         self._trainers, self._engines = trainers, engines
         self._temperature = config.rollout.temperature
-        self._limit = limit_of(config.sglang.agreement_limit, config.model.dtype)
+        self._limit = limit_of(config.sglang.agreement_limit, config.model.dtype, config.sglang.dtype)
         longest = min(CANARY_TOKENS, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
         self._canary = canary_batch(run.shape.vocab_size, config.sglang.canary_prompts, longest)
         self._newest: dict[str, float] = {}

@@ -68,8 +68,8 @@ class EngineWorker:
         """What the buckets of every weight update from now on hold."""
         self._layouts = layouts
 
-    def begin_weight_update(self, version: int) -> None:
-        self._engine.begin_weight_update(version)
+    def begin_weight_update(self, version: int, prove: bool = True) -> None:
+        self._engine.begin_weight_update(version, prove)
 
     def update_weights(self, number: int, flat: Tensor) -> None:
         """Takes the bucket of this number."""

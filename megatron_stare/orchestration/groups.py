@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from megatron_stare.batch import MicroBatchPlan
@@ -17,6 +18,7 @@ from megatron_stare.records.log_prob_difference import LogProbDifference
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.resolved import ResolvedRun
 from megatron_stare.rollout.engine_pool import EnginePool
+from megatron_stare.weights.safetensors_file import Entry
 from megatron_stare.weights.stream_plan import BucketLayout
 from megatron_stare.workers import Handle, Workers
 
@@ -116,9 +118,40 @@ class TrainerGroup:
         stream.checksums()
         return here
 
+    def own_tensors(self) -> list[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+        """What each rank would write of the policy: shape and dtype by Hugging Face name, each tensor once."""
+        found = self._workers.call("own_tensors")
+        whole = sorted(slot.name for layout in self.export().layouts for slot in layout.slots)
+        if sorted(name for part in found for name in part) != whole:
+            raise RuntimeError("the ranks would not write every tensor of the policy once")
+        return found
+
+    def write_tensors(self, entries: dict[str, Entry]) -> None:
+        """Has the ranks write the policy's tensors to where they go."""
+        self._workers.call("write_tensors", entries)
+
     def save(self, folder: str) -> None:
-        """Writes a distributed checkpoint into an existing empty folder."""
+        """Begins to write a distributed checkpoint into an existing empty folder; training may go on meanwhile."""
         self._workers.call("save", folder)
+
+    def saved(self) -> bool:
+        """Whether every rank has written its part."""
+        return all(self._workers.call("saved"))
+
+    def wait_saved(self, timeout_s: float | None = None) -> None:
+        """Waits until every rank has written its part.
+
+        Args:
+            timeout_s: of the wait, seconds; None: that of any call.
+
+        Raises:
+            UserError: one has not in this time.
+        """
+        self._workers.wait(self._workers.start("wait_saved"), timeout_s=timeout_s)
+
+    def finish_save(self) -> None:
+        """Makes a checkpoint of what the ranks have written. Raises UserError where one of them could not write."""
+        self._workers.call("finish_save")
 
     def load(self, folder: str) -> None:
         """Continues from a distributed checkpoint."""
@@ -158,10 +191,14 @@ class WeightStream:
         self._trainers = trainers
         self.layouts = layouts
 
-    def buckets(self) -> Iterator[tuple[Handle, list[Handle]]]:
+    def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
         """Each bucket, and the calls of the other ranks that it needs: wait for them together with the bucket's use, so
-        that an error of any rank is seen at once. Can be gone through once."""
-        self._trainers.call("begin_weight_stream")
+        that an error of any rank is seen at once. Can be gone through once.
+
+        Args:
+            checksums: compute what `checksums` gives.
+        """
+        self._trainers.call("begin_weight_stream", checksums)
         ahead = self._trainers.start("next_bucket")
         for number in range(len(self.layouts)):
             bucket, *others = ahead
@@ -169,5 +206,5 @@ class WeightStream:
             yield bucket, others
 
     def checksums(self) -> dict[str, str]:
-        """Of every tensor that was sent, by name; after the last bucket."""
+        """Of every tensor that was sent, by name, "" where none were computed; after the last bucket."""
         return self._trainers.call("end_weight_stream")[0]

@@ -31,7 +31,9 @@ class InlineWorkers(Workers):
     def start_on(self, worker: int, method: str, *args: Any) -> Handle:
         return getattr(self._workers[worker], method)(*args)
 
-    def wait(self, handles: Sequence[Handle], on_done: Callable[[int], None] | None = None) -> list[Any]:
+    def wait(
+        self, handles: Sequence[Handle], on_done: Callable[[int], None] | None = None, timeout_s: float | None = None
+    ) -> list[Any]:
         return list(handles)  # all finished when they were started
 
     async def result(self, handle: Handle) -> Any:
@@ -57,7 +59,7 @@ class InlineRunner:
         self.trainers = TrainerGroup(InlineWorkers([trainer]), plan_rules(run))
         engines = InlineWorkers([EngineWorker(config, number) for number in range(replica_count(config))])
         try:
-            self.engines = EnginePool(engines)
+            self.engines = EnginePool(engines, config.rollout.prove_every)
         except BaseException:
             engines.close()  # servers that were started
             self.trainers.close()

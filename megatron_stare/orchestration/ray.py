@@ -76,8 +76,10 @@ class RayWorkers(Workers):
     def start_on(self, worker: int, method: str, *args: Any) -> Handle:
         return self._actors[worker].method.remote(method, *args)
 
-    def wait(self, handles: Sequence[Handle], on_done: Callable[[int], None] | None = None) -> list[Any]:
-        return get(handles, self._what, self._timeout_s, on_done)
+    def wait(
+        self, handles: Sequence[Handle], on_done: Callable[[int], None] | None = None, timeout_s: float | None = None
+    ) -> list[Any]:
+        return get(handles, self._what, self._timeout_s if timeout_s is None else timeout_s, on_done)
 
     async def result(self, handle: Handle) -> Any:
         answer = asyncio.wrap_future(handle.future())
@@ -237,7 +239,7 @@ class RayRunner:
             start_ray(config)
             check_gpus(config)
             self.trainers = TrainerGroup(self._trainers(run), plan_rules(run))
-            self.engines = EnginePool(self._engines(config))
+            self.engines = EnginePool(self._engines(config), config.rollout.prove_every)
         except BaseException:
             self.close()
             raise

@@ -31,23 +31,35 @@ class UpdateResult:
         """Whether no token of the mini-batch had a loss, so that no step was taken."""
         return bool(self.metrics["update/empty"])
 
+    @property
+    def skipped(self) -> bool:
+        """Whether the loss scale was too large for the gradient, so that no step was taken; float16 alone."""
+        return bool(self.metrics.get("update/skipped", 0.0))
+
+    @property
+    def taken(self) -> bool:
+        return self.finite and not self.empty and not self.skipped
+
 
 def combined(updates: Sequence[UpdateResult]) -> dict[str, float]:
     """The metrics of a training step from those of its updates, in order.
 
     Largest values stay the largest, counts of tokens are summed over the updates, everything else is averaged over the
     updates that report it: what belongs to the rollout batch is reported by the first alone. In averages those of empty
-    mini-batches have no say where others report the same. `update/count` is the number of optimizer steps taken,
-    `update/finite` 0 if a gradient was not, `update/empty` the number of empty mini-batches. Of several updates,
-    `ratio/first_max_abs_log` is the largest log ratio of the first, which is on policy.
+    mini-batches have no say where others report the same, nor have those whose scaled gradient overflowed.
+    `update/count` is the number of optimizer steps taken, `update/finite` 0 if a gradient was not, `update/empty` the
+    number of empty mini-batches, `update/skipped` that of overflows. Of several updates, `ratio/first_max_abs_log` is
+    the largest log ratio of the first, which is on policy.
     """
     names = {name: None for update in updates for name in update.metrics}
     rows = [update.metrics for update in updates]
-    telling = [update.metrics for update in updates if not update.empty]
+    telling = [update.metrics for update in updates if not (update.empty or update.skipped)]
     metrics = {name: _combined(name, rows, telling) for name in names}
     metrics["update/finite"] = min(row["update/finite"] for row in rows)
     metrics["update/empty"] = float(sum(update.empty for update in updates))
-    metrics["update/count"] = float(sum(update.finite and not update.empty for update in updates))
+    metrics["update/count"] = float(sum(update.taken for update in updates))
+    if "update/skipped" in metrics:
+        metrics["update/skipped"] = float(sum(update.skipped for update in updates))
     if len(updates) > 1:
         metrics["ratio/first_max_abs_log"] = rows[0]["ratio/max_abs_log"]
     return metrics
@@ -55,13 +67,13 @@ def combined(updates: Sequence[UpdateResult]) -> dict[str, float]:
 
 def skipped_after(updates: Sequence[UpdateResult], skipped: int, step: int) -> int:
     """How many updates in a row were not taken, counted on from `skipped` through those of a training step. Those of
-    empty mini-batches, which have no gradient, are passed over.
+    empty mini-batches, which have no gradient, are passed over, and so are overflows, which a smaller loss scale mends.
 
     Raises:
         NonFiniteError: the gradients of MAX_SKIPPED updates in a row were not finite.
     """
     for update in updates:
-        if update.empty:
+        if update.empty or update.skipped:
             continue
         skipped = 0 if update.finite else skipped + 1
         if skipped >= MAX_SKIPPED:

@@ -15,7 +15,8 @@ from megatron_stare.errors import UserError
 from megatron_stare.records.log_prob_difference import LogProbDifference, Sizes
 from megatron_stare.records.rollout_batch import RolloutBatch
 
-LIMITS = {"float32": 1e-3, "bfloat16": 0.5}  # nats, of the token that differs most
+# nats, of the token that differs most. float16's is a fifth of bfloat16's, whose rounding is eight times coarser
+LIMITS = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 CANARY_TOKENS = 64  # of its longest sequence
 _AGREES = 0.1  # share of the limit under which two log-probs count as the same, when blame is sought
 
@@ -115,9 +116,14 @@ def _first_position(difference: LogProbDifference) -> Sizes:
     return difference.from_position.get(0, Sizes(0, 0, 0.0))
 
 
-def limit_of(configured: float | None, dtype: str) -> float:
-    """The largest difference a run goes on with, nats."""
-    return LIMITS[dtype] if configured is None else configured
+def limit_of(configured: float | None, trained: str, served: str | None = None) -> float:
+    """The largest difference a run goes on with, nats: what is set, or that of the coarser dtype.
+
+    Args:
+        trained: the trainer's dtype.
+        served: the engines'; None: the same.
+    """
+    return max(LIMITS[trained], LIMITS[served or trained]) if configured is None else configured
 
 
 def require_agreement(what: str, largest: float, limit: float, verdict: str, where: str) -> None:

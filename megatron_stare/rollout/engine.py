@@ -55,7 +55,7 @@ class GenerateResult:
 class ModelInfo:
     """What an engine holds, and how it wants its requests."""
 
-    weight_version: int | None  # None unless the state is HEALTHY: no other weights are those of a version
+    weight_version: int | None  # None unless the state is HEALTHY or UNPROVED: no other weights are those of a version
     state: EngineState
     vocab_size: int  # of the model's config, which may exceed the tokenizer's
     context_length: int  # tokens, prompt and response together
@@ -97,8 +97,12 @@ class Engine(ABC):
         """Forgets all requests under way; none of them is answered any more."""
 
     @abstractmethod
-    def begin_weight_update(self, version: int) -> None:
+    def begin_weight_update(self, version: int, prove: bool = True) -> None:
         """Opens a session. From here until it ends well, the engine generates nothing.
+
+        Args:
+            prove: compare the values that will be held with those that come. Else names and counts alone are compared,
+                and the engine is UNPROVED afterwards.
 
         Raises:
             EngineStateError: a session is open already, or the engine is DEAD.
@@ -121,7 +125,8 @@ class Engine(ABC):
         """Checks that every parameter came exactly once and publishes the version.
 
         Returns:
-            Checksum (weights/checksum.py) by name, of the weights now held, in the dtype they were sent in.
+            Checksum (weights/checksum.py) by name, of the weights now held, in the dtype they were sent in; "" where
+            nothing is proven.
 
         Raises:
             WeightUpdateError: parameters are missing; the session is over, the engine DIRTY.

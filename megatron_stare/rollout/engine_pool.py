@@ -31,7 +31,7 @@ class Exported(Protocol):
 
     layouts: tuple[BucketLayout, ...]
 
-    def buckets(self) -> Iterator[tuple[Handle, list[Handle]]]: ...
+    def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]: ...
 
     def checksums(self) -> dict[str, str]: ...
 
@@ -51,13 +51,15 @@ class EnginePool:
 
     Args:
         workers: an engine each; brought up here, all at once.
+        prove_every: updates from one whose values are proven to the next; in between names and counts are compared.
 
     Raises:
         UserError: one does not come up.
     """
 
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
+    def __init__(self, workers: Workers, prove_every: int = 1) -> None:
+        self._workers, self._prove_every = workers, prove_every
+        self._unproved: int | None = None  # updates since the last proof; None: the next one must be
         self._infos: list[ModelInfo] = workers.call("bring_up")
         self._layouts: tuple[BucketLayout, ...] = ()  # of the buckets the engines know to expect
         self.served = all(info.served for info in self._infos)  # by servers, which alone can release memory
@@ -111,7 +113,8 @@ class EnginePool:
         return None if None in held else sum(held)
 
     def update_weights(self, version: int, exported: Exported) -> None:
-        """Sends the policy to every engine; only an engine that holds all of it publishes the version.
+        """Sends the policy to every engine; only an engine that took all of it publishes the version. The first
+        update, and the one after a failure, are proven in any case.
 
         Raises:
             SyncError: an engine holds other weights than were sent.
@@ -119,12 +122,20 @@ class EnginePool:
         if self._layouts is not exported.layouts:
             self._workers.call("expect_buckets", exported.layouts)
             self._layouts = exported.layouts
-        self._workers.call("begin_weight_update", version)
-        for number, (bucket, others) in enumerate(exported.buckets()):
+        passed, self._unproved = self._unproved, None  # None stays where this fails
+        prove = passed is None or passed + 1 >= self._prove_every
+        self._workers.call("begin_weight_update", version, prove)
+        for number, (bucket, others) in enumerate(exported.buckets(prove)):
             self._workers.wait([*self._workers.start("update_weights", number, bucket), *others])
         sent = exported.checksums()
         for engine, held in enumerate(self._workers.call("end_weight_update")):
             check_arrived(engine, sent, held)
+        self._unproved = 0 if prove or passed is None else passed + 1
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Whether the values of the newest weights were proven to have arrived, where not all are."""
+        return {"sync/proven": float(self._unproved == 0)} if self._prove_every > 1 else {}
 
     def close(self) -> None:
         self._workers.close()

@@ -1,5 +1,5 @@
-"""An engine in this process: a transformers model on the CPU, in float32. The fast default for models of a few million
-parameters; larger ones belong on a real server.
+"""An engine in this process: a transformers model on the CPU, by default in float32. The fast default for models of a
+few million parameters; larger ones belong on a real server.
 
 Reads the Hugging Face folder's config only; weights come from the weight sync. Requests come from and results go to the
 driver through engine.py.
@@ -33,12 +33,15 @@ class LocalEngine(Engine):
         model_path: Hugging Face folder; its weight files are not read.
         max_batch: responses decoded together.
         threads: CPU threads of torch, for the whole process; None leaves them alone.
+        dtype: it computes in.
 
     Raises:
         DataError: the folder has no usable config.
     """
 
-    def __init__(self, model_path: str, max_batch: int = 256, threads: int | None = None) -> None:
+    def __init__(
+        self, model_path: str, max_batch: int = 256, threads: int | None = None, dtype: str = "float32"
+    ) -> None:
         if max_batch < 1:
             raise ValueError(f"max_batch must be at least 1, not {max_batch}")
         if threads is not None:
@@ -50,7 +53,7 @@ class LocalEngine(Engine):
         self._max_batch = max_batch
         with torch.random.fork_rng(devices=[]):  # random initial weights must not move the trainer's generator
             self._model: nn.Module | None = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation="sdpa"
+                config, dtype=getattr(torch, dtype), attn_implementation="sdpa"
             )
         self._model.eval().requires_grad_(False)
         family = family_named(config.model_type, model_path)
@@ -60,6 +63,7 @@ class LocalEngine(Engine):
         self._state = EngineState.DIRTY
         self._version: int | None = None
         self._ledger: WeightLedger | None = None
+        self._prove = True  # the open update
         self._waiting: deque[tuple[GenerateRequest, SamplingParams]] = deque()
 
     def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> None:
@@ -88,8 +92,9 @@ class LocalEngine(Engine):
     def abort(self) -> None:
         self._waiting.clear()
 
-    def begin_weight_update(self, version: int) -> None:
+    def begin_weight_update(self, version: int, prove: bool = True) -> None:
         self._state = advance(self._state, EngineState.UPDATING)
+        self._prove = prove
         self._waiting.clear()
         self._version = None
         self._ledger = WeightLedger(version, {name: p.shape for name, p in self._parameters.items()})
@@ -108,13 +113,16 @@ class LocalEngine(Engine):
         ledger = self._open_session("end the weight update")
         try:
             ledger.require_complete()
-            checksums = {n: tensor_checksum(self._parameters[n].to(dtype)) for n, dtype in ledger.received.items()}
+            checksums = {name: self._checksum(name, dtype) for name, dtype in ledger.received.items()}
         except Exception:
             self._fail()
             raise
-        self._state = advance(self._state, EngineState.HEALTHY)
+        self._state = advance(self._state, EngineState.HEALTHY if self._prove else EngineState.UNPROVED)
         self._version, self._ledger = ledger.version, None
         return checksums
+
+    def _checksum(self, name: str, dtype: torch.dtype) -> str:
+        return tensor_checksum(self._parameters[name].to(dtype)) if self._prove else ""
 
     def model_info(self) -> ModelInfo:
         return ModelInfo(self._version, self._state, self._vocab_size, self._context_length, self._stop_token_ids)

@@ -53,7 +53,7 @@ class Replica(ABC):
 
 class InProcess(Replica):
     """An engine that is an object of its worker's process: ours, or a user's own, a subclass of Engine that is made
-    with `model_path`, `max_batch` and `threads`."""
+    with `model_path`, `max_batch`, `threads` and `dtype`, the trainer's."""
 
     def __init__(self, config: Config, number: int, kind: type[Engine]) -> None:
         made: Callable[..., Engine] = kind  # every subclass has a constructor of its own
@@ -62,6 +62,7 @@ class InProcess(Replica):
             model_path=config.model.path,
             max_batch=config.rollout.max_batch,
             threads=config.rollout.threads,
+            dtype=config.model.dtype,
         )
 
     def engine(self) -> Engine:

@@ -1,7 +1,7 @@
 """The state machine of an engine, pure: which states exist and which may follow which.
 
 Every engine drives it from its weight-update session; the driver reads it before it sends prompts. There is no way from
-DIRTY, RELEASED or DEAD to HEALTHY but through UPDATING, that is through a complete weight sync.
+DIRTY, RELEASED or DEAD to HEALTHY or UNPROVED but through UPDATING, that is through a complete weight sync.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ class EngineState(Enum):
     DIRTY = "dirty"  # the weights are not those of any version; refuses to generate
     UPDATING = "updating"  # a weight-update session is open
     HEALTHY = "healthy"  # holds all weights of one published version
+    UNPROVED = "unproved"  # took all weights of one published version; their values have not been compared
     RELEASED = "released"  # has given its memory back, weights and all; takes neither requests nor weights
     DEAD = "dead"  # closed or lost; after a restart it is DIRTY
 
 
+_AFTER_AN_UPDATE = frozenset({EngineState.UPDATING, EngineState.RELEASED, EngineState.DIRTY, EngineState.DEAD})
 _NEXT: dict[EngineState, frozenset[EngineState]] = {
     EngineState.DIRTY: frozenset({EngineState.UPDATING, EngineState.DEAD}),
-    EngineState.UPDATING: frozenset({EngineState.HEALTHY, EngineState.DIRTY, EngineState.DEAD}),
-    EngineState.HEALTHY: frozenset({EngineState.UPDATING, EngineState.RELEASED, EngineState.DIRTY, EngineState.DEAD}),
+    EngineState.UPDATING: frozenset({EngineState.HEALTHY, EngineState.UNPROVED, EngineState.DIRTY, EngineState.DEAD}),
+    EngineState.HEALTHY: _AFTER_AN_UPDATE,
+    EngineState.UNPROVED: _AFTER_AN_UPDATE,
     EngineState.RELEASED: frozenset({EngineState.DIRTY, EngineState.DEAD}),
     EngineState.DEAD: frozenset({EngineState.DIRTY}),
 }
@@ -42,18 +45,24 @@ def advance(state: EngineState, to: EngineState) -> EngineState:
     return to
 
 
+def publishes(state: EngineState) -> bool:
+    """Whether an engine in this state generates, with the weights of one version."""
+    return state in (EngineState.HEALTHY, EngineState.UNPROVED)
+
+
 def require(state: EngineState, needed: EngineState, action: str) -> None:
-    """Refuses `action` unless `state` is `needed`.
+    """Refuses `action` unless `state` is `needed`, or UNPROVED where HEALTHY is needed.
 
     Raises:
         EngineStateError: naming the state and how the engine gets out of it.
     """
-    if state is needed:
+    if state is needed or (needed is EngineState.HEALTHY and publishes(state)):
         return
     way_out = {
         EngineState.DIRTY: "it needs a complete weight sync first",
         EngineState.UPDATING: "a weight update is open; end it first",
         EngineState.HEALTHY: "no weight update is open; begin one first",
+        EngineState.UNPROVED: "no weight update is open; begin one first",
         EngineState.RELEASED: "resume its memory, then sync all weights",
         EngineState.DEAD: "it is closed; make a new engine and sync it",
     }[state]

@@ -15,6 +15,7 @@ from megatron_stare.weights.torch_dist import check_files
 FREE_TO_CHANGE = (
     "run.",
     "parallel.",
+    "checkpoint.",
     "eval.",
     "observability.",
     "runtime.",

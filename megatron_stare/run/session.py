@@ -12,13 +12,15 @@ from types import TracebackType
 from megatron_stare.batch import Prompt
 from megatron_stare.data.prompt_queue import PromptQueue
 from megatron_stare.environments.environment import Environment
-from megatron_stare.errors import RewardFailureError
+from megatron_stare.errors import RewardFailureError, UserError
 from megatron_stare.interruption import ClosingStack, Standing, raise_if_received, stopped_at
 from megatron_stare.observability.monitor import Monitor
 from megatron_stare.observability.run_files import evaluated_steps
 from megatron_stare.observability.sink import RunOutline
 from megatron_stare.orchestration.agreement_watch import AgreementWatch
+from megatron_stare.orchestration.checkpoints import Checkpoints
 from megatron_stare.orchestration.groups import Runner
+from megatron_stare.orchestration.policy_export import export_policy
 from megatron_stare.orchestration.policy_trainer import PolicyTrainer
 from megatron_stare.orchestration.training_source import Colocation, TrainingSource
 from megatron_stare.records.trajectory import Trajectory
@@ -33,7 +35,8 @@ from megatron_stare.run.preflight import notices
 from megatron_stare.run.resuming import find_run, resume_point
 from megatron_stare.run_state import RunDir, RunState
 from megatron_stare.tasks.task import Evaluation
-from megatron_stare.weights.hf_folder import write_folder
+
+INTERRUPTED_S = 20.0  # for a checkpoint under way when a signal ends the run; Slurm kills 30 s after it sends one
 
 
 class Session:
@@ -61,6 +64,7 @@ class Session:
             if resume:
                 self.dir = RunDir.reopen(find_run(config))
                 stack.callback(self.dir.close)
+                stack.callback(self.dir.forget_unfinished)
                 stack.push(self._note_standing)
                 restored, state = resume_point(self.dir.path, config)
                 if state:
@@ -70,6 +74,7 @@ class Session:
             if not resume:
                 self.dir = RunDir.create(config)
                 stack.callback(self.dir.close)
+                stack.callback(self.dir.forget_unfinished)
                 stack.push(self._discard_if_nothing_was_made)
                 stack.push(self._note_standing)
             self.monitor = Monitor(inputs.sinks, RunOutline(self.dir.path, config))
@@ -84,9 +89,12 @@ class Session:
                 runner = make_runner(inputs.run)
             stack.callback(runner.close)
             self.ranks, self.engines, phase = runner.trainers, runner.engines, self.monitor.phase
+            self.checkpoints = Checkpoints(config, self.ranks, self.dir)
+            stack.push(self._complete_checkpoint)
             agreement = AgreementWatch(inputs.run, self.ranks, self.engines)
             colocation = Colocation(config, self.engines)
             self.monitor.gauges.append(lambda: colocation.metrics)
+            self.monitor.gauges.append(lambda: self.engines.metrics)
             groups = make_groups(config.batch, self.source)
             self.monitor.gauges.append(lambda: groups.metrics)
             self.samples = SynchronousSource(
@@ -131,6 +139,13 @@ class Session:
             run = self.config.run
             stopped_at(Standing(self.dir.path, self.state.step, run.steps, newest, chosen=run.dir is not None))
 
+    def _complete_checkpoint(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Where the run is interrupted, the checkpoint under way is waited for; after an error that may be the ranks',
+        it is not. What is not completed then is removed."""
+        if isinstance(error, KeyboardInterrupt):
+            with contextlib.suppress(UserError):
+                self.checkpoints.finish(INTERRUPTED_S)
+
     def steps(self) -> Iterator[int]:
         """The steps still to do. After each, and so before the next is given, what is due is saved and evaluated."""
         self._evaluate_if_due()  # of a resumed run, where it ended between a checkpoint and this
@@ -138,12 +153,14 @@ class Session:
             raise_if_received()
             self.monitor.begin_step()
             yield step
+            self.checkpoints.look()
             self._save_if_due()
             self._evaluate_if_due()
 
     def finish(self) -> None:
         """All steps are made: exports the policy, and tells whoever waits for the end."""
-        write_folder(self.dir.path / "hf", self.ranks.weights(), self.config.model.path, self.state.step)
+        self.checkpoints.finish()
+        export_policy(self.ranks, self.dir.path / "hf", Path(self.config.model.path), self.state.step)
         self.monitor.finish()
 
     def _published(self, version: int) -> None:
@@ -155,7 +172,7 @@ class Session:
         run = self.config.run
         if self.state.step == run.steps or (run.checkpoint_every and self.state.step % run.checkpoint_every == 0):
             with self.monitor.phase("checkpoint"):
-                self.dir.save(self.state, self.ranks.save, run.keep_checkpoints)
+                self.checkpoints.save(self.state)
 
     def _evaluate_if_due(self) -> None:
         """Evaluates the newest weights on the held-out problems where that is due - before, after and in between - and

@@ -17,11 +17,12 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.models import read_shape
 from megatron_stare.weights import torch_dist
 from megatron_stare.weights.blocks import Block, cut
-from megatron_stare.weights.check import check_folder
+from megatron_stare.weights.check import check_folder, expected
 from megatron_stare.weights.compare import compare
 from megatron_stare.weights.convert_progress import Progress
 from megatron_stare.weights.hf_folder import copy_companions
-from megatron_stare.weights.hf_writer import HfPart, create_shards, write_part
+from megatron_stare.weights.hf_shards import SHARD_BYTES, create_shards, dtype_name
+from megatron_stare.weights.hf_writer import HfPart, write_part
 from megatron_stare.weights.processes import run_parts
 from megatron_stare.weights.safetensors_file import DTYPES
 from megatron_stare.weights.staging import staging
@@ -43,7 +44,7 @@ class Options:
 
     dtype: torch.dtype | None = None
     processes: int = 1
-    shard_bytes: int = 4 << 30
+    shard_bytes: int = SHARD_BYTES
     check: bool = False
 
 
@@ -99,7 +100,7 @@ def hf_to_megatron(source: Path, target: Path, options: Options) -> None:
         with Progress("convert", total) as progress:
             results = run_parts(write_checkpoint_part, parts, progress.advance)
         finish_checkpoint(folder, metadata, results)
-        copy_companions(source, folder, _spelled(dtype))
+        copy_companions(source, folder, dtype_name(dtype))
         if options.check:
             compare(entries, folder, shape, _split(blocks, options.processes), dtype)
 
@@ -119,11 +120,11 @@ def megatron_to_hf(checkpoint: Path, target: Path, model: Path, options: Options
         blocks = sorted(blocks, key=opened.position)
     total = _bytes(blocks, dtype)
     with staging(target, total) as folder:
-        entries = create_shards(folder, shape, dtype, options.shard_bytes)
+        entries = create_shards(folder, [expected(shape)], dtype, options.shard_bytes)
         parts = [HfPart(checkpoint, entries, shape, part) for part in _split(blocks, options.processes)]
         with Progress("convert", total) as progress:
             run_parts(write_part, parts, progress.advance)
-        copy_companions(model, folder, _spelled(dtype))
+        copy_companions(model, folder, dtype_name(dtype))
         if options.check:
             compare(entries, checkpoint, shape, _split(blocks, options.processes), dtype)
 
@@ -131,13 +132,9 @@ def megatron_to_hf(checkpoint: Path, target: Path, model: Path, options: Options
 def _only(dtypes: Iterable[torch.dtype], where: Path) -> torch.dtype:
     found = set(dtypes)
     if len(found) > 1:
-        names = ", ".join(sorted(_spelled(dtype) for dtype in found))
+        names = ", ".join(sorted(dtype_name(dtype) for dtype in found))
         raise ConfigError(f"the tensors are of several dtypes: {names}", where=str(where), fix="choose one: --dtype")
     return found.pop()
-
-
-def _spelled(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _bytes(blocks: Iterable[Block], dtype: torch.dtype) -> int:

@@ -1,16 +1,13 @@
-"""Reads and writes Hugging Face folders tensor by tensor, so that no one needs to hold a whole model twice."""
+"""Reads Hugging Face folders tensor by tensor, so that no one needs to hold a whole model twice."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from megatron_stare.errors import DataError
 from megatron_stare.weights.safetensors_file import read_header
@@ -28,7 +25,7 @@ COMPANIONS = (
     "merges.txt",
     "tokenizer.model",
 )
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 
 
 def locate(path: Path) -> dict[str, Path]:
@@ -37,7 +34,7 @@ def locate(path: Path) -> dict[str, Path]:
     Raises:
         DataError: no safetensors, an index that cannot be read, or a file that it names and that is not there.
     """
-    index, single = path / _INDEX, path / "model.safetensors"
+    index, single = path / INDEX, path / "model.safetensors"
     if index.exists():
         try:
             weights: dict[str, str] = json.loads(index.read_text())["weight_map"]
@@ -88,33 +85,12 @@ class HfFolder:
             raise DataError(f"{self._where[name].name} does not hold {name!r}", where=str(self.path)) from error
 
 
-def write_folder(
-    path: str | Path, tensors: Mapping[str, Tensor], companions_from: str | Path, step: int | None = None
-) -> None:
-    """Writes a folder that `transformers` loads: weights, and config and tokenizer of `companions_from`.
-
-    It is written beside its place and moved there whole, so a killed write leaves nothing that looks complete.
-
-    Args:
-        step: of the run whose policy it is, for `exported_step`.
-    """
-    path, source = Path(path), Path(companions_from)
-    staging = path.with_name(path.name + ".tmp")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    copy_companions(source, staging)
-    metadata = {"format": "pt"} | ({} if step is None else {"step": str(step)})
-    save_file({name: t.contiguous() for name, t in tensors.items()}, staging / "model.safetensors", metadata)
-    shutil.rmtree(path, ignore_errors=True)
-    staging.rename(path)
-
-
 def exported_step(path: Path) -> int | None:
-    """The step that `write_folder` was told; None where it was not, or where there is no such folder."""
+    """The step that a folder was written with; None where there was none, or where there is no such folder."""
     try:
-        with safe_open(path / "model.safetensors", framework="pt") as file:
+        with safe_open(next(iter(locate(path).values())), framework="pt") as file:
             step = (file.metadata() or {}).get("step")
-    except (OSError, SafetensorError):
+    except (OSError, SafetensorError, DataError):
         return None
     return None if step is None else int(step)
 
@@ -130,5 +106,6 @@ def copy_companions(source: Path, target: Path, dtype: str | None = None) -> Non
             shutil.copyfile(source / name, target / name)
     if dtype is not None:
         config = json.loads((target / "config.json").read_text())
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype  # its name before transformers 5
-        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        key = "torch_dtype" if "torch_dtype" in config else "dtype"  # its name before transformers 5
+        if config.get(key) != dtype:
+            (target / "config.json").write_text(json.dumps({**config, key: dtype}, indent=2) + "\n")

@@ -1,22 +1,17 @@
-"""Writes a Hugging Face folder from a distributed checkpoint: files of their final size first, then rows into them."""
+"""Fills the files of a Hugging Face folder from a distributed checkpoint, rows by rows."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.blocks import Block, Place, to_hf
 from megatron_stare.weights.buffer import Buffer
-from megatron_stare.weights.check import expected
 from megatron_stare.weights.open_files import OpenFiles, copy_range
 from megatron_stare.weights.processes import Advance
-from megatron_stare.weights.safetensors_file import DTYPES, Entry, lay_out, write_rows
+from megatron_stare.weights.safetensors_file import DTYPES, Entry, write_rows
 from megatron_stare.weights.torch_dist import TorchDist
 
 
@@ -28,40 +23,6 @@ class HfPart:
     entries: dict[str, Entry]
     shape: ModelShape
     blocks: list[Block]
-
-
-def create_shards(folder: Path, shape: ModelShape, dtype: torch.dtype, shard_bytes: int) -> dict[str, Entry]:
-    """Creates the folder's weight files with headers and index, and reserves the disk space of all tensors.
-
-    Returns where each tensor goes. Raises OSError where the disk is full.
-    """
-    shards: list[dict[str, tuple[int, ...]]] = [{}]
-    size = 0
-    for name, tensor in expected(shape).items():
-        nbytes = math.prod(tensor) * dtype.itemsize
-        if shards[-1] and size + nbytes > shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += nbytes
-    entries: dict[str, Entry] = {}
-    for number, tensors in enumerate(shards, 1):
-        single = len(shards) == 1
-        file = folder / ("model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors")
-        header, placed = lay_out(file, tensors, dtype)
-        end = max(entry.start + entry.nbytes for entry in placed.values())
-        with file.open("wb") as stream:
-            stream.write(header)
-            stream.flush()
-            os.posix_fallocate(stream.fileno(), 0, end)  # a full disk shows now, not half way
-        entries |= placed
-    if len(shards) > 1:
-        index = {
-            "metadata": {"total_size": sum(entry.nbytes for entry in entries.values())},
-            "weight_map": {name: entry.file.name for name, entry in entries.items()},
-        }
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    return entries
 
 
 def write_part(part: HfPart, advance: Advance) -> None:

@@ -15,15 +15,18 @@ from megatron_stare.errors import UserError
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")
-Advance = Callable[[int], None]  # takes the bytes that were done
+Advance = Callable[[int], None]  # takes the bytes (or whatever a job counts) that were done
 _POLL_S = 0.2
 
 
-def run_parts(function: Callable[[Part, Advance], Result], parts: Sequence[Part], advance: Advance) -> list[Result]:
+def run_parts(
+    function: Callable[[Part, Advance], Result], parts: Sequence[Part], advance: Advance, where: str = "convert"
+) -> list[Result]:
     """function(part, advance) for every part, each in a process of its own; one part runs here. Results in order.
 
     Args:
         function: importable by name; must call its `advance` with the bytes it has done, often.
+        where: names the job, in the error of a process that was killed.
 
     Raises:
         The first error of a part; the others are stopped.
@@ -47,7 +50,7 @@ def run_parts(function: Callable[[Part, Advance], Result], parts: Sequence[Part]
         while pipes:
             ready = wait(list(pipes), timeout=_POLL_S)
             for pipe in [pipe for pipe in pipes if pipe in ready]:
-                results[pipes.pop(pipe)] = _answer(pipe)
+                results[pipes.pop(pipe)] = _answer(pipe, where)
             done = counter.value
             advance(done - seen)
             seen = done
@@ -58,13 +61,11 @@ def run_parts(function: Callable[[Part, Advance], Result], parts: Sequence[Part]
     return [results[number] for number in range(len(parts))]
 
 
-def _answer(pipe: Connection) -> Any:
+def _answer(pipe: Connection, where: str) -> Any:
     try:
         good, value = pipe.recv()
     except EOFError as error:
-        raise UserError(
-            "a process was killed", where="convert", fix="if memory ran out, use fewer --processes"
-        ) from error
+        raise UserError("a process was killed", where=where, fix="if memory ran out, use fewer --processes") from error
     if not good:
         raise value
     return value

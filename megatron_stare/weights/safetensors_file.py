@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,9 +69,15 @@ def read_header(file: Path) -> dict[str, Entry]:
 _FIX = "download or copy the file again"
 
 
-def lay_out(file: Path, tensors: dict[str, tuple[int, ...]], dtype: torch.dtype) -> tuple[bytes, dict[str, Entry]]:
-    """The first bytes of a file that is to hold tensors of these shapes, and where each of them goes."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def lay_out(
+    file: Path, tensors: dict[str, tuple[int, ...]], dtype: torch.dtype, metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, Entry]]:
+    """The first bytes of a file that is to hold tensors of these shapes, and where each of them goes.
+
+    Args:
+        metadata: text that goes into the header.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     position, places = 0, {}
     for name, shape in tensors.items():
         nbytes = math.prod(shape) * dtype.itemsize

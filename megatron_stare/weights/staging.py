@@ -12,16 +12,17 @@ from megatron_stare.errors import UserError
 
 
 @contextlib.contextmanager
-def staging(target: Path, nbytes: int) -> Iterator[Path]:
+def staging(target: Path, nbytes: int, *, replace: bool = False) -> Iterator[Path]:
     """An empty folder that becomes `target`, on disk, when the context ends well; else it is removed.
 
     Args:
         nbytes: that will be written, to refuse at once what the disk has no room for.
+        replace: let what is at `target` go at the end, rather than refuse it.
 
     Raises:
         UserError: there is something at `target`, or it cannot be written (the disk is full).
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if not replace and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError("there is something here already", where=str(target), fix="remove it, or name another folder")
     folder = target.with_name(target.name + ".tmp")
     try:
@@ -37,7 +38,7 @@ def staging(target: Path, nbytes: int) -> Iterator[Path]:
         for path in (*folder.iterdir(), folder):
             sync_entry(path)
         if target.exists():
-            target.rmdir()
+            shutil.rmtree(target) if replace else target.rmdir()
         folder.rename(target)
         sync_entry(target.parent)
     except OSError as error:

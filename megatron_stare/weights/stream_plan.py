@@ -138,18 +138,27 @@ def plan_stream(
         ValueError: on the sender, where no rank holds a part of a tensor.
     """
     if group is None:
-        return StreamPlan(_buckets(_tensors([_held(shards, shape, SENDER)]), bucket_bytes), shape)
+        return plan_of([held_pieces(shards, shape, SENDER)], shape, bucket_bytes)
     rank = dist.get_rank(group)
     everyone: list | None = [None] * dist.get_world_size(group) if rank == SENDER else None
-    dist.gather_object(_held(shards, shape, rank), everyone, group=group, group_dst=SENDER)
-    plan = [StreamPlan(_buckets(_tensors(everyone), bucket_bytes), shape) if everyone is not None else None]
+    dist.gather_object(held_pieces(shards, shape, rank), everyone, group=group, group_dst=SENDER)
+    plan = [plan_of(everyone, shape, bucket_bytes) if everyone is not None else None]
     dist.broadcast_object_list(plan, group=group, group_src=SENDER)
     assert plan[0] is not None
     return plan[0]
 
 
+def plan_of(held_by_ranks: Sequence[Sequence[Held]], shape: ModelShape, bucket_bytes: int) -> StreamPlan:
+    """The plan that follows from what every rank holds, in order of rank.
+
+    Raises:
+        ValueError: no rank holds a part of a tensor.
+    """
+    return StreamPlan(_buckets(_tensors(held_by_ranks), bucket_bytes), shape)
+
+
 @dataclass(frozen=True)
-class _Held:
+class Held:
     """A piece that a rank could give, and where it belongs: `part` of `parts` along dimension `cut` of tensor `hf`."""
 
     hf: str
@@ -160,7 +169,8 @@ class _Held:
     piece: Piece
 
 
-def _held(shards: Sequence[Shard], shape: ModelShape, rank: int) -> list[_Held]:
+def held_pieces(shards: Sequence[Shard], shape: ModelShape, rank: int) -> list[Held]:
+    """What a rank holds of the Hugging Face tensors, replicas of other ranks' pieces included."""
     held = []
     for shard in shards:
         rule = rule_for(shard.name, shape)
@@ -169,14 +179,14 @@ def _held(shards: Sequence[Shard], shape: ModelShape, rank: int) -> list[_Held]:
         found = blocks(rule, torch.empty_like(shard.tensor, device="meta"), shape, shard.part, shard.parts)
         for number, (hf, block) in enumerate(zip(rule.sources, found, strict=True)):
             piece = Piece(rank, shard.name, number, (block.numel() // columns.numel(), *columns))
-            held.append(_Held(hf, shard.tensor.dtype, rule.cut, part, parts, piece))
+            held.append(Held(hf, shard.tensor.dtype, rule.cut, part, parts, piece))
     return held
 
 
-def _tensors(held_by_ranks: Sequence[Sequence[_Held]]) -> list[PlannedTensor]:
+def _tensors(held_by_ranks: Sequence[Sequence[Held]]) -> list[PlannedTensor]:
     """Every tensor once, each part from the lowest rank that holds it: data-parallel replicas, replicated norms and the
     last pipeline stage's copy of a tied embedding are not sent."""
-    found: dict[str, dict[tuple[int, int], _Held]] = {}
+    found: dict[str, dict[tuple[int, int], Held]] = {}
     for held in (one for of_rank in held_by_ranks for one in of_rank):
         found.setdefault(held.hf, {}).setdefault((held.piece.number, held.part), held)
     tensors = []

@@ -25,6 +25,7 @@ def two_steps(rank: int, init: str, config: Config, folder: str, resumed: bool) 
         take_step(trainer, random_batch(1, size=8))
         trainer.save(folder)
     take_step(trainer, random_batch(2, size=8))
+    trainer.finish_save()  # what it writes is what was there when the save began
     result = trainer.export(), float(trainer.policy.optimizer.param_groups[0]["lr"])
     trainer.close()
     return result

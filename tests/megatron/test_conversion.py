@@ -88,6 +88,7 @@ def assert_same_as_folder(tensors: dict[str, Tensor], path: Path) -> None:
 def save_run(rank: int, init: str, config: Config, folder: str) -> None:
     trainer = Trainer(resolve_run(config), rank, init)
     trainer.save(folder)
+    trainer.finish_save()
     trainer.close()
 
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from support.models import random_batch, save_model
 from support.ranks import RankPool
-from support.steps import take_step
-from torch import Tensor
+from support.steps import equal, loss_scale_state, state_of, take_step
 
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
@@ -42,39 +41,29 @@ def rejected(seed: int) -> RolloutBatch:
     return batch
 
 
-def state_of(trainer: Trainer) -> list[Any]:
-    """Everything a step could move on this rank: weights, moments, step counts, rates, the schedule."""
-    policy, parts = trainer.policy, []
-    for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
-        for group in part.optimizer.param_groups:
-            parts += [group["lr"], group["weight_decay"]]
-            for parameter in group["params"]:
-                parts += [parameter.detach().clone()]
-                parts += [x.clone() for _, x in sorted(part.optimizer.state[parameter].items())]
-    parts += [parameter.detach().clone() for chunk in policy.model for parameter in chunk.parameters()]
-    return [*parts, policy.scheduler.state_dict()]
-
-
-def equal(one: list[Any], other: list[Any]) -> bool:
-    """Bit for bit."""
-    return len(one) == len(other) and all(
-        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(one, other, strict=True)
-    )
-
-
 def around_an_empty_step(rank: int, init: str, config: Config) -> tuple[bool, bool, bool, list[dict[str, float]]]:
     """Whether a full step, an empty one and a full one moved this rank's state; and what the empty one reported."""
     trainer = Trainer(resolve_run(config), rank, init)
-    states = [state_of(trainer)]
+    states = [[*state_of(trainer), *loss_scale_state(trainer)]]
     take_step(trainer, random_batch(8, 8))
-    states.append(state_of(trainer))
+    states.append([*state_of(trainer), *loss_scale_state(trainer)])
     metrics, _ = take_step(trainer, rejected(9))
-    states.append(state_of(trainer))
+    states.append([*state_of(trainer), *loss_scale_state(trainer)])
     take_step(trainer, random_batch(8, 8))
-    states.append(state_of(trainer))
+    states.append([*state_of(trainer), *loss_scale_state(trainer)])
     trainer.close()
     first, empty, last = (not equal(before, after) for before, after in itertools.pairwise(states))
     return first, empty, last, metrics
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_nothing_moves_in_16_bits(ranks: RankPool, tmp_path: Path, dtype: str) -> None:
+    """Nor does the loss scale, which would grow with the second step."""
+    save_model(tmp_path, "qwen2_tied")
+    optimizer = {"loss_scale_window": 2, "initial_loss_scale": 256.0}
+    row = check_nothing_moves(ranks, tmp_path, "mask", False, model={"dtype": dtype}, optimizer=optimizer)
+    assert row.get("optimizer/loss_scale") == (256.0 if dtype == "float16" else None)
+    assert row.get("update/skipped", 0.0) == 0.0
 
 
 @pytest.mark.parametrize("mode", ["mask", "icepop"])
@@ -99,7 +88,10 @@ def test_experts_leave_the_step_out_too(ranks: RankPool, tmp_path: Path) -> None
     check_nothing_moves(ranks, tmp_path, "mask", False, parallel={"data": 2, "expert": 2})
 
 
-def check_nothing_moves(ranks: RankPool, path: Path, mode: str, normalise: bool, **sections: dict[str, Any]) -> None:
+def check_nothing_moves(
+    ranks: RankPool, path: Path, mode: str, normalise: bool, **sections: dict[str, Any]
+) -> dict[str, float]:
+    """Gives what the empty step reported."""
     correction = {"mode": mode, "low": 1e-8, "high": 1e8, "normalise": normalise}
     config = config_of(path, {"name": "grpo", "correction": correction}, **sections)
     results = ranks.run(around_an_empty_step, config.parallel.world_size, config)
@@ -109,6 +101,7 @@ def check_nothing_moves(ranks: RankPool, path: Path, mode: str, normalise: bool,
     assert (row["update/empty"], row["update/finite"], row["optimizer/grad_norm"]) == (1.0, 1.0, 0.0)
     assert row["loss/policy"] == 0.0
     assert "forecast/measured_change" not in row  # of a step, and there was none
+    return row
 
 
 def test_a_reference_to_stay_near_is_something_to_learn(ranks: RankPool, tmp_path: Path) -> None:

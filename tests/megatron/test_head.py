@@ -51,10 +51,11 @@ def test_the_choice_by_memory(coupling: Any, logits: int, free: int, mode: Mode)
     assert f"{logits} GB" in choice.reason and f"{free} GB are free" in choice.reason
 
 
-def test_the_size_of_the_logits(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
+def test_the_size_of_the_logits(tmp_path: Path, dtype: Any, size: int) -> None:
     save_model(tmp_path, "qwen2")
-    config = Config(model=ModelConfig(path=str(tmp_path)), parallel=ParallelConfig(tensor=2))
-    assert largest_logits(config, read_shape(tmp_path)) == 8192 * 128 * 4  # 37 columns in two ranks of 128
+    config = Config(model=ModelConfig(path=str(tmp_path), dtype=dtype), parallel=ParallelConfig(tensor=2))
+    assert largest_logits(config, read_shape(tmp_path)) == 8192 * 128 * size  # 37 columns in two ranks of 128
 
 
 def with_observations(batch: RolloutBatch) -> RolloutBatch:
@@ -103,7 +104,7 @@ def _seen(rank: int, init: str, path: str, mode: Mode, dtype: Any) -> dict[str, 
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_what_goes_through_the_output_layer(ranks: RankPool, tmp_path: Path, dtype: str) -> None:
     save_model(tmp_path, "qwen2")
     gradients = []
@@ -170,6 +171,8 @@ def test_every_method_learns_the_same_from_all_heads(ranks: RankPool, tmp_path: 
             }
         )
         ((found[mode], notes),) = ranks.run(_gradients, 1, config)
+        *notes, optimizer = notes
+        assert optimizer == "optimizer: SGD of torch"
         assert [line.split(",")[0] for line in notes] == (["model.head: materialised"] if mode == "auto" else [])
     wanted = found.pop("materialised")
     assert any(gradient.any() for gradient in wanted.values())

@@ -122,6 +122,7 @@ def steps_of(rank: int, init: str, config: Config, folder: str) -> list[dict[str
             found.append({str(i): bucket.clone() for i, bucket in enumerate(buckets) if bucket is not None})
         else:
             trainer.save(folder)
+            trainer.finish_save()
             trainer.load(folder)
             found.append(trainer.export())
     trainer.close()

@@ -40,6 +40,7 @@ def step_and_save(rank: int, init: str, config: Config, folder: str) -> tuple[di
     saved = trainer.export(), {} if config.optimizer.distributed else moments(trainer)
     trainer.save(folder)
     take_step(trainer, random_batch(2, size=8))
+    trainer.finish_save()
     result = *saved, trainer.export()
     trainer.close()
     return result

@@ -238,6 +238,7 @@ def two_steps(
         take_step(trainer, batch_of(SEED), state)
         trainer.refresh_reference()
         trainer.save(folder)
+        trainer.finish_save()
     metrics, _ = take_step(trainer, batch_of(SEED + 1), state)
     result = trainer.export(), metrics
     trainer.close()

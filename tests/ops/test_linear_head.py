@@ -76,7 +76,7 @@ def test_materialised_equals_autograd() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_scores_are_the_bits_that_training_sees(mode: Mode, dtype: torch.dtype) -> None:
     hidden, weight, targets, *_ = case(dtype, device=DEVICE)
     head = LinearHead(Problem(REAL, 0.8), mode, chunk=5)

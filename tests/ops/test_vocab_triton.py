@@ -53,7 +53,7 @@ def test_extremes(name: str) -> None:
 
 
 @pytest.mark.parametrize("entropy_gradient", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("width", "real"), [(61, 61), (64, 50), (7, 7), (1, 1)])
 def test_values_and_gradients(dtype: torch.dtype, entropy_gradient: bool, width: int, real: int) -> None:
     logits, targets, real = case(14, n=5, v=width, real=real)
@@ -68,14 +68,14 @@ def test_values_and_gradients(dtype: torch.dtype, entropy_gradient: bool, width:
     torch.testing.assert_close(entropy.double(), want[1].detach(), atol=3e-6, rtol=1e-6)
     for got, wanted in zip((p2, p2_log_p), moments(logits, real, 0.7), strict=True):
         torch.testing.assert_close(got.double(), wanted, atol=1e-6, rtol=2e-6)
-    near = 1e-2 if dtype == torch.bfloat16 else 5e-6
+    near = {torch.bfloat16: 1e-2, torch.float16: 1e-3}.get(dtype, 5e-6)
     torch.testing.assert_close(gradient.double(), truth.grad, atol=near, rtol=near)
     assert not gradient[:, real:].any()
     over = run(logits, targets, real, overwrite=True, **options)[-1]
     assert torch.equal(over, gradient)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_both_passes_launch_one_kernel(monkeypatch, dtype: torch.dtype) -> None:
     """The log-prob pass asks for the squares and the training pass does not. What either launches is the same binary
     with the same arguments, so the sums they share are equal bit for bit; those of two binaries need not be."""

@@ -32,7 +32,7 @@ def types(kernel, logits, constants):
 
 found = []
 for sm in (80, 90):
-    for logits in ("bf16", "fp32"):
+    for logits in ("bf16", "fp16", "fp32"):
         for kernel, options, settings in (
             (vocab_triton._sums, {}, vocab_triton.FORWARD),
             (vocab_triton._gradient, {"ENTROPY": True}, vocab_triton.BACKWARD),
@@ -64,6 +64,6 @@ def test_kernels_compile_without_spilling(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert len(found) == 8
+    assert len(found) == 12
     for each in found:
         assert "0 bytes spill stores, 0 bytes spill loads" in each["told"], each

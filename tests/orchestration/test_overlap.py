@@ -66,7 +66,7 @@ class Trainer:
         self.begun = [threading.Event() for _ in NAMES]
         self._numbers: Iterator[int] = iter(())
 
-    def begin_weight_stream(self) -> None:
+    def begin_weight_stream(self, checksums: bool) -> None:
         self._numbers = iter(range(len(NAMES)))
 
     def next_bucket(self) -> Tensor:

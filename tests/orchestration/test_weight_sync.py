@@ -55,6 +55,38 @@ def test_one_changed_bit_in_an_engine_stops_the_run(ranks, tmp_path: Path) -> No
     assert "engine 0 holds other values than the trainer sent in 1 of 50 tensors: model.norm.weight" in result["error"]
 
 
+def sync_often(rank: int, init: str, config: Config) -> dict[str, Any]:
+    """The states an inline run's engines are in after each weight sync, until one fails."""
+    runner, states = InlineRunner(resolve_run(config)), []
+    try:
+        for version in range(8):
+            runner.engines.update_weights(version, runner.trainers.export())
+            infos = runner.engines.infos()
+            assert [info.weight_version for info in infos] == [version] * len(infos)
+            states.append({info.state.name for info in infos})
+    except SyncError as error:
+        return {"states": states, "error": str(error)}
+    finally:
+        runner.close()
+    return {"states": states}
+
+
+@pytest.mark.distributed
+def test_weights_are_unproved_between_proofs(ranks, tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen2_tied")
+    (result,) = ranks.run(sync_often, 1, config_of(tmp_path, prove_every=3))
+    assert result["states"] == [{"HEALTHY"}, {"UNPROVED"}, {"UNPROVED"}] * 2 + [{"HEALTHY"}, {"UNPROVED"}]
+
+
+@pytest.mark.distributed
+def test_corruption_is_caught_at_the_next_proof(ranks, tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen2_tied")
+    config = config_of(tmp_path, prove_every=5, engine="support.engines.CorruptedEngine")
+    (result,) = ranks.run(sync_often, 1, config)
+    assert result["states"] == [{"HEALTHY"}] + [{"UNPROVED"}] * 4
+    assert "engine 0 holds other values than the trainer sent in 1 of 50 tensors: model.norm.weight" in result["error"]
+
+
 def test_tensors_that_differ_are_named() -> None:
     check_arrived(0, {"a": "1"}, {"a": "1"})
     with pytest.raises(SyncError, match="engine 1 holds other values than the trainer sent in 2 of 3 tensors: b, c"):

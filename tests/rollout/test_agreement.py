@@ -179,7 +179,8 @@ def test_a_run_stops_past_the_limit_and_at_nan():
         with pytest.raises(AgreementError, match=r"the limit is 0\.001; weights"):
             require_agreement("x", bad, LIMIT, "weights", "step 3")
     assert limit_of(None, "float32") < limit_of(None, "bfloat16")
-    assert limit_of(0.2, "float32") == 0.2
+    assert limit_of(None, "float32", "bfloat16") == limit_of(None, "bfloat16", "float32") == limit_of(None, "bfloat16")
+    assert limit_of(0.2, "float32") == limit_of(0.2, "float32", "bfloat16") == 0.2
 
 
 VERSIONS = (3, 5)  # of the weights that sampled the tokens, one after the other in every response

@@ -1,5 +1,6 @@
 """The in-process engine against plain transformers, and its weight-update session."""
 
+import copy
 import random
 import tempfile
 from dataclasses import replace
@@ -134,6 +135,33 @@ def test_every_family_takes_its_checkpoint_and_says_what_transformers_does(tmp_p
         with torch.no_grad():
             log_probs = torch.log_softmax(model(ids).logits[0, len(request.input_ids) - 1 : -1], -1)
         assert result.output_ids.tolist() == log_probs.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_an_engine_computes_in_the_dtype_it_is_made_with(tmp_path, dtype):
+    """Its log-probs are those of transformers in that dtype, up to the shapes of products, and not those of float32."""
+    exact = save_model(tmp_path, "qwen2").to(getattr(torch, dtype)).float()
+    model = copy.deepcopy(exact).to(getattr(torch, dtype))
+    engine = LocalEngine(str(tmp_path), dtype=dtype)
+    named = [(name, p.detach()) for name, p in model.named_parameters()]
+    engine.begin_weight_update(1)
+    engine.update_weights(named)
+    assert engine.end_weight_update() == {name: tensor_checksum(tensor) for name, tensor in named}
+    wanted = requests(prompts=3, samples=2)
+    near = {"bfloat16": 0.25, "float16": 0.03}[dtype]  # nats; the weights of this model make logits near 10
+    differences = []
+    for request, result in zip(wanted, engine.generate(wanted, replace(PARAMS, temperature=1.0)), strict=True):
+        ids = torch.tensor([[*request.input_ids, *result.output_ids]])
+        start, targets = len(request.input_ids) - 1, result.output_ids.long()[:, None]
+        with torch.no_grad():
+            rounded, unrounded = (
+                torch.log_softmax(each(ids).logits[0, start:-1].float(), -1).gather(-1, targets)[:, 0]
+                for each in (model, exact)
+            )
+        assert result.output_log_probs.dtype == torch.float32
+        torch.testing.assert_close(result.output_log_probs, rounded, atol=near, rtol=0)
+        differences.append((result.output_log_probs - unrounded).abs().max())
+    assert max(differences) > 1e-4
 
 
 def test_greedy_is_transformers_greedy(pair):

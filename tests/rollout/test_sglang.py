@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 import tempfile
 from dataclasses import replace
 
+import aiohttp
+import psutil
 import pytest
 import torch
 from support import sglang_servers as servers
@@ -18,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_stare.batch import SamplingParams
 from megatron_stare.errors import DataError
-from megatron_stare.models.qwen2 import FAMILY as QWEN2
+from megatron_stare.models import read_shape
 from megatron_stare.rollout.engine import GenerateRequest, WeightUpdateError
 from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
 from megatron_stare.rollout.sglang.protocol import SGLangError, generate_body, result_of
@@ -29,8 +32,10 @@ from megatron_stare.rollout.state import EngineState, EngineStateError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.skipif(servers.MISSING is not None, reason=str(servers.MISSING))]
 
+SHAPE = read_shape(servers.MODEL)
 STOP = 1
 A, B = 5, 9
+OPEN = {"/health", "/health_generate", "/ready", "/metrics"}  # what SGLang leaves open, for probes
 PARAMS = SamplingParams(temperature=0.8, max_new_tokens=24, seed=1, step=1, stop_token_ids=(STOP,))
 
 
@@ -115,7 +120,7 @@ def test_every_sync_method_brings_all_weights_to_all_servers(engines, method):
     with servers.attached(*engines) as (loop, clients):
         sync = make_sync(method, clients, str(servers.MODEL), timeout_s=120)
         for version, token in ((11, A), (12, B)):
-            update = WeightUpdate(clients, sync, version, QWEN2, torch.float32)
+            update = WeightUpdate(clients, sync, version, SHAPE, torch.float32)
             loop.run_until_complete(whole(update, servers.says_only(token)))
             answers = loop.run_until_complete(
                 everywhere(*(c.generate(generate_body(requests(1)[0], PARAMS, f"{method}{version}")) for c in clients))
@@ -141,7 +146,7 @@ def test_versions_match_tokens_over_swaps_in_the_middle_of_responses(engines):
 
     async def story(clients):
         sync = make_sync("tensor", clients, str(servers.MODEL), timeout_s=120)
-        await whole(WeightUpdate(clients, sync, 20, QWEN2, torch.float32), servers.says_only(A))
+        await whole(WeightUpdate(clients, sync, 20, SHAPE, torch.float32), servers.says_only(A))
         wanted = requests(12)
         under_way = [
             asyncio.create_task(clients[i % 2].generate(generate_body(request, params, f"swapped-{i}")))
@@ -149,7 +154,7 @@ def test_versions_match_tokens_over_swaps_in_the_middle_of_responses(engines):
         ]
         for version in (21, 22):
             await everywhere(*(first_tokens(client, params, f"before-{version}") for client in clients))
-            update = WeightUpdate(clients, sync, version, QWEN2, torch.float32, "retract")
+            update = WeightUpdate(clients, sync, version, SHAPE, torch.float32, "retract")
             await whole(update, servers.says_only(says[version]))
         answers = await asyncio.gather(*under_way)
         return [result_of(answer, request, (STOP,), "") for answer, request in zip(answers, wanted, strict=True)]
@@ -232,6 +237,41 @@ def test_nobody_without_the_key_is_served(engine):
 
     with pytest.raises(SGLangError, match="401"):
         asyncio.run(ask())
+
+
+@pytest.mark.slow
+def test_off_loopback_no_endpoint_is_open_without_the_key():
+    """All that the server itself lists, by every method; who has the key is let in under the same address."""
+    address = next(
+        a.address
+        for addresses in psutil.net_if_addrs().values()
+        for a in addresses
+        if a.family == socket.AF_INET and not a.address.startswith("127.")
+    )
+
+    async def ask(engine):
+        port = engine.process.url.rpartition(":")[2]
+        url = f"http://{address}:{port}"
+        key = {"Authorization": f"Bearer {engine.process.api_key}"}
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"{url}/openapi.json", headers=key) as answer:
+                known = (await answer.json())["paths"]
+            answers = {}
+            for path, methods in known.items():
+                for method in methods:
+                    for name, headers in (("none", {}), ("wrong", {"Authorization": "Bearer wrong"})):
+                        async with session.request(method, url + path, headers=headers, json={}) as answer:
+                            answers[path, method, name] = answer.status
+            async with session.get(f"{url}/model_info", headers=key) as answer:
+                assert answer.status == 200
+        return answers
+
+    with servers.running(host="0.0.0.0") as engine:
+        answers = asyncio.run(ask(engine))
+        servers.sync(engine, 60, servers.weights())  # it is whole still
+    changing = [path for path, *_ in answers if any(word in path for word in ("weight", "memory", "generation"))]
+    assert {"/update_weights_from_tensor", "/update_weights_from_disk", "/init_weights_update_group"} <= set(changing)
+    assert {path for (path, *_), status in answers.items() if status not in (401, 403)} <= OPEN
 
 
 def outputs(results):

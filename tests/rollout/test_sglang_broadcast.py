@@ -8,7 +8,8 @@ import psutil
 import torch
 from torch.distributed import TCPStore
 
-from megatron_stare.rollout.sglang.broadcast import LOOPBACK, flat_bytes, loopback_store
+from megatron_stare.rollout.sglang.broadcast import LOOPBACK, flat_bytes, loopback_store, rank_offsets
+from megatron_stare.rollout.sglang.server_layout import ServerLayout
 
 
 def test_a_bucket_is_sent_as_it_lies() -> None:
@@ -29,6 +30,13 @@ def test_what_lies_otherwise_is_copied_in_order() -> None:
     ):
         wanted = torch.cat([tensor.reshape(-1) for tensor in tensors])
         assert torch.equal(flat_bytes(tensors).view(torch.bfloat16), wanted)
+
+
+def test_a_servers_ranks_follow_those_of_the_servers_before_it() -> None:
+    """The last number is the size of the group: this process and all their ranks."""
+    layouts = [ServerLayout("cpu", 2), ServerLayout("cpu", 4), ServerLayout("cpu", 1)]
+    assert rank_offsets(layouts) == [1, 3, 7, 8]
+    assert rank_offsets([ServerLayout()]) == [1, 2]
 
 
 def test_the_store_listens_on_loopback_alone() -> None:

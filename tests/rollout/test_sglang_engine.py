@@ -85,7 +85,7 @@ def test_the_fake_answers_as_the_real_server_did(engine, fake):
     for path in told.keys() - {"/weights_checker"}:
         assert contains(shape(real[path]), shape(told[path])), path
     (rank,), (real_rank,) = told["/weights_checker"]["ranks"], real["/weights_checker"]["ranks"]
-    assert rank.keys() <= real_rank.keys()
+    assert contains(shape(real_rank["parallelism_info"]), shape(rank["parallelism_info"]))
     assert {len(c) for c in rank["checksums"].values()} == {len(c) for c in real_rank["checksums"].values()}
     sync(engine, 2)
     assert engine.prompt_log_probs([(3, 4, 5)]) == [[-0.25, -0.25]]
@@ -126,6 +126,87 @@ def test_servers_with_wrong_weights_are_not_resumed(engine, fake):
     with pytest.raises(WeightUpdateError, match=r"http://one: .* model\.norm\.weight has other values"):
         sync(engine)
     assert "/continue_generation" not in fake.calls and "/update_weight_version" not in fake.calls
+
+
+def test_a_server_of_two_ranks_takes_a_payload_a_rank(fake):
+    """And one rank's error is named with the rank, at the server's address."""
+    fake.ranks = 2
+    engine = over(fake, asyncio.new_event_loop())
+    sync(engine)
+    assert len(fake.bodies["/update_weights_from_tensor"]["serialized_named_tensors"]) == 2
+    fake.lose, fake.lose_on = "model.norm.weight", 1
+    with pytest.raises(WeightUpdateError, match=r"http://one: .* model\.norm\.weight has other values on rank 1\n"):
+        sync(engine, 2)
+    engine.close()
+
+
+def test_a_server_whose_cut_is_not_known_is_refused(engine, fake, monkeypatch):
+    told = fake._info({})
+    monkeypatch.setattr(fake, "_info", lambda _: told | {"pp_size": 2})
+    with pytest.raises(SGLangError, match="cuts the model over 2 pipeline stages"):
+        sync(engine)
+
+
+def prove_every(engine, count, first=1):
+    """Updates as the pool makes them; the states after each."""
+    states = []
+    for number in range(first, first + 2 * count):
+        engine.begin_weight_update(number, prove=(number - first) % count == 0)
+        engine.update_weights(BUCKET)
+        received = engine.end_weight_update()
+        proven = (number - first) % count == 0
+        assert received.keys() == dict(BUCKET).keys() and all(bool(sum_) == proven for sum_ in received.values())
+        states.append(engine.model_info().state)
+    return states
+
+
+def test_between_proofs_a_server_is_asked_for_no_checksums(engine, fake):
+    assert prove_every(engine, 5) == ([EngineState.HEALTHY] + [EngineState.UNPROVED] * 4) * 2
+    assert fake.calls.count("/weights_checker") == 2
+    assert engine.generate(requests(2), PARAMS)[0].versions == ((10, 2),)  # UNPROVED weights are used
+
+
+def test_at_prove_every_five_corruption_in_one_rank_is_caught_at_the_next_proof(fake):
+    fake.ranks = 2
+    engine = over(fake, asyncio.new_event_loop())
+    sync(engine)
+    fake.lose, fake.lose_on = "model.embed_tokens.weight", 0
+    for version in range(2, 6):
+        engine.begin_weight_update(version, prove=False)
+        engine.update_weights(BUCKET)
+        engine.end_weight_update()
+        assert engine.model_info().state is EngineState.UNPROVED
+    with pytest.raises(WeightUpdateError, match=r"embed_tokens\.weight has other values on rank 0"):
+        sync(engine, 6)
+    assert engine.model_info().state is EngineState.DIRTY
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        (BUCKET[:1], r"model\.embed_tokens\.weight was not sent"),
+        ([*BUCKET, ("model.extra.weight", torch.ones(2))], r"model\.extra\.weight does not exist there"),
+        ([BUCKET[0], (BUCKET[1][0], torch.ones(5, 3))], r"embed_tokens\.weight was sent as \[5, 3\], not \[4, 3\]"),
+    ],
+)
+def test_names_and_counts_are_compared_without_a_proof(engine, fake, sent, message):
+    sync(engine)
+    engine.begin_weight_update(2, prove=False)
+    engine.update_weights(sent)
+    with pytest.raises(WeightUpdateError, match=message):
+        engine.end_weight_update()
+    assert engine.model_info().state is EngineState.DIRTY
+    assert fake.calls.count("/continue_generation") == 1
+
+
+def test_the_first_update_is_proven_whatever_is_asked_for(engine, fake):
+    """There is nothing yet that names could be held against."""
+    fake.lose = "model.norm.weight"
+    engine.begin_weight_update(1, prove=False)
+    engine.update_weights(BUCKET)
+    with pytest.raises(WeightUpdateError, match="has other values"):
+        engine.end_weight_update()
 
 
 def test_a_tensor_is_sent_once(engine):
@@ -223,6 +304,16 @@ def test_a_server_that_cannot_do_what_is_asked_for_is_refused(fake, sglang, devi
     fake.device = "cpu"
     if device == "cuda":
         over(fake, loop, flags=flags)
+    loop.close()
+
+
+def test_a_server_off_loopback_that_asks_nobody_for_a_key_is_refused(fake, monkeypatch):
+    loop = asyncio.new_event_loop()
+    monkeypatch.setattr(fake, "open", True)
+    with pytest.raises(ConfigError, match="asks nobody for a key"):
+        over(fake, loop)
+    fake.name = "localhost:30000"  # this machine's programs alone reach it
+    over(fake, loop)
     loop.close()
 
 

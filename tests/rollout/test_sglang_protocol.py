@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_stare.batch import SamplingParams
-from megatron_stare.models.qwen2 import FAMILY as QWEN2
+from megatron_stare.models import read_shape
 from megatron_stare.models.qwen3_moe import FAMILY as QWEN3_MOE
 from megatron_stare.rollout.engine import GenerateRequest
 from megatron_stare.rollout.sglang.cpu_platform import murmur_hash32
@@ -23,8 +23,10 @@ from megatron_stare.rollout.sglang.protocol import (
     sampling_seed,
     version_runs,
 )
+from megatron_stare.rollout.sglang.server_layout import ServerLayout
 from megatron_stare.rollout.sglang.stop_probe import check_stop
 
+SHAPE = read_shape(Path(__file__).parents[2] / "assets" / "tiny-adder")
 STOP = 1
 PARAMS = SamplingParams(temperature=0.7, max_new_tokens=8, seed=3, step=5, stop_token_ids=(STOP,))
 REQUEST = GenerateRequest("4:2", (3, 4, 5), prompt_cursor=4, sample_index=2)
@@ -186,31 +188,33 @@ def test_stacked_tensors_are_hashed_in_order_however_they_come():
     want = hashlib.sha256(torch.cat([q, k, v]).numpy().tobytes()).hexdigest()[:16]
     layer = "model.layers.0.self_attn"
     for order in ("qkv", "vkq", "kvq"):
-        fingerprint = Fingerprint(QWEN2, torch.float32)
+        fingerprint = Fingerprint(SHAPE, torch.float32, ServerLayout())
         for letter in order:
             fingerprint.add(f"{layer}.{letter}_proj.weight", {"q": q, "k": k, "v": v}[letter])
-        assert fingerprint.checksums() == {f"{layer}.qkv_proj.weight": want}
-    partial = Fingerprint(QWEN2, torch.float32)
+        assert fingerprint.checksums() == [{f"{layer}.qkv_proj.weight": want}]
+    partial = Fingerprint(SHAPE, torch.float32, ServerLayout())
     partial.add(f"{layer}.q_proj.weight", q)
-    assert partial.checksums() == {}
+    assert partial.checksums() == [{}]
 
 
 def test_the_vocabulary_is_padded_as_sglang_pads_it():
     embedding = torch.randn(37, 3, generator=torch.Generator().manual_seed(0))
-    fingerprint = Fingerprint(QWEN2, torch.float32)
+    fingerprint = Fingerprint(SHAPE, torch.float32, ServerLayout())
     fingerprint.add("model.embed_tokens.weight", embedding)
     padded = torch.cat([embedding, torch.zeros(27, 3)])
     want = hashlib.sha256(padded.numpy().tobytes()).hexdigest()[:16]
-    assert fingerprint.checksums() == {"model.embed_tokens.weight": want}
+    assert fingerprint.checksums() == [{"model.embed_tokens.weight": want}]
 
 
 def test_every_kind_of_difference_is_named():
-    assert differences({"a": "1", "b": "2"}, {"a": "1", "b": "2"}) == []
-    assert differences({"a": "1", "x": "2"}, {"a": "3", "y": "2"}) == [
+    assert differences([{"a": "1", "b": "2"}], [{"a": "1", "b": "2"}]) == []
+    assert differences([{"a": "1", "x": "2"}], [{"a": "3", "y": "2"}]) == [
         "y was not sent",
         "x does not exist there",
         "a has other values",
     ]
+    assert differences([{"a": "1"}, {"a": "1"}], [{"a": "1"}, {"a": "3"}]) == ["a has other values on rank 1"]
+    assert differences([{"a": "1"}], [{"a": "1"}, {"a": "1"}]) == ["2 ranks report what they hold, of 1"]
 
 
 def murmur3(data: bytes) -> int:

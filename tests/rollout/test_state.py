@@ -8,17 +8,22 @@ from megatron_stare.rollout.ledger import WeightLedger
 from megatron_stare.rollout.state import EngineState, EngineStateError, advance, require
 from megatron_stare.weights.checksum import tensor_checksum
 
-DIRTY, UPDATING, HEALTHY, RELEASED, DEAD = EngineState
+DIRTY, UPDATING, HEALTHY, UNPROVED, RELEASED, DEAD = EngineState
 LEGAL = {
     (DIRTY, UPDATING),
     (DIRTY, DEAD),
     (UPDATING, HEALTHY),
+    (UPDATING, UNPROVED),
     (UPDATING, DIRTY),
     (UPDATING, DEAD),
     (HEALTHY, UPDATING),
     (HEALTHY, DIRTY),
     (HEALTHY, RELEASED),
     (HEALTHY, DEAD),
+    (UNPROVED, UPDATING),
+    (UNPROVED, DIRTY),
+    (UNPROVED, RELEASED),
+    (UNPROVED, DEAD),
     (RELEASED, DIRTY),
     (RELEASED, DEAD),
     (DEAD, DIRTY),
@@ -37,6 +42,16 @@ def test_only_legal_transitions_are_made(state, to):
 
 def test_healthy_is_reached_through_a_weight_update_alone():
     assert [s for s, to in LEGAL if to is HEALTHY] == [UPDATING]
+    assert [s for s, to in LEGAL if to is UNPROVED] == [UPDATING]
+
+
+def test_unproved_weights_generate_and_no_others():
+    for state in EngineState:
+        if state in (HEALTHY, UNPROVED):
+            require(state, HEALTHY, "generate")
+        else:
+            with pytest.raises(EngineStateError):
+                require(state, HEALTHY, "generate")
 
 
 @pytest.mark.parametrize(
@@ -46,6 +61,7 @@ def test_healthy_is_reached_through_a_weight_update_alone():
         (DIRTY, UPDATING, "begin a new one"),
         (UPDATING, HEALTHY, "end it first"),
         (HEALTHY, UPDATING, "begin one first"),
+        (UNPROVED, UPDATING, "begin one first"),
         (RELEASED, HEALTHY, "sync all weights"),
         (DEAD, HEALTHY, "closed"),
     ],

@@ -14,11 +14,11 @@ class FrozenEngine(LocalEngine):
     _updates = 0
     _sent: dict[str, str]
 
-    def begin_weight_update(self, version: int) -> None:
+    def begin_weight_update(self, version: int, prove: bool = True) -> None:
         self._updates += 1
         self._sent = {}
         if self._updates == 1:
-            super().begin_weight_update(version)
+            super().begin_weight_update(version, prove)
 
     def update_weights(self, named_tensors) -> None:  # type: ignore[no-untyped-def]
         if self._updates == 1:

@@ -16,7 +16,7 @@ import torch
 from support import sglang_servers as servers
 
 from megatron_stare.batch import SamplingParams
-from megatron_stare.models.qwen2 import FAMILY as QWEN2
+from megatron_stare.models import read_shape
 from megatron_stare.rollout.engine import GenerateRequest
 from megatron_stare.rollout.sglang.client import SGLangClient
 from megatron_stare.rollout.sglang.protocol import generate_body, prompt_body
@@ -24,6 +24,7 @@ from megatron_stare.rollout.sglang.replica import make_sync
 from megatron_stare.rollout.sglang.update import WeightUpdate
 
 OUT = Path(__file__).parents[1] / "rollout" / "sglang_exchanges.json"
+SHAPE = read_shape(servers.MODEL)
 STOP, A, B = 1, 5, 9
 PARAMS = SamplingParams(1.0, 6, seed=1, step=1, stop_token_ids=(STOP,))
 SCORED = (3, 15, 4)  # the last id of the vocabulary among them
@@ -31,8 +32,8 @@ REQUEST = GenerateRequest("0:0", (3, 14, 4), 0, 0)
 # filled in by the server, or of releases after the first that is supported
 INTERNAL = ("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized")
 INTERNAL += ("ebnf_full_assistant", "stream_interval", "beam_width", "watermark")
-READ_OF_INFO = ("version", "max_total_num_tokens", "device", "enable_memory_saver")
-READ_OF_INFO += ("enable_deterministic_inference",)
+READ_OF_INFO = ("version", "max_total_num_tokens", "device", "tp_size", "ep_size", "pp_size", "dp_size")
+READ_OF_INFO += ("enable_memory_saver", "enable_deterministic_inference")
 
 
 class Recorder(SGLangClient):
@@ -56,7 +57,7 @@ async def record(client: Recorder) -> dict[str, Any]:
     sync = make_sync("tensor", [client], str(servers.MODEL), 120)
 
     async def update(version: int, token: int, mode: Any = "abort") -> None:
-        new = WeightUpdate([client], sync, version, QWEN2, torch.float32, mode)
+        new = WeightUpdate([client], sync, version, SHAPE, torch.float32, mode)
         await new.begin()
         for bucket in servers.buckets(servers.says_only(token)):
             await new.send(bucket)

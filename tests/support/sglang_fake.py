@@ -5,19 +5,21 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hashlib
 import json
 import pickle
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_stare.models.qwen2 import FAMILY as QWEN2
+from megatron_stare.models import read_shape
 from megatron_stare.rollout.sglang.client import SGLangClient
 from megatron_stare.rollout.sglang.fingerprint import Fingerprint
+from megatron_stare.rollout.sglang.server_layout import ServerLayout
 
 STOP = 1
+SHAPE = read_shape(Path(__file__).parents[2] / "assets" / "tiny-adder")
 
 
 class FakeServer:
@@ -27,12 +29,20 @@ class FakeServer:
         self.name = name
         self.calls: list[str] = []
         self.answers: dict[str, Any] = {}  # the newest of every path
+        self.bodies: dict[str, Any] = {}  # likewise, of requests
         self.broken: set[str] = set()
         self.sampling_fields: set[str] = set()
         self.under_way = self.most_under_way = 0  # responses asked for at the same time
         self.lose: str | None = None  # a parameter whose bytes do not arrive
-        self.version, self.device = "none", "cpu"
-        self._held = Fingerprint(QWEN2, torch.float32)
+        self.lose_on: int | None = None  # the one rank they do not arrive on; None: all
+        self.version, self.device, self.ranks = "none", "cpu", 1
+        self.open = False  # to who has no key
+        self._held = self._nothing()
+
+    def _nothing(self) -> list[Fingerprint]:
+        """One a rank, of which that rank's checksums are reported."""
+        layout = ServerLayout(self.device, self.ranks)
+        return [Fingerprint(SHAPE, torch.float32, layout) for _ in range(self.ranks)]
 
     def client(self) -> SGLangClient:
         return SGLangClient(f"http://{self.name}", "key", 10, transport=self)
@@ -49,17 +59,18 @@ class FakeServer:
         self.most_under_way = max(self.most_under_way, self.under_way)
         await asyncio.sleep(0)  # as the network does, so that one server is not asked everything
         self.under_way -= path == "/generate"
-        if headers.get("Authorization") != "Bearer key":
+        if headers.get("Authorization") != "Bearer key" and not self.open:
             return 401, b"Unauthorized"
         if path in self.broken:
             return 400, f"{path} is broken".encode()
-        answer = self.answers[path] = self._answer(path, json.loads(body) if body else {})
+        self.bodies[path] = json.loads(body) if body else {}
+        answer = self.answers[path] = self._answer(path, self.bodies[path])
         return 200, answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
 
     def _answer(self, path: str, body: dict[str, Any]) -> Any:
         known = {"/generate": self._generate, "/server_info": self._info, "/weights_checker": self._checker}
         if path == "/begin_weight_update":
-            self._held = Fingerprint(QWEN2, torch.float32)
+            self._held = self._nothing()
         known |= {"/update_weights_from_tensor": self._load, "/update_weight_version": self._publish}
         known |= dict.fromkeys(("/pause_generation", "/continue_generation"), lambda _: {"status": "ok"})
         known |= dict.fromkeys(("/flush_cache", "/abort_request"), lambda _: "")
@@ -71,6 +82,7 @@ class FakeServer:
             "version": "0.5.23",
             "max_total_num_tokens": 10_000,
             "device": self.device,
+            "tp_size": self.ranks,
             "enable_memory_saver": False,
             "enable_deterministic_inference": False,
         }
@@ -100,15 +112,18 @@ class FakeServer:
         }
 
     def _load(self, body: dict[str, Any]) -> dict[str, Any]:
-        for payload in body["serialized_named_tensors"]:
+        for rank, (held, payload) in enumerate(zip(self._held, body["serialized_named_tensors"], strict=True)):
             for name, tensor in pickle.loads(base64.b64decode(payload)):  # ours, and from this process
-                self._held.add(name, torch.zeros_like(tensor) if name == self.lose else tensor)
+                lost = name == self.lose and self.lose_on in (None, rank)
+                held.add(name, torch.zeros_like(tensor) if lost else tensor)
         return {"success": True, "message": "Success"}
 
     def _checker(self, _: dict[str, Any]) -> dict[str, Any]:
-        checksums = self._held.checksums()
-        total = hashlib.sha256(repr(checksums).encode()).hexdigest()
-        return {"success": True, "ranks": [{"checksums": checksums, "per_gpu_checksum": total}]}
+        ranks = [
+            {"checksums": held.checksums()[rank], "parallelism_info": [{"tp_rank": rank}]}
+            for rank, held in enumerate(self._held)
+        ]
+        return {"success": True, "ranks": ranks[::-1]}  # in any order
 
     def _publish(self, body: dict[str, Any]) -> dict[str, Any]:
         self.version = body["new_version"]

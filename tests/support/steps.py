@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+from torch import Tensor
+
 from megatron_stare.batch import MicroBatchPlan
 from megatron_stare.config.schema import Config
+from megatron_stare.megatron.loss_scale import loss_scale_of
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.ops.plan import plan_mini_batches
 from megatron_stare.orchestration.groups import plan_rules
@@ -35,3 +41,30 @@ def take_step(
     results = [trainer.update(number) for number in range(trainer.config.batch.updates)]
     reported = [result for result in results if result is not None]
     return [metrics for metrics, _ in reported], reported[-1][1] if reported else {}
+
+
+def state_of(trainer: Trainer) -> list[Any]:
+    """Everything a step could move on this rank but the loss scale: weights, moments, step counts, rates, the
+    schedule."""
+    policy, parts = trainer.policy, []
+    for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
+        for group in part.optimizer.param_groups:
+            parts += [group["lr"], group["weight_decay"]]
+            for parameter in group["params"]:
+                parts += [parameter.detach().clone()]
+                parts += [x.clone() for _, x in sorted(part.optimizer.state[parameter].items())]
+    parts += [parameter.detach().clone() for chunk in policy.model for parameter in chunk.parameters()]
+    return [*parts, policy.scheduler.state_dict()]
+
+
+def loss_scale_state(trainer: Trainer) -> list[Any]:
+    """The scale, the steps since it last moved, and the overflows it lets pass; [] where there is none."""
+    scale = loss_scale_of(trainer.policy.optimizer)
+    return [] if scale is None else list(scale.state_dict().values())
+
+
+def equal(one: list[Any], other: list[Any]) -> bool:
+    """Bit for bit."""
+    return len(one) == len(other) and all(
+        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(one, other, strict=True)
+    )

@@ -91,6 +91,7 @@ def _stepped(
             if at[1] and step == 0:
                 checkpoint.mkdir()
                 trainer.save(str(checkpoint))
+                trainer.finish_save()
         return {name: each.cpu().clone() for name, each in trainer.export().items()}
     finally:
         trainer.close()

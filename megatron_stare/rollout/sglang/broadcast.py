@@ -1,4 +1,5 @@
-"""Weights broadcast into a process group with the servers: this process is rank 0, server i is rank i + 1.
+"""Weights broadcast into a process group with the servers: this process is rank 0, the ranks of the first server
+follow, then those of the second.
 
 The group is made by hand over a TCP store and not registered with torch.distributed: the process that sends may be
 rank 0 of the trainer, whose default group is another one.
@@ -10,13 +11,15 @@ import asyncio
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
-from megatron_stare.rollout.sglang.sync import Bucket, WeightSync, open_sessions
+from megatron_stare.rollout.sglang.server_layout import ServerLayout
+from megatron_stare.rollout.sglang.sync import Bucket, WeightSync, meeting_device, open_sessions
 
 LOOPBACK = "127.0.0.1"
 GROUP = "megatron_stare_weights"
@@ -32,15 +35,16 @@ class BroadcastSync(WeightSync):
         self._group: Any = None  # a process group of its backend's own class
         self._where = torch.device("cpu")
 
-    async def begin(self) -> None:
+    async def begin(self, layouts: Sequence[ServerLayout]) -> None:
         if self._group is None:
-            await self._join()
+            await self._join(layouts)
         await open_sessions(self._clients)
 
-    async def _join(self) -> None:
+    async def _join(self, layouts: Sequence[ServerLayout]) -> None:
         """Makes the group: every server joins while this process does, in a thread, as both wait for each other."""
-        self._where = await self._device()
-        world, timeout = len(self._clients) + 1, timedelta(seconds=self._timeout_s)
+        self._where = meeting_device(layouts)
+        offsets, timeout = rank_offsets(layouts), timedelta(seconds=self._timeout_s)
+        world = offsets.pop()
         # rank 0 holds the store; the servers' rendezvous waits for it
         self._store = loopback_store(world, timeout)
         # the servers' group looks for its keys below these names
@@ -55,8 +59,8 @@ class BroadcastSync(WeightSync):
         joined = await everywhere(
             asyncio.to_thread(self._made, store, world, timeout),
             *(
-                client.post("/init_weights_update_group", body | {"rank_offset": 1 + i})
-                for i, client in enumerate(self._clients)
+                client.post("/init_weights_update_group", body | {"rank_offset": offset})
+                for offset, client in zip(offsets, self._clients, strict=True)
             ),
         )
         self._group = joined[0]
@@ -106,6 +110,12 @@ class BroadcastSync(WeightSync):
                 return_exceptions=True,  # a server that is gone has left the group
             )
         self._store = None
+
+
+def rank_offsets(layouts: Sequence[ServerLayout]) -> list[int]:
+    """The group's rank of each server's first rank, to which a server adds its own ranks' numbers; last, the size of
+    the group."""
+    return list(accumulate((layout.tensor for layout in layouts), initial=1))
 
 
 def loopback_store(world: int, timeout: timedelta) -> TCPStore:

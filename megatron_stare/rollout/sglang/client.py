@@ -54,18 +54,21 @@ class SGLangClient:
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
         content = None if body is None else orjson.dumps(body)
-        try:
-            status, answer = await asyncio.wait_for(
-                self._transport.request(method, path, self._headers, content), self._timeout_s
-            )
-        except (OSError, asyncio.TimeoutError) as error:
-            raise ServerLostError(
-                f"the server does not answer {path}: {type(error).__name__} {error}".rstrip(), where=self.url
-            ) from error
+        status, answer = await self._request(method, path, self._headers, content)
         if status != 200:
             words = answer.decode(errors="replace")[:500]
             raise SGLangError(f"{path} was refused ({status}): {words}", where=self.url)
         return answer
+
+    async def _request(
+        self, method: str, path: str, headers: Mapping[str, str], content: bytes | None
+    ) -> tuple[int, bytes]:
+        try:
+            return await asyncio.wait_for(self._transport.request(method, path, headers, content), self._timeout_s)
+        except (OSError, asyncio.TimeoutError) as error:
+            raise ServerLostError(
+                f"the server does not answer {path}: {type(error).__name__} {error}".rstrip(), where=self.url
+            ) from error
 
     def _json(self, path: str, content: bytes) -> dict[str, Any]:
         try:
@@ -95,6 +98,12 @@ class SGLangClient:
     async def model_info(self) -> dict[str, Any]:
         """Answers while generation is paused too, which /health does not."""
         return await self.get("/model_info")
+
+    async def asks_for_key(self) -> bool:
+        """Whether who has no key is sent away. SGLang guards all of a server's endpoints alike, but for its health."""
+        headers = {name: value for name, value in self._headers.items() if name != "Authorization"}
+        status, _ = await self._request("GET", "/model_info", headers, None)
+        return status == 401
 
     async def server_info(self) -> dict[str, Any]:
         """Version, arguments and limits."""
@@ -135,13 +144,13 @@ class SGLangClient:
         """From the next token on, tokens carry this version."""
         await self.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
-    async def checksums(self) -> dict[str, str]:
-        """SGLang's own checksum of every parameter it holds, by SGLang's name."""
+    async def checksums(self) -> list[dict[str, str]]:
+        """By tensor-parallel rank: SGLang's own checksum of every parameter the rank holds, by SGLang's name."""
         answer = await self.post("/weights_checker", {"action": "checksum"})
-        ranks = answer["ranks"]
-        if len(ranks) != 1:
-            raise SGLangError(f"weights over {len(ranks)} ranks cannot be compared yet", where=self.url)
-        return dict(ranks[0]["checksums"])
+        ranks = {int(rank["parallelism_info"][0]["tp_rank"]): dict(rank["checksums"]) for rank in answer["ranks"]}
+        if sorted(ranks) != list(range(len(answer["ranks"]))):
+            raise SGLangError(f"{len(answer['ranks'])} checksums came for the ranks {sorted(ranks)}", where=self.url)
+        return [ranks[number] for number in range(len(ranks))]
 
     async def close(self) -> None:
         await self._transport.close()

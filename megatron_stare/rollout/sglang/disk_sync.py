@@ -11,6 +11,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
+from megatron_stare.rollout.sglang.server_layout import ServerLayout
 from megatron_stare.rollout.sglang.sync import Bucket, WeightSync
 
 
@@ -28,7 +29,7 @@ class DiskSync(WeightSync):
         self._folder: Path | None = None
         self._files: dict[str, str] = {}  # name of a tensor to the file it is in
 
-    async def begin(self) -> None:
+    async def begin(self, layouts: Sequence[ServerLayout]) -> None:
         await self.close()
         self._folder = Path(tempfile.mkdtemp(prefix="megatron-stare-weights-", dir=self._parent))
         self._files = {}

@@ -1,40 +1,41 @@
-"""The checksums that an SGLang server must report once it holds the weights that were sent. Pure.
+"""The checksums that an SGLang server's ranks must report once they hold the weights that were sent. Pure.
 
-SGLang stacks some Hugging Face tensors into one parameter and reports the first 64 bits of the SHA-256 of a parameter's
-bytes. So the tensors that were sent are hashed in the order in which SGLang stacks them, and the two lists compared:
-names as well as values, because a server answers an unknown name with success.
+SGLang stacks some Hugging Face tensors into one parameter, cuts each over its ranks, and a rank reports a hash of what
+it holds of every parameter. So the parts of the tensors that were sent are hashed in the order in which SGLang stacks
+them, and the lists compared rank by rank: names as well as values, because a server answers an unknown name with
+success.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_stare.models.family import ModelFamily
+from megatron_stare.models import family_of
+from megatron_stare.models.shape import ModelShape
+from megatron_stare.rollout.sglang.served_hash import Digest, digest_on
+from megatron_stare.rollout.sglang.server_layout import ServerLayout
 
-VOCAB_MULTIPLE = 64  # SGLang pads embedding and head with rows of zeros up to a multiple
+Checksums = Mapping[str, str]  # of one rank, by SGLang's name
 
 
 @dataclass
 class _Stack:
-    """One parameter of SGLang while its parts come in."""
+    """One parameter of a rank while its parts come in."""
 
     count: int | None
-    digest: Any = field(default_factory=hashlib.sha256)
+    digest: Digest
     hashed: int = 0
-    early: dict[int, Tensor] = field(default_factory=dict)  # parts that came before their turn
+    early: dict[int, Sequence[Tensor]] = field(default_factory=dict)  # parts that came before their turn
 
-    def take(self, index: int, part: Tensor) -> None:
-        self.early[index] = part
+    def take(self, index: int, parts: Sequence[Tensor]) -> None:
+        self.early[index] = parts
         while self.hashed in self.early:
-            flat = self.early.pop(self.hashed).contiguous().reshape(-1)
-            if flat.numel():
-                self.digest.update(flat.view(torch.uint8).numpy().data)
+            for part in self.early.pop(self.hashed):
+                self.digest.update(part)
             self.hashed += 1
 
     @property
@@ -43,33 +44,46 @@ class _Stack:
 
 
 class Fingerprint:
-    """Hashes a weight update as it goes by.
+    """Hashes a weight update as it goes by, for servers of one layout.
 
     Args:
-        family: of the model, which says what is stacked and padded.
+        shape: of the model, whose family says what is stacked and cut.
         dtype: that the server computes in, and casts weights to.
     """
 
-    def __init__(self, family: ModelFamily, dtype: torch.dtype) -> None:
-        self._family, self._dtype = family, dtype
-        self._stacks: dict[str, _Stack] = {}
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, layout: ServerLayout) -> None:
+        self._family, self._shape, self._dtype, self._layout = family_of(shape), shape, dtype, layout
+        self._ranks: list[dict[str, _Stack]] = [{} for _ in range(layout.tensor)]
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """One tensor on the CPU, by its Hugging Face name. It must keep its values until the update is over."""
+        """One tensor by its Hugging Face name, hashed where it lies. It must keep its values until the update is
+        over."""
         place, held = self._family.served(name), tensor.detach().to(self._dtype)
-        stack = self._stacks.setdefault(place.name, _Stack(place.count))
-        stack.take(place.index, held)
-        rows = -len(held) % VOCAB_MULTIPLE
-        if name in self._family.vocabulary and rows:
-            stack.digest.update(torch.zeros(rows, *held.shape[1:], dtype=self._dtype).view(torch.uint8).numpy().data)
+        for rank, stacks in enumerate(self._ranks):
+            if not (parts := self._layout.parts(name, held, self._shape, rank)):
+                continue
+            index = place.index
+            if place.count is None:  # experts are counted from the first that the rank holds
+                index -= self._layout.first_expert(self._shape, rank) * place.an_expert
+            stacks.setdefault(place.name, _Stack(place.count, digest_on(self._layout.device))).take(index, parts)
 
-    def checksums(self) -> dict[str, str]:
-        """What the server must report, by SGLang's names; incomplete stacks are left out."""
-        return {name: s.digest.hexdigest()[:16] for name, s in self._stacks.items() if s.complete}
+    def checksums(self) -> list[dict[str, str]]:
+        """What each rank must report, by SGLang's names; incomplete stacks are left out. Asked once, at the end."""
+        return [{name: s.digest.hexdigest() for name, s in stacks.items() if s.complete} for stacks in self._ranks]
 
 
-def differences(sent: Mapping[str, str], held: Mapping[str, str]) -> Sequence[str]:
-    """What is wrong with the weights a server holds, a line each; none: they are those that were sent."""
+def differences(sent: Sequence[Checksums], held: Sequence[Checksums]) -> Sequence[str]:
+    """What is wrong with the weights a server's ranks hold, a line each; none: they are those that were sent."""
+    if len(sent) != len(held):
+        return [f"{len(held)} ranks report what they hold, of {len(sent)}"]
+    return [
+        f"{line}{f' on rank {rank}' if len(sent) > 1 else ''}"
+        for rank, (wanted, found) in enumerate(zip(sent, held, strict=True))
+        for line in _differences(wanted, found)
+    ]
+
+
+def _differences(sent: Checksums, held: Checksums) -> list[str]:
     lines = [f"{name} was not sent" for name in sorted(held.keys() - sent.keys())]
     lines += [f"{name} does not exist there" for name in sorted(sent.keys() - held.keys())]
     lines += [f"{name} has other values" for name in sorted(sent.keys() & held.keys()) if sent[name] != held[name]]

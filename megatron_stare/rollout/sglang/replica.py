@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from urllib.parse import urlsplit
 
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, unknown_name
@@ -16,17 +14,23 @@ from megatron_stare.rollout.replicas import Replica
 from megatron_stare.rollout.sglang.broadcast import BroadcastSync
 from megatron_stare.rollout.sglang.client import SGLangClient
 from megatron_stare.rollout.sglang.disk_sync import DiskSync
-from megatron_stare.rollout.sglang.server import ServerOptions, ServerProcess
-from megatron_stare.rollout.sglang.server_engine import NEVER_FILLED, SGLangEngine
+from megatron_stare.rollout.sglang.server import ServerProcess
+from megatron_stare.rollout.sglang.server_checks import (
+    API_KEY_VARIABLE,
+    check_attached,
+    check_lengths,
+    check_started,
+    server_device,
+)
+from megatron_stare.rollout.sglang.server_engine import SGLangEngine
+from megatron_stare.rollout.sglang.server_options import ServerOptions
 from megatron_stare.rollout.sglang.sync import WeightSync
 from megatron_stare.rollout.sglang.tensor_sync import TensorSync
 from megatron_stare.shipped import CHECKOUT
 
 ENVIRONMENT = CHECKOUT / ".venv-sglang" if CHECKOUT else None  # of scripts/setup_sglang.sh
 PYTHON_VARIABLE = "MEGATRON_STARE_SGLANG_PYTHON"
-LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
-CPU_WIDTHS = 32  # what SGLang pads a feed-forward layer to a multiple of, on CPUs
-API_KEY_VARIABLE = "SGLANG_API_KEY"  # of servers that are attached to
+CPU_CACHE_TOKENS = 20_000  # where none are set: a CPU server has no share of memory to fill
 
 
 class SGLangReplica(Replica):
@@ -55,7 +59,7 @@ class SGLangReplica(Replica):
                 self._client,
                 make_sync(config.sglang.sync, [self._client], config.model.path, config.runtime.timeout_s),
                 config.model.path,
-                config.model.dtype,
+                served_dtype(config),
                 config.rollout.max_batch,
                 loop,
                 self._process,
@@ -91,50 +95,13 @@ def make_sync(method: str, clients: Sequence[SGLangClient], model_path: str, tim
 
 def check_servers(config: Config, shape: ModelShape) -> None:
     """Raises ConfigError for what can be known to be wrong before a server is started."""
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    held = min([shape.max_positions] if config.sglang.urls else [shape.max_positions, config.sglang.cache_tokens])
-    filled = held - NEVER_FILLED
-    if config.rollout.max_prompt_tokens >= filled:
-        raise ConfigError(
-            f"prompts of {config.rollout.max_prompt_tokens} tokens leave no room for a response in the {filled} that a "
-            f"server fills of its context of {held}",
-            where="rollout.max_prompt_tokens",
-            fix=f"at most {max(1, filled - 1)}, less the tokens of a response, or raise sglang.cache_tokens",
-        )
-    if longest > filled:
-        raise ConfigError(
-            f"prompt and response of up to {longest} tokens exceed the {filled} that a server fills of "
-            f"its context of {held}",
-            where="rollout.max_new_tokens",
-            fix=f"at most {filled - config.rollout.max_prompt_tokens}, or raise sglang.cache_tokens",
-        )
-    elsewhere = [url for url in config.sglang.urls if urlsplit(url).hostname not in LOOPBACK_NAMES]
-    if elsewhere and config.sglang.sync == "distributed":
-        raise ConfigError(
-            f"the broadcast reaches servers of this machine only, and {elsewhere[0]} is not named as one",
-            where="sglang.sync",
-            fix="use tensor, or disk with a file system that all servers see",
-        )
     if config.sglang.urls:
+        check_lengths(config, shape)
+        check_attached(config)
         return
-    if shape.feed_forward % CPU_WIDTHS:
-        raise ConfigError(
-            f"SGLang pads feed-forward layers {shape.feed_forward} wide on a CPU, so their weights could not be "
-            "compared",
-            where="model.path",
-            fix=f"a model whose feed-forward layers are a multiple of {CPU_WIDTHS} wide, or rollout.engine=local",
-        )
-    if config.model.dtype != "float32":
-        raise ConfigError(
-            "servers started here run on the CPU, in float32", where="sglang.urls", fix="name running servers instead"
-        )
-    python = sglang_python(config)
-    if not Path(python).exists():
-        raise ConfigError(
-            f"there is no Python at {python}",
-            where="sglang.python",
-            fix="bash scripts/setup_sglang.sh builds SGLang's environment",
-        )
+    options = server_options(config)
+    check_lengths(config, shape, options.context_length, options.cache_tokens)
+    check_started(config, shape, options)
 
 
 def server_flags(config: Config) -> dict[str, str]:
@@ -166,13 +133,30 @@ def sglang_python(config: Config) -> str:
 
 def server_options(config: Config) -> ServerOptions:
     """How the servers of this run are started."""
+    asked, device = config.sglang, server_device(config)
     return ServerOptions(
         python=sglang_python(config),
         model_path=config.model.path,
-        dtype=config.model.dtype,
+        device=device,
+        dtype=served_dtype(config),
         threads=config.rollout.threads,
         max_running=config.rollout.max_batch,
-        cache_tokens=config.sglang.cache_tokens,
-        seeds=config.sglang.seeds,
-        start_timeout_s=config.sglang.start_timeout_s,
+        cache_tokens=asked.cache_tokens or (CPU_CACHE_TOKENS if device == "cpu" else None),
+        seeds=asked.seeds,
+        start_timeout_s=asked.start_timeout_s,
+        host=asked.host,
+        tensor=asked.tensor_parallel,
+        expert=asked.expert_parallel,
+        memory_fraction=asked.memory_fraction,
+        context_length=asked.context_length,
+        attention_backend=asked.attention_backend,
+        graph_batch_sizes=tuple(asked.cuda_graph_batch_sizes),
+        memory_saver=asked.colocated,
+        flags=tuple(asked.flags),
+        environment=asked.environment,
     )
+
+
+def served_dtype(config: Config) -> str:
+    """What servers compute in, and cast weights to."""
+    return config.sglang.dtype or config.model.dtype

@@ -15,8 +15,10 @@ import shutil
 import signal
 import sys
 import threading
+from pathlib import Path
 
 API_KEY_VARIABLE = "MEGATRON_STARE_SGLANG_KEY"
+SHARED_MEMORY = Path("/dev/shm")
 SCRATCH_VARIABLE = "TMPDIR"  # a folder of the server's own, removed with it
 
 # The CPU wheel of torchvision does not load without CUDA's; transformers imports it, and asks for these schemas only.
@@ -48,7 +50,17 @@ def _end_with_starter(pipe: int, scratch: str) -> None:
     while os.read(pipe, 1):
         pass
     shutil.rmtree(scratch, ignore_errors=True)
+    remove_shared_memory(os.getpgid(0))
     os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def remove_shared_memory(group: int) -> None:
+    """Removes what the ranks of a server, a process group that is still there, share in memory: killed, they leave it
+    behind. SGLang's names for it are sgl_shm_<kind>_<process>_<random>."""
+    for file in SHARED_MEMORY.glob("sgl_shm_*_*_*"):
+        with contextlib.suppress(OSError, ValueError):
+            if os.getpgid(int(file.name.split("_")[-2])) == group:
+                file.unlink()
 
 
 if __name__ == "__main__":

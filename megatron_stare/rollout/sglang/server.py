@@ -1,7 +1,7 @@
 """Starts SGLang servers on this machine, waits until they answer, and ends them with everything they left behind.
 
-Each is a process group of its own. It runs serve.py in SGLang's environment, listens on loopback with a key drawn for
-the run, and writes its output to a log whose end is quoted when it dies.
+Each is a process group of its own. It runs serve.py in SGLang's environment, asks for a key drawn for the run wherever
+it listens, and writes its output to a log whose end is quoted when it dies.
 """
 
 from __future__ import annotations
@@ -15,59 +15,20 @@ import socket
 import subprocess
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from megatron_stare.rollout.sglang.client import ServerLostError, SGLangClient
-from megatron_stare.rollout.sglang.protocol import NO_VERSION, SGLangError
-from megatron_stare.rollout.sglang.serve import API_KEY_VARIABLE, SCRATCH_VARIABLE
+from megatron_stare.rollout.sglang.protocol import SGLangError
+from megatron_stare.rollout.sglang.serve import API_KEY_VARIABLE, SCRATCH_VARIABLE, remove_shared_memory
+from megatron_stare.rollout.sglang.server_options import ServerOptions
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
 PROBE_EVERY_S = 0.5
 PORTS = range(20_000, 32_000)
 LEAVE_S = 5.0  # from the order to go until the process group is killed
 LOG_TAIL_BYTES = 3000
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """How a server is started.
-
-    seeds: honour sampling seeds; see docs/sglang.md for what that promises.
-    """
-
-    python: str  # of the environment SGLang is installed in
-    model_path: str
-    dtype: str
-    threads: int
-    max_running: int  # responses decoded together
-    cache_tokens: int  # tokens the key/value cache holds
-    seeds: bool
-    start_timeout_s: float
-
-    def arguments(self, port: int) -> list[str]:
-        """Of sglang.launch_server."""
-        given: dict[str, object] = {
-            "model-path": str(Path(self.model_path).resolve()),
-            "host": LOOPBACK,
-            "port": port,
-            "dtype": self.dtype,
-            "device": "cpu",
-            "attention-backend": "torch_native",
-            "sampling-backend": "pytorch",
-            "mem-fraction-static": 0.1,
-            "max-total-tokens": self.cache_tokens,
-            "max-running-requests": self.max_running,
-            "weight-version": NO_VERSION,
-            "log-level-http": "warning",  # not a line a request
-            "load-format": "dummy",  # weights come from the weight sync alone, so that a lost one cannot go unseen
-        }
-        flags = ["--sleep-on-idle", "--skip-tokenizer-init", "--skip-server-warmup"]
-        if self.seeds:
-            flags.append("--enable-deterministic-inference")
-        return [*(word for name, value in given.items() for word in (f"--{name}", str(value))), *flags]
 
 
 class ServerProcess:
@@ -76,8 +37,8 @@ class ServerProcess:
     def __init__(self, options: ServerOptions) -> None:
         self._options = options
         self.api_key = secrets.token_hex(16)
-        port = free_port()
-        self.url = f"http://{LOOPBACK}:{port}"
+        port = free_port(options.host)
+        self.url = f"http://{LOOPBACK if options.host == EVERYWHERE else options.host}:{port}"
         self._scratch = Path(tempfile.mkdtemp(prefix="megatron-stare-sglang-"))
         self._log = self._scratch / "server.log"
         with self._log.open("wb") as log:
@@ -92,15 +53,7 @@ class ServerProcess:
             )
 
     def _environment(self) -> dict[str, str]:
-        # the trainer's paths lead to packages of its own environment
-        kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "SGLANG_USE_CPU_ENGINE")}
-        threads = str(self._options.threads)
-        return kept | {
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-            "TOKENIZERS_PARALLELISM": "false",
-            "THP_MEM_ALLOC_ENABLE": "1",  # a bucket of weights is new memory: in pages of 4 KB that costs half its time
+        return self._options.process_environment() | {
             SCRATCH_VARIABLE: str(self._scratch),
             API_KEY_VARIABLE: self.api_key,
         }
@@ -159,14 +112,15 @@ class ServerProcess:
             self._process.stdin.close()  # the order to go, see serve.py
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(LEAVE_S)
+            remove_shared_memory(self.process_group)  # of ranks that outlived their launcher
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process_group, signal.SIGKILL)
             self._process.wait()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 
-def free_port() -> int:
-    """A TCP port of loopback that is free now.
+def free_port(host: str) -> int:
+    """A TCP port of an address of this machine that is free now.
 
     Below the range the kernel hands out by itself: minutes pass until the server listens, in which another program's
     connection would take it.
@@ -174,6 +128,10 @@ def free_port() -> int:
     for _ in range(100):
         port = PORTS.start + secrets.randbelow(len(PORTS))
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((LOOPBACK, port))
+            probe.bind((host, port))
             return port
-    raise SGLangError(f"no free port between {PORTS.start} and {PORTS.stop}", fix="end programs that listen there")
+    raise SGLangError(
+        f"no port of {host} between {PORTS.start} and {PORTS.stop} can be listened on",
+        where="sglang.host",
+        fix="end programs that listen there, or name an address of this machine",
+    )

@@ -13,9 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from megatron_stare.batch import SamplingParams
+from megatron_stare.errors import ConfigError
 from megatron_stare.models import family_named
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, ModelInfo, ServedEngine
 from megatron_stare.rollout.model_folder import model_stop_token_ids, read_model_config
@@ -32,8 +34,9 @@ from megatron_stare.rollout.sglang.protocol import (
 from megatron_stare.rollout.sglang.server import ServerProcess
 from megatron_stare.rollout.sglang.stop_probe import probe_stop
 from megatron_stare.rollout.sglang.sync import DTYPES, WeightSync
+from megatron_stare.rollout.sglang.transport import on_loopback
 from megatron_stare.rollout.sglang.update import WeightUpdate
-from megatron_stare.rollout.state import EngineState, advance, require
+from megatron_stare.rollout.state import EngineState, advance, publishes, require
 from megatron_stare.rollout.validate import check_params, check_requests
 
 T = TypeVar("T")
@@ -56,7 +59,7 @@ class SGLangEngine(ServedEngine):
 
     Raises:
         SGLangError: the server runs an unsupported release, or does not return stop tokens as it must.
-        ConfigError: the server was not started with one of the flags.
+        ConfigError: the server was not started with one of the flags, or is open to whoever can reach it.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class SGLangEngine(ServedEngine):
         flags: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         config = read_model_config(model_path)
-        self._family = family_named(config.model_type, model_path)
+        self._shape = family_named(config.model_type, model_path).shape(config.to_dict())
         self._vocab_size = int(config.vocab_size)
         self._stop_token_ids = model_stop_token_ids(model_path)
         self._client, self._sync, self.process = client, sync, process
@@ -79,14 +82,21 @@ class SGLangEngine(ServedEngine):
         self._max_running, self._slots = max_running, asyncio.Semaphore(max_running)
         self._state, self._version = EngineState.DIRTY, -1
         self._update: WeightUpdate | None = None  # the open one, or the last
+        self._proven: dict[str, torch.Size] = {}  # the tensors that the server was proven to consist of
         self._calls = 0
         self._under_way: set[asyncio.Task[GenerateResult]] = set()
         info = self._run(client.server_info())
         check_version(str(info["version"]), client.url)
         check_flags(info, flags, client.url)
-        self._context_length = (
-            min(int(config.max_position_embeddings), int(info["max_total_num_tokens"])) - NEVER_FILLED
-        )
+        if not on_loopback(client.url) and not self._run(client.asks_for_key()):
+            raise ConfigError(
+                "the server can be reached from other machines and asks nobody for a key: who can reach it could "
+                "replace its weights",
+                where=client.url,
+                fix="start it with --api-key, and set SGLANG_API_KEY to the same",
+            )
+        bounds = (config.max_position_embeddings, info["max_total_num_tokens"], info.get("context_length"))
+        self._context_length = min(int(bound) for bound in bounds if bound is not None) - NEVER_FILLED
         self._run(probe_stop(client, self._stop_token_ids))
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -160,9 +170,10 @@ class SGLangEngine(ServedEngine):
         first, self._calls = self._calls + 1, self._calls + len(sequences)
         return self._run(everywhere(*(one(tokens, first + i) for i, tokens in enumerate(sequences))))
 
-    def begin_weight_update(self, version: int) -> None:
+    def begin_weight_update(self, version: int, prove: bool = True) -> None:
         self._state = advance(self._state, EngineState.UPDATING)
-        self._update = WeightUpdate([self._client], self._sync, version, self._family, self._dtype)
+        proven = None if prove or not self._proven else self._proven
+        self._update = WeightUpdate([self._client], self._sync, version, self._shape, self._dtype, proven=proven)
         self._guarded(self._update.begin())
 
     def update_weights(self, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -171,7 +182,10 @@ class SGLangEngine(ServedEngine):
     def end_weight_update(self) -> dict[str, str]:
         update = self._open_update("end the weight update")
         checksums = self._guarded(update.end())
-        self._state, self._version = advance(self._state, EngineState.HEALTHY), update.version
+        if update.proves:
+            self._proven = update.sizes
+        held = EngineState.HEALTHY if update.proves else EngineState.UNPROVED
+        self._state, self._version = advance(self._state, held), update.version
         return checksums
 
     def _open_update(self, action: str) -> WeightUpdate:
@@ -209,7 +223,7 @@ class SGLangEngine(ServedEngine):
 
     def model_info(self) -> ModelInfo:
         return ModelInfo(
-            weight_version=self._version if self._state is EngineState.HEALTHY else None,
+            weight_version=self._version if publishes(self._state) else None,
             state=self._state,
             vocab_size=self._vocab_size,
             context_length=self._context_length,

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
+from megatron_stare.rollout.sglang.client import SGLangClient
+from megatron_stare.rollout.sglang.server_layout import ServerLayout
 
 Bucket = Sequence[tuple[str, Tensor]]  # whole tensors of one dtype by Hugging Face name, views of one flat tensor
 
@@ -25,14 +26,9 @@ class WeightSync(ABC):
     def __init__(self, clients: Sequence[SGLangClient]) -> None:
         self._clients = list(clients)
 
-    async def _device(self) -> torch.device:
-        """Where buckets are handed over: this process's GPU where it has one and all servers run on GPUs, else here."""
-        infos = await everywhere(*(client.server_info() for client in self._clients))
-        on_gpus = torch.cuda.is_available() and all(info["device"] == "cuda" for info in infos)
-        return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
-
     @abstractmethod
-    async def begin(self) -> None: ...
+    async def begin(self, layouts: Sequence[ServerLayout]) -> None:
+        """Args: layouts: of the servers, in the order of the clients."""
 
     @abstractmethod
     async def send(self, bucket: Bucket) -> None:
@@ -47,6 +43,12 @@ class WeightSync(ABC):
         """Lets go of what the method holds between updates."""
 
 
+def meeting_device(layouts: Sequence[ServerLayout]) -> torch.device:
+    """Where buckets are handed over: this process's GPU where it has one and all servers run on GPUs, else here."""
+    on_gpus = torch.cuda.is_available() and all(layout.device == "cuda" for layout in layouts)
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
+
+
 async def open_sessions(clients: Sequence[SGLangClient]) -> None:
     """Opens a weight-update session on every server; one that a failed update left open is ended first."""
     for client in clients:
@@ -57,4 +59,4 @@ async def open_sessions(clients: Sequence[SGLangClient]) -> None:
             await client.begin_weight_update()
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import pickle
+from collections.abc import Sequence
+from itertools import islice
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -13,7 +15,8 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from megatron_stare.rollout.sglang.client import everywhere
-from megatron_stare.rollout.sglang.sync import Bucket, WeightSync, open_sessions
+from megatron_stare.rollout.sglang.server_layout import ServerLayout
+from megatron_stare.rollout.sglang.sync import Bucket, WeightSync, meeting_device, open_sessions
 
 
 class TensorSync(WeightSync):
@@ -21,15 +24,29 @@ class TensorSync(WeightSync):
     inter-process memory; else their bytes, for correctness: base64 and JSON move about 0.05 GB/s on a core."""
 
     _where = torch.device("cpu")
+    _layouts: Sequence[ServerLayout] = ()
 
-    async def begin(self) -> None:
-        self._where = await self._device()
+    async def begin(self, layouts: Sequence[ServerLayout]) -> None:
+        self._where, self._layouts = meeting_device(layouts), layouts
         await open_sessions(self._clients)
 
     async def send(self, bucket: Bucket) -> None:
         lying = [(name, tensor.detach().to(self._where)) for name, tensor in bucket]  # until all servers have copied it
-        body = {"serialized_named_tensors": [packed(lying)], "load_format": None, "flush_cache": False}
-        await everywhere(*(c.post("/update_weights_from_tensor", body) for c in self._clients))
+        ranks = sum(layout.tensor for layout in self._layouts)
+        # each rank of a server unpickles its own; a handle may be opened by one process alone
+        payloads = [packed(lying) for _ in range(ranks)] if self._where.type == "cuda" else [packed(lying)] * ranks
+        sent = iter(payloads)
+        bodies = [
+            {
+                "serialized_named_tensors": list(islice(sent, layout.tensor)),
+                "load_format": None,
+                "flush_cache": False,
+            }
+            for layout in self._layouts
+        ]
+        await everywhere(
+            *(c.post("/update_weights_from_tensor", body) for c, body in zip(self._clients, bodies, strict=True))
+        )
 
     async def end(self) -> None:
         await everywhere(*(c.end_weight_update() for c in self._clients))

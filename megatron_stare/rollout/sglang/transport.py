@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Protocol
+from urllib.parse import urlsplit
 
 import aiohttp
 
 # Idle connections are not used for longer than this, seconds: a server closes them after five, and a request that meets
 # the closing is lost.
 KEPT_S = 2.0
+
+
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
+
+
+def on_loopback(url: str) -> bool:
+    """Whether only this machine's programs can reach what listens there."""
+    return urlsplit(url).hostname in LOOPBACK_NAMES
 
 
 class TransportError(OSError):

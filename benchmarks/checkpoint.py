@@ -1,0 +1,181 @@
+"""What a step waits for a checkpoint that is written in the background, against one that is waited for.
+
+Four gloo ranks, TP2 x DP2 with the distributed optimizer, hold a float32 model and Adam's two moments, and save it turn
+by turn, so that a change of the machine's speed meets both ways: in the background (`begin`: until training may go on;
+`whole`: until the checkpoint is complete, when nothing trains meanwhile) and waited for (`waited`). Times are those of
+the slowest rank. The folder's bytes are held against those of one copy of weights and moments. Nothing is trained:
+memory that training changes while the writers read it is copied by the kernel then, at a cost that is not in here.
+
+    python benchmarks/checkpoint.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import torch
+import torch.distributed as dist
+from machine import machine
+
+from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_stare.megatron import layout as parallel_layout
+from megatron_stare.megatron.background_save import BackgroundSave
+from megatron_stare.megatron.checkpoint import Saver
+from megatron_stare.megatron.model import build_policy, named_parameters
+from megatron_stare.megatron.optimizer import build_optimizer
+from megatron_stare.models.shape import ModelShape
+
+RESULT = Path(__file__).parent / "results/checkpoint.json"
+PARALLEL = ParallelConfig(tensor=2, data=2)
+TARGET = 0.15  # of a save that is waited for
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=1536)
+    parser.add_argument("--layers", type=int, default=17)
+    parser.add_argument("--vocab", type=int, default=32_000)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="on the disk that is written to; default: a temporary one")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    args = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        jobs = [(rank, Path(folder), args, there) for rank in range(PARALLEL.world_size)]
+        processes = [context.Process(target=one_rank, args=job) for job in jobs]
+        for process in processes:
+            process.start()
+        there.close()
+        result = here.recv()  # EOFError if a rank fell
+        for process in processes:
+            process.join()
+    args.out.parent.mkdir(exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+def one_rank(rank: int, folder: Path, args: argparse.Namespace, report: Any) -> None:
+    """Measures on this rank; the first one reports."""
+    torch.set_num_threads(1)
+    shape = ModelShape(
+        family="qwen2",
+        layers=args.layers,
+        hidden=args.hidden,
+        heads=args.hidden // 64,
+        kv_heads=2,
+        head_dim=64,
+        ffn=args.hidden * 8 // 3,
+        vocab_size=args.vocab,
+        max_positions=1024,
+        rope_theta=10_000.0,
+        norm_eps=1e-6,
+        tied=False,
+        qkv_bias=True,
+        qk_norm=False,
+    )
+    layout = parallel_layout.join(PARALLEL, rank, f"file://{folder}/ranks", seed=1, timeout_s=1800)
+    model = build_policy(shape, ModelConfig(path="unused"), PARALLEL, layout, distributed_optimizer=True)
+    optimizer, scheduler = build_optimizer(model, OptimizerConfig(distributed=True), "float32", steps=10)
+    with torch.no_grad():  # every page has to be there
+        for _, parameter in named_parameters(model):
+            parameter.normal_()
+        (part,) = optimizer.chained_optimizers
+        part.init_state_fn(part.optimizer, part.config)
+        for state in part.optimizer.state.values():
+            state["step"] = torch.ones(())
+            state["exp_avg"].normal_()
+            state["exp_avg_sq"].normal_().abs_()
+    saver, target = Saver(layout, writers=2), folder / "checkpoint"
+    under_way: list[BackgroundSave] = []
+
+    def begin() -> None:
+        under_way.append(saver.begin(str(target), model, optimizer, scheduler))
+
+    def finish() -> None:
+        under_way.pop().finish()
+
+    def waited() -> None:
+        begin()
+        finish()
+
+    times = []
+    for number in range(args.repeats + 1):
+        row = {}
+        with Fresh(target, rank):
+            row["begin"] = seconds(begin)
+            row["whole"] = row["begin"] + seconds(finish)
+            nbytes = sum(file.stat().st_size for file in target.iterdir())
+        with Fresh(target, rank):
+            row["waited"] = seconds(waited)
+        times += [row] * (number > 0)  # the first warms up
+    elements = torch.tensor(float(sum(p.numel() for _, p in named_parameters(model))))
+    if rank == 0:
+        report.send(result_of(times, nbytes, float(elements), args))
+    parallel_layout.leave()
+
+
+class Fresh:
+    """An empty folder for all ranks, removed afterwards."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+
+    def __enter__(self) -> None:
+        if self._rank == 0:
+            self._folder.mkdir()
+        dist.barrier()
+
+    def __exit__(self, *error: object) -> None:
+        dist.barrier()
+        if self._rank == 0:
+            shutil.rmtree(self._folder)
+
+
+def seconds(way: Callable[[], None]) -> float:
+    """Wall clock from when all ranks are ready until all are done."""
+    dist.barrier()
+    start = time.perf_counter()
+    way()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def result_of(times: list[dict[str, float]], nbytes: int, elements: float, args: argparse.Namespace) -> dict:
+    """Medians over the repeats; ratios turn by turn.
+
+    Args:
+        nbytes: of the checkpoint's files.
+        elements: of this rank's parameters; tensor-parallel ranks hold as many, and norms besides, which are few.
+    """
+    ratios = [row["begin"] / row["waited"] for row in times]
+    copy = 4 * elements * PARALLEL.tensor
+    return {
+        "machine": machine(),
+        "settings": {name: value for name, value in vars(args).items() if name not in ("out", "folder")},
+        "layout": "TP2 x DP2, gloo, distributed optimizer",
+        "parameters_gb": round(copy / 1e9, 3),
+        "folder_gb": round(nbytes / 1e9, 3),
+        "folder_of_one_copy": round(nbytes / (3 * copy), 4),
+        "seconds": {name: round(statistics.median(row[name] for row in times), 2) for name in times[0]},
+        "begin_of_waited": [round(ratio, 3) for ratio in ratios],
+        "begin_of_waited_median": round(statistics.median(ratios), 3),
+        "target": TARGET,
+    }
+
+
+if __name__ == "__main__":
+    main()

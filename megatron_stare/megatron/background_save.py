@@ -1,0 +1,117 @@
+"""A checkpoint that is written while training goes on: staged and forked by `BackgroundSave`, completed by `finish`.
+
+A rank's writers are forked from it, so that they see its memory as it was then and nothing is copied that does not
+change meanwhile; what lies on a GPU is first copied to the host. They die with the rank that forked them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing as mp
+import os
+import queue
+import signal
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_stare.errors import UserError
+from megatron_stare.megatron.cpu_backend import backend
+
+PR_SET_PDEATHSIG = 1  # of prctl(2)
+_WAIT_S = 10
+
+
+class BackgroundSave:
+    """One save under way on this rank. Its caller makes no other until it is finished or dropped.
+
+    Args:
+        request: what Megatron planned; its own ways of running it either take a second import of torch a save, or
+            leave writers behind when a rank is killed.
+        folder: that is written.
+    """
+
+    def __init__(self, request: AsyncRequest, folder: str) -> None:
+        self._request, self._folder = request, folder
+        self._writers: list[tuple[Any, Connection]] = []
+        if request.async_fn is None:
+            return  # nothing of it is this rank's
+        with backend():
+            self._staged = request.preload_fn() if request.preload_fn else request.async_fn_args[1]
+        context = mp.get_context("fork")
+        for number, bucket in enumerate(self._staged):
+            here, there = context.Pipe(duplex=False)
+            arguments = (there, os.getpid(), request.async_fn.args[0], number, bucket)
+            writer = context.Process(target=_write, args=arguments, daemon=False)
+            writer.start()
+            there.close()  # so that a writer that dies is noticed
+            self._writers.append((writer, here))
+
+    def written(self) -> bool:
+        """Whether this rank's part is on disk, or failed to get there."""
+        return all(pipe.poll() for _, pipe in self._writers)
+
+    def wait(self) -> None:
+        """Returns when `written`."""
+        for _, pipe in self._writers:
+            pipe.poll(None)
+
+    def finish(self) -> None:
+        """Waits for this rank's part, and with all other ranks makes the folder a checkpoint. All ranks must call it.
+
+        Raises:
+            UserError: it could not be written.
+        """
+        results = {number: self._result(pipe) for number, (_, pipe) in enumerate(self._writers)}
+        self._end()
+        if results:
+            self._request.async_fn_args[2].put(results)  # where Megatron's own writers put them
+        with backend():
+            try:
+                for complete in self._request.finalize_fns:
+                    complete()
+            except CheckpointException as error:  # of another rank, which says what it is
+                raise UserError("the checkpoint could not be written", where=self._folder) from error
+
+    def drop(self) -> None:
+        """Ends the writers where they are."""
+        for writer, _ in self._writers:
+            writer.kill()
+        self._end()
+
+    def _result(self, pipe: Connection) -> Any:
+        try:
+            result = pipe.recv()
+        except EOFError:
+            result = RuntimeError("its writer was killed")
+        if isinstance(result, Exception):
+            self.drop()
+            reason = getattr(result, "strerror", None) or result
+            raise UserError(f"the checkpoint could not be written ({reason})", where=self._folder) from result
+        return result
+
+    def _end(self) -> None:
+        for writer, pipe in self._writers:
+            writer.join(_WAIT_S)
+            pipe.close()
+        self._writers = []
+
+
+def _write(pipe: Connection, parent: int, transforms: Sequence[Any], number: int, bucket: Any) -> None:
+    gc.disable()  # it would free the parent's CUDA tensors
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)  # of the whole terminal; the parent decides
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it was killed before
+    results: queue.SimpleQueue = queue.SimpleQueue()
+    counted: queue.Queue = queue.Queue()
+    counted.put(number)
+    FileSystemWriterAsync.write_preloaded_data(list(transforms), number, bucket, results, counted, use_fsync=True)
+    pipe.send(results.get()[1])
+    os._exit(0)  # without the parent's exit handlers

@@ -1,0 +1,81 @@
+"""Whether SGLang's own parser takes a run's further arguments, and whether they leave alone what the run sets itself.
+
+`refused_flag` asks a process of SGLang's environment, which runs this module:
+
+    python -m megatron_stare.rollout.sglang.flag_check '{"own": [...], "flags": [...]}'
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import megatron_stare.rollout.sglang.serve  # noqa: F401  # before transformers asks for torchvision
+
+TIMEOUT_S = 300
+# beside what a run's own arguments set: a key is drawn for the run, and weights are compared of one model, cut by
+# tensor ranks, in the dtype it is served in
+_NOT_TO_BE_SET = (
+    "api_key",
+    "admin_api_key",
+    "pp_size",
+    "dp_size",
+    "nnodes",
+    "node_rank",
+    "quantization",
+    "served_model",
+)
+
+
+@lru_cache(8)
+def refused_flag(python: str, own: Sequence[str], flags: Sequence[str]) -> str | None:
+    """What is wrong with the flags; None: nothing. Waits for a Python process that imports SGLang, some ten seconds.
+
+    Args:
+        python: of SGLang's environment.
+        own: the arguments that a run sets itself.
+    """
+    order = json.dumps({"own": own, "flags": flags})
+    done = subprocess.run(
+        [python, "-m", __name__, order], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        return f"SGLang's arguments could not be read there: {done.stderr.strip()[-500:]}"
+    found: str | None = json.loads(lines[-1])
+    return found
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def _problem(parser: argparse.ArgumentParser, own: Sequence[str], flags: Sequence[str]) -> str | None:
+    try:
+        without, given = vars(parser.parse_args([*own])), vars(parser.parse_args([*own, *flags]))
+    except ValueError as error:
+        return f"SGLang does not take them: {error}"
+    defaults: dict[str, Any] = {action.dest: action.default for action in parser._actions}
+    kept = {name for name, value in without.items() if value != defaults.get(name)} | set(_NOT_TO_BE_SET)
+    changed = sorted(name for name in kept if given.get(name) != without.get(name))
+    return f"they change {', '.join(changed)}, which this project sets itself" if changed else None
+
+
+def main() -> None:
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    order, parser = json.loads(sys.argv[1]), _Parser()
+    ServerArgs.add_cli_args(parser)
+    print(json.dumps(_problem(parser, order["own"], order["flags"])))
+
+
+if __name__ == "__main__":
+    main()

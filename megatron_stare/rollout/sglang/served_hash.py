@@ -1,0 +1,144 @@
+"""The hashes that SGLang servers report of their parameters, one for each kind of device, fed part by part.
+
+`/weights_checker` hashes a tensor where it lies: on a CPU by SHA-256, on a GPU by a kernel of integer arithmetic
+(`sglang.kernels.ops.memory.gpu_tensor_hash` of the supported releases). The kernel's value is written here as a
+formula of torch's integer operations, so that any device computes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_TILE = 8192  # words that are summed to one partial value
+_BLOCK = 32  # tiles that are computed together: a megabyte, which stays in a core's cache
+_SEEDS = (0x243F6A88, ((0x243F6A88 * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF)
+_POSITIONS = ((0x27D4EB2D, 15), (0x165667B1, 13))  # of each half of the value: the factor, and bits to rotate by
+_MASK32, _MASK64 = 2**32 - 1, 2**64 - 1
+
+
+class Digest(Protocol):
+    """A hash of the bytes of tensors laid end to end."""
+
+    def update(self, part: Tensor) -> None:
+        """Adds the part's elements in order; any dtype, shape and stride. It may change afterwards."""
+
+    def hexdigest(self) -> str:
+        """16 hexadecimal digits. Nothing may be added afterwards."""
+
+
+def digest_on(device: str) -> Digest:
+    """The hash that a server computes whose /server_info names this device; torch calls AMD's GPUs cuda, too."""
+    return TiledDigest() if device == "cuda" else Sha256Digest()
+
+
+class Sha256Digest:
+    """The first 64 bits of SHA-256, computed on the host."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+
+    def update(self, part: Tensor) -> None:
+        if part.numel():
+            self._digest.update(_bytes(part).cpu().numpy().data)
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()[:16]
+
+
+class TiledDigest:
+    """What SGLang's kernel computes on a GPU, computed where the parts lie; nothing waits for the device before
+    `hexdigest`.
+
+    The bytes, padded with zeros, are n words of 32 bits. Word w at position i becomes fmix(w ^ (i A + s) ^ rotl(i, r))
+    with fmix the last step of MurmurHash3 (Appleby, 2011), for two sets of constants (A, s, r). Each is summed over a
+    tile of 8192 words mod 2^32, and a tile's value is fmix(sum ^ 4n) of the first, then of the second. The hash is
+    splitmix64's last step (Steele, Lea and Flood, 2014) of the sum of the tiles' values mod 2^64; of no bytes, 0.
+    """
+
+    def __init__(self) -> None:
+        self._words = 0
+        self._rest: Tensor | None = None  # bytes that do not fill a word yet
+        self._sums: list[tuple[int, Tensor]] = []  # the first tile, and [tiles, 2] that are to be added from there on
+
+    def update(self, part: Tensor) -> None:
+        held = _bytes(part)
+        if self._rest is not None:
+            held = torch.cat([self._rest.to(held.device), held])
+        whole = held.numel() // 4 * 4
+        self._rest = held[whole:].clone() if whole < held.numel() else None
+        words = held[:whole]
+        if words.storage_offset() % 4 or words.data_ptr() % 4:
+            words = words.clone()
+        self._add(words.view(torch.int32))
+
+    def _add(self, words: Tensor) -> None:
+        """Sums words tile by tile: those that fill up the open tile, whole ones, and what is left."""
+        while words.numel():
+            filled = self._words % _TILE
+            if filled or words.numel() < _TILE:
+                piece = words[: _TILE - filled].view(1, -1)
+            else:
+                tiles = min(words.numel() // _TILE, _BLOCK)
+                piece = words[: tiles * _TILE].view(tiles, _TILE)
+            self._sums.append((self._words // _TILE, _summed(piece, self._words)))
+            self._words += piece.numel()
+            words = words[piece.numel() :]
+
+    def hexdigest(self) -> str:
+        if self._rest is not None:
+            rest, self._rest = self._rest, None
+            self._add(torch.cat([rest, rest.new_zeros(4 - rest.numel())]).view(torch.int32))
+        if not self._words:
+            return f"{0:016x}"
+        device = self._sums[-1][1].device
+        totals = torch.zeros(-(-self._words // _TILE), 2, dtype=torch.int64, device=device)
+        for first, sums in self._sums:
+            totals[first : first + len(sums)] += sums.to(device)
+        halves = _fmix(totals.to(torch.int32) ^ _wrapped(4 * self._words)).to(torch.int64) & _MASK32
+        return f"{_splitmix64(int(((halves[:, 0] << 32) + halves[:, 1]).sum())):016x}"
+
+
+def _bytes(part: Tensor) -> Tensor:
+    return part.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _summed(words: Tensor, first: int) -> Tensor:
+    """[tiles, 2] int64 sums of the mixed words [tiles, words] int32, whose positions count from `first`."""
+    # int32 wraps around in sums and products, as the kernel's unsigned words do
+    at = torch.arange(first, first + words.numel(), device=words.device).to(torch.int32).view(words.shape)
+    sums = []
+    for seed, (factor, by) in zip(_SEEDS, _POSITIONS, strict=True):
+        key = (at * _wrapped(factor)).add_(_wrapped(seed))
+        key ^= (at << by) | _shifted(at, 32 - by)
+        sums.append(_fmix(key.bitwise_xor_(words)).sum(-1))  # torch sums int32 in int64
+    return torch.stack(sums, -1)
+
+
+def _fmix(words: Tensor) -> Tensor:
+    """MurmurHash3's last step of every 32-bit word, in place."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        words ^= _shifted(words, shift)
+        words *= _wrapped(factor)
+    words ^= _shifted(words, 16)
+    return words
+
+
+def _shifted(words: Tensor, by: int) -> Tensor:
+    """To the right, zeros coming in: int32's own shift brings the sign's copies."""
+    return (words >> by).bitwise_and_((1 << (32 - by)) - 1)
+
+
+def _wrapped(value: int) -> int:
+    """The 32 low bits as a signed number."""
+    return (value + 2**31 & _MASK32) - 2**31
+
+
+def _splitmix64(value: int) -> int:
+    value &= _MASK64
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        value = (value ^ (value >> shift)) * factor & _MASK64
+    return value ^ (value >> 31)

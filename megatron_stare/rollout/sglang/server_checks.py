@@ -1,0 +1,135 @@
+"""What can be known to be wrong with a run's servers before one is started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from megatron_stare.config.schema import Config
+from megatron_stare.errors import ConfigError
+from megatron_stare.models.shape import ModelShape
+from megatron_stare.rollout.sglang.flag_check import refused_flag
+from megatron_stare.rollout.sglang.server_engine import NEVER_FILLED
+from megatron_stare.rollout.sglang.server_layout import CPU_WIDTHS
+from megatron_stare.rollout.sglang.server_options import CPU_ATTENTION, ServerOptions
+from megatron_stare.rollout.sglang.transport import on_loopback
+
+API_KEY_VARIABLE = "SGLANG_API_KEY"  # of servers that are attached to
+
+
+def server_device(config: Config) -> str:
+    """Where servers that are started here compute: cpu or cuda."""
+    if config.sglang.device != "auto":
+        return config.sglang.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_lengths(config: Config, shape: ModelShape, *bounds: int | None) -> None:
+    """Raises ConfigError where prompt and response do not fit a server's context.
+
+    Args:
+        bounds: of the context, beside the model's; None: no bound.
+    """
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    held = min(bound for bound in (shape.max_positions, *bounds) if bound is not None)
+    filled = held - NEVER_FILLED
+    if config.rollout.max_prompt_tokens >= filled:
+        raise ConfigError(
+            f"prompts of {config.rollout.max_prompt_tokens} tokens leave no room for a response in the {filled} that a "
+            f"server fills of its context of {held}",
+            where="rollout.max_prompt_tokens",
+            fix=f"at most {max(1, filled - 1)}, less the tokens of a response, or raise sglang.cache_tokens",
+        )
+    if longest > filled:
+        raise ConfigError(
+            f"prompt and response of up to {longest} tokens exceed the {filled} that a server fills of "
+            f"its context of {held}",
+            where="rollout.max_new_tokens",
+            fix=f"at most {filled - config.rollout.max_prompt_tokens}, or raise sglang.cache_tokens",
+        )
+
+
+def check_attached(config: Config) -> None:
+    """Raises ConfigError where servers that are attached to cannot be synced as configured."""
+    elsewhere = [url for url in config.sglang.urls if not on_loopback(url)]
+    if elsewhere and config.sglang.sync == "distributed":
+        raise ConfigError(
+            f"the broadcast reaches servers of this machine only, and {elsewhere[0]} is not named as one",
+            where="sglang.sync",
+            fix="use tensor, or disk with a file system that all servers see",
+        )
+    if elsewhere and not os.environ.get(API_KEY_VARIABLE):
+        raise ConfigError(
+            f"{elsewhere[0]} is not on loopback, so it must ask for a key: who can reach it could replace its weights",
+            where="sglang.urls",
+            fix=f"start it with --api-key, and set {API_KEY_VARIABLE} to the same",
+        )
+
+
+def check_started(config: Config, shape: ModelShape, options: ServerOptions) -> None:
+    """Raises ConfigError for servers that could not start, or not hold this model as it is compared."""
+    _check_cuts(config, shape, options)
+    if options.device == "cpu":
+        for where, message, fix in _beyond_a_cpu(config, shape, options):
+            raise ConfigError(message, where=where, fix=fix)
+    if not Path(options.python).exists():
+        raise ConfigError(
+            f"there is no Python at {options.python}",
+            where="sglang.python",
+            fix="bash scripts/setup_sglang.sh builds SGLang's environment",
+        )
+    if options.flags and (refused := refused_flag(options.python, options.own_arguments(0), options.flags)):
+        raise ConfigError(
+            refused, where="sglang.flags", fix="python -m sglang.launch_server --help lists what it takes"
+        )
+
+
+def _check_cuts(config: Config, shape: ModelShape, options: ServerOptions) -> None:
+    tensor, expert = options.tensor, options.expert
+    cut = {"attention heads": shape.heads, "columns of its feed-forward layers": shape.feed_forward * expert}
+    for what, count in cut.items():
+        if count % tensor:
+            raise ConfigError(
+                f"{count // expert if 'columns' in what else count} {what} cannot be cut over {tensor} ranks of a "
+                "server",
+                where="sglang.tensor_parallel",
+                fix="use a divisor",
+            )
+    if shape.kv_heads % tensor and tensor % shape.kv_heads:
+        raise ConfigError(
+            f"{shape.kv_heads} key-value heads can be neither cut over nor shared by {tensor} ranks of a server",
+            where="sglang.tensor_parallel",
+            fix="use a divisor or a multiple",
+        )
+    if tensor % expert or (expert > 1 and (not shape.experts or shape.experts % expert)):
+        raise ConfigError(
+            f"{shape.experts} experts cannot be held whole by {expert} groups of {tensor} ranks",
+            where="sglang.expert_parallel",
+            fix="use a divisor of sglang.tensor_parallel and of the model's experts, 1 for a dense model",
+        )
+
+
+def _beyond_a_cpu(config: Config, shape: ModelShape, options: ServerOptions) -> Iterator[tuple[str, str, str]]:
+    """The settings that a CPU server cannot have: each with what is wrong and what to do."""
+    set_here, leave = config.sglang, "leave it out, or sglang.device=cuda"
+    if options.dtype != "float32":
+        name = "sglang.dtype" if set_here.dtype else "model.dtype"
+        yield name, "servers on a CPU compute in float32", "use float32, or sglang.device=cuda"
+    if options.attention_backend not in (None, CPU_ATTENTION):
+        message = f"on a CPU SGLang has the attention backend {CPU_ATTENTION} alone, not {options.attention_backend}"
+        yield "sglang.attention_backend", message, leave
+    if set_here.memory_fraction is not None:
+        yield "sglang.memory_fraction", "it is a share of a GPU's memory, and servers run on the CPU", leave
+    if set_here.cuda_graph_batch_sizes:
+        yield "sglang.cuda_graph_batch_sizes", "a CPU has no CUDA graphs", leave
+    if shape.kv_heads % options.tensor:
+        message = f"on a CPU SGLang pads {shape.kv_heads} key-value heads for {options.tensor} ranks, so that weights "
+        yield "sglang.tensor_parallel", message + "could not be compared", f"use a divisor of {shape.kv_heads}"
+    widths = CPU_WIDTHS * options.tensor
+    if shape.feed_forward % widths:
+        message = f"SGLang pads feed-forward layers {shape.feed_forward} wide on a CPU, so their weights could not be "
+        fix = f"a model whose feed-forward layers are a multiple of {widths} wide, or rollout.engine=local"
+        yield "model.path", message + "compared", fix

@@ -1,0 +1,199 @@
+"""How servers are started on GPUs and CPUs, and what is refused before one is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support import sglang_servers as servers
+
+from megatron_stare.config.schema import Config
+from megatron_stare.errors import ConfigError
+from megatron_stare.models import read_shape
+from megatron_stare.rollout.sglang.cpu_platform import ATTENTION
+from megatron_stare.rollout.sglang.flag_check import refused_flag
+from megatron_stare.rollout.sglang.replica import check_servers, served_dtype, server_flags, server_options
+from megatron_stare.rollout.sglang.serve import remove_shared_memory
+from megatron_stare.rollout.sglang.server_options import CPU_ATTENTION
+
+SHAPE = read_shape(servers.MODEL)
+MOE = replace(SHAPE, family="qwen3_moe", experts=8, experts_per_token=2, expert_ffn=64, kv_heads=4)
+ON_GPUS = {
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "tensor_parallel": 4,
+    "expert_parallel": 2,
+    "memory_fraction": 0.7,
+    "context_length": 120,
+    "attention_backend": "fa3",
+    "cuda_graph_batch_sizes": [1, 8, 64],
+    "environment": {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "3"},
+    "host": "10.0.0.7",
+    "python": sys.executable,
+}
+
+
+def config(**sglang):
+    return Config.model_validate(
+        {
+            "model": {"path": str(servers.MODEL)},
+            "rollout": {"engine": "sglang", "max_prompt_tokens": 16, "max_new_tokens": 100, "max_batch": 64},
+            "sglang": {"python": sys.executable, **sglang},
+        }
+    )
+
+
+def test_the_command_line_of_a_server_on_gpus():
+    asked = config(**ON_GPUS, seeds=True, colocated=True, cache_tokens=9000, flags=["--chunked-prefill-size=4096"])
+    assert server_options(asked).arguments(30_001) == [
+        *("--model-path", str(servers.MODEL)),
+        *("--host", "10.0.0.7"),
+        *("--port", "30001"),
+        *("--dtype", "bfloat16"),
+        *("--device", "cuda"),
+        *("--tp-size", "4"),
+        *("--ep-size", "2"),
+        *("--attention-backend", "fa3"),
+        *("--mem-fraction-static", "0.7"),
+        *("--context-length", "120"),
+        *("--max-total-tokens", "9000"),
+        *("--max-running-requests", "64"),
+        *("--weight-version", "none"),
+        *("--log-level-http", "warning"),
+        *("--load-format", "dummy"),
+        *("--cuda-graph-bs-decode", "1", "8", "64"),
+        "--skip-tokenizer-init",
+        "--skip-server-warmup",
+        "--enable-deterministic-inference",
+        "--enable-memory-saver",
+        "--chunked-prefill-size=4096",
+    ]
+    assert server_flags(asked).keys() == {"enable_deterministic_inference", "enable_memory_saver"}
+    assert served_dtype(asked) == "bfloat16"
+
+
+def test_what_is_not_set_on_gpus_is_sglangs_choice():
+    words = server_options(config(device="cuda", cache_tokens=None)).arguments(1)
+    for name in ("attention-backend", "mem-fraction-static", "context-length", "max-total-tokens", "sampling-backend"):
+        assert f"--{name}" not in words
+    for name in ("--sleep-on-idle", "--enable-memory-saver", "--cuda-graph-bs-decode", "--ep-size"):
+        assert name not in words
+    assert words[words.index("--dtype") + 1] == "float32"  # the model's
+
+
+def test_a_server_on_the_cpu_is_told_what_it_needs():
+    words = server_options(config(device="cpu", tensor_parallel=2, colocated=True, cache_tokens=None)).arguments(1)
+    for name, value in (
+        ("attention-backend", ATTENTION),
+        ("sampling-backend", "pytorch"),
+        ("mem-fraction-static", "0.1"),
+        ("max-total-tokens", "20000"),
+        ("tp-size", "2"),
+    ):
+        assert words[words.index(f"--{name}") + 1] == value
+    assert "--sleep-on-idle" in words and "--enable-memory-saver" not in words
+    assert CPU_ATTENTION == ATTENTION
+
+
+def test_the_environment_is_passed_through_and_a_run_has_the_last_word(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/of/the/trainer")
+    monkeypatch.setenv("FROM_THE_USER", "kept")
+    found = server_options(config(**ON_GPUS)).process_environment()
+    assert found["NCCL_DEBUG"] == "WARN" and found["FROM_THE_USER"] == "kept"
+    assert (found["OMP_NUM_THREADS"], found["MKL_NUM_THREADS"]) == ("3", "1")
+    assert "PYTHONPATH" not in found and "SGLANG_CPU_OMP_THREADS_BIND" not in found
+
+
+def test_ranks_on_a_cpu_are_bound_to_cores_that_there_are():
+    found = server_options(config(device="cpu", tensor_parallel=2)).process_environment()
+    cores = found["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
+    assert len(cores) == 2 and {int(core) for core in cores} <= os.sched_getaffinity(0)
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in server_options(config(device="cpu")).process_environment()
+
+
+@pytest.mark.parametrize(
+    ("asked", "where", "message"),
+    [
+        ({"dtype": "bfloat16"}, "sglang.dtype", "compute in float32"),
+        ({"attention_backend": "fa3"}, "sglang.attention_backend", "torch_native alone, not fa3"),
+        ({"memory_fraction": 0.5}, "sglang.memory_fraction", "share of a GPU's memory"),
+        ({"cuda_graph_batch_sizes": [1]}, "sglang.cuda_graph_batch_sizes", "no CUDA graphs"),
+        ({"tensor_parallel": 4}, "sglang.tensor_parallel", "pads 2 key-value heads for 4 ranks"),
+        ({"tensor_parallel": 3}, "sglang.tensor_parallel", "4 attention heads cannot be cut over 3 ranks"),
+        ({"tensor_parallel": 2, "expert_parallel": 2}, "sglang.expert_parallel", "0 experts cannot be held whole"),
+        ({"context_length": 110}, "rollout.max_new_tokens", "exceed the 108"),
+    ],
+)
+def test_what_a_cpu_cannot_do_is_refused_by_name(asked, where, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        check_servers(config(device="cpu", **asked), SHAPE)
+    assert error.value.where == where
+    check_servers(config(device="cpu", tensor_parallel=2), SHAPE)
+
+
+def test_feed_forward_layers_that_a_cpu_would_pad_are_refused():
+    """256 columns are 8 times 32, 96 are 3 times."""
+    check_servers(config(device="cpu"), replace(SHAPE, ffn=96))
+    with pytest.raises(ConfigError, match="a multiple of 64 wide"):
+        check_servers(config(device="cpu", tensor_parallel=2), replace(SHAPE, ffn=96))
+
+
+def test_gpus_can_do_what_a_cpu_cannot():
+    check_servers(config(**ON_GPUS), MOE)
+    check_servers(config(device="cuda", tensor_parallel=4), SHAPE)  # two ranks share a key-value head
+    with pytest.raises(ConfigError, match="8 experts cannot be held whole by 4 groups of 6 ranks"):
+        check_servers(
+            config(device="cuda", tensor_parallel=6, expert_parallel=4),
+            replace(MOE, heads=6, kv_heads=6, expert_ffn=60),
+        )
+    with pytest.raises(ConfigError, match="3 key-value heads can be neither cut over nor shared by 2 ranks"):
+        check_servers(config(device="cuda", tensor_parallel=2), replace(SHAPE, kv_heads=3))
+
+
+def test_a_server_that_other_machines_reach_must_have_a_key(monkeypatch):
+    monkeypatch.delenv("SGLANG_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"http://node7:30000 is not on loopback, so it must ask for a key"):
+        check_servers(config(urls=["http://localhost:1", "http://node7:30000"]), SHAPE)
+    check_servers(config(urls=["http://localhost:1"]), SHAPE)
+    monkeypatch.setenv("SGLANG_API_KEY", "key")
+    check_servers(config(urls=["http://node7:30000"]), SHAPE)
+
+
+def test_what_the_ranks_of_one_server_share_is_removed_and_no_others():
+    """Processes that are killed leave it in /dev/shm; another server's ranks are at work with theirs."""
+    with ExitStack() as stack:
+        ours, others = (
+            subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+            for _ in range(2)
+        )
+        for process in (ours, others):
+            stack.callback(process.communicate, b"\n")
+        files = [Path(f"/dev/shm/sgl_shm_mq_{pid}_test") for pid in (ours.pid, others.pid, 2**22 + 1)]
+        for file in files:
+            file.touch()
+            stack.callback(file.unlink, missing_ok=True)
+        remove_shared_memory(os.getpgid(ours.pid))
+        assert [file.exists() for file in files] == [False, True, True]
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+@pytest.mark.skipif(servers.MISSING is not None, reason=str(servers.MISSING))
+def test_further_flags_are_those_of_the_release():
+    """By SGLang's own parser; a second name of a flag that the run sets is found, too."""
+    own = server_options(config(device="cpu")).own_arguments(0)
+
+    def refused(*flags):
+        return refused_flag(servers.PYTHON, own, flags)
+
+    assert refused("--chunked-prefill-size=4096", "--schedule-policy", "fcfs") is None
+    assert "--no-such-flag" in refused("--no-such-flag")
+    assert "invalid choice: 'best'" in refused("--grammar-backend", "best")
+    assert refused("--tensor-parallel-size", "4") == "they change tp_size, which this project sets itself"
+    assert refused("--api-key=mine") == "they change api_key, which this project sets itself"
+    assert refused("--pp-size", "2", "--dtype=half") == "they change dtype, pp_size, which this project sets itself"
