@@ -5,13 +5,10 @@ from __future__ import annotations
 from string import Formatter
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megatron_stare.config.algorithm import AlgorithmConfig
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+from megatron_stare.config.performance_section import PerformanceConfig, Section
 
 
 def check_template(template: str | None) -> str | None:
@@ -331,38 +328,6 @@ class CheckpointConfig(Section):
         True, description="training goes on while a checkpoint is written; it counts once all ranks have written"
     )
     writers: int = Field(2, ge=1, description="files, and processes that write them, a trainer rank")
-
-
-class PerformanceConfig(Section):
-    """What makes training faster or smaller and changes no result but in the last bits. null: on where it is proven and
-    the device has it; see docs/gpu.md."""
-
-    rope_fusion: bool | None = Field(None, description="rotary embedding in one kernel; needs Transformer Engine")
-    swiglu_fusion: bool | None = Field(None, description="SwiGLU in one compiled kernel")
-    bias_fusion: bool | None = Field(None, description="bias and residual addition in one compiled kernel")
-    wgrad_fusion: bool | None = Field(
-        None, description="weight gradients added to their buffer by the product; needs Transformer Engine or Apex"
-    )
-    overlap_grad_reduce: bool | None = Field(None, description="gradients are reduced by bucket while backward runs")
-    gradient_bucket: int | None = Field(
-        None, ge=1, description="parameters a bucket of `overlap_grad_reduce`; null: as Megatron has it, 40 million"
-    )
-    overlap_param_gather: bool | None = Field(
-        None,
-        description="updated parameters are gathered while the next forward runs; needs optimizer.distributed and "
-        "`overlap_grad_reduce`",
-    )
-    batched_p2p: bool | None = Field(None, description="pipeline stages exchange tensors in batches; needs NCCL")
-    precision_aware_optimizer: bool | None = Field(
-        None, description="masters and moments in Transformer Engine's fused Adam; needs optimizer.distributed"
-    )
-    optimizer_offload: bool | None = Field(
-        None, description="masters and moments in host memory; needs Transformer Engine and optimizer.distributed"
-    )
-    cuda_connections: int | None = Field(
-        None, ge=1, description="CUDA_DEVICE_MAX_CONNECTIONS of trainer ranks; 1 lets tensor parallelism overlap"
-    )
-    cuda_allocator: str | None = Field(None, description="PYTORCH_CUDA_ALLOC_CONF of trainer ranks")
 
 
 class EvalTask(Section):
