@@ -201,7 +201,7 @@ class SGLangConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="where servers that a run starts compute; auto: on GPUs where this machine has any"
     )
-    dtype: Literal["float32", "bfloat16"] | None = Field(
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         None, description="of the servers' weights and activations; null: model.dtype"
     )
     tensor_parallel: int = Field(1, ge=1, description="ranks that a server cuts the model over")

@@ -9,27 +9,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import NoReturn
 
-import megatron_stare.rollout.sglang.serve  # noqa: F401  # before transformers asks for torchvision
+from megatron_stare.rollout.sglang.serve import NOT_KEPT  # before transformers asks for torchvision, too
 
 TIMEOUT_S = 300
 # beside what a run's own arguments set: a key is drawn for the run, and weights are compared of one model, cut by
 # tensor ranks, in the dtype it is served in
-_NOT_TO_BE_SET = (
-    "api_key",
-    "admin_api_key",
-    "pp_size",
-    "dp_size",
-    "nnodes",
-    "node_rank",
-    "quantization",
-    "served_model",
-)
+_NOT_TO_BE_SET = {
+    *("api_key", "admin_api_key", "quantization"),
+    *("ep_size", "pp_size", "dp_size", "attn_dp_size", "nnodes", "node_rank"),
+}
 
 
 @lru_cache(8)
@@ -41,9 +36,11 @@ def refused_flag(python: str, own: Sequence[str], flags: Sequence[str]) -> str |
         own: the arguments that a run sets itself.
     """
     order = json.dumps({"own": own, "flags": flags})
-    done = subprocess.run(
-        [python, "-m", __name__, order], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
+    command, kept = [python, "-m", __name__, order], {k: v for k, v in os.environ.items() if k not in NOT_KEPT}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=kept)
+    except subprocess.TimeoutExpired:
+        return f"SGLang did not read its arguments within {TIMEOUT_S} s"
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         return f"SGLang's arguments could not be read there: {done.stderr.strip()[-500:]}"
@@ -61,9 +58,8 @@ def _problem(parser: argparse.ArgumentParser, own: Sequence[str], flags: Sequenc
         without, given = vars(parser.parse_args([*own])), vars(parser.parse_args([*own, *flags]))
     except ValueError as error:
         return f"SGLang does not take them: {error}"
-    defaults: dict[str, Any] = {action.dest: action.default for action in parser._actions}
-    kept = {name for name, value in without.items() if value != defaults.get(name)} | set(_NOT_TO_BE_SET)
-    changed = sorted(name for name in kept if given.get(name) != without.get(name))
+    set_here = {action.dest for action in parser._actions if set(action.option_strings) & set(own)}
+    changed = sorted(name for name in set_here | _NOT_TO_BE_SET if given.get(name) != without.get(name))
     return f"they change {', '.join(changed)}, which this project sets itself" if changed else None
 
 

@@ -18,6 +18,9 @@ import threading
 from pathlib import Path
 
 API_KEY_VARIABLE = "MEGATRON_STARE_SGLANG_KEY"
+# of the trainer's process, and not for servers: paths of its own environment, and a choice of CPU kernels that are not
+# there
+NOT_KEPT = ("PYTHONPATH", "VIRTUAL_ENV", "SGLANG_USE_CPU_ENGINE")
 SHARED_MEMORY = Path("/dev/shm")
 SCRATCH_VARIABLE = "TMPDIR"  # a folder of the server's own, removed with it
 

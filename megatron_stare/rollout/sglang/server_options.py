@@ -1,4 +1,4 @@
-"""How the servers of a run are started: SGLang's arguments and the environment of their processes. Pure."""
+"""How the servers of a run are started: SGLang's arguments and the environment of their processes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_stare.rollout.sglang.protocol import NO_VERSION
-
-# of the trainer's process, and not for servers: paths of its own environment, and a choice of CPU kernels that are not
-# there
-_NOT_KEPT = ("PYTHONPATH", "VIRTUAL_ENV", "SGLANG_USE_CPU_ENGINE")
+from megatron_stare.rollout.sglang.serve import NOT_KEPT
 
 CPU_ATTENTION = "torch_native"  # the one attention backend that needs no kernels
 
@@ -81,7 +78,7 @@ class ServerOptions:
 
     def process_environment(self) -> dict[str, str]:
         """The starter's, but for what is its own; a run's settings have the last word."""
-        kept = {name: value for name, value in os.environ.items() if name not in _NOT_KEPT}
+        kept = {name: value for name, value in os.environ.items() if name not in NOT_KEPT}
         kept |= {
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": str(self.threads),
