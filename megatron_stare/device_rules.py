@@ -18,8 +18,6 @@ def check_device(config: Config, *, experts: bool) -> None:
     """
     if torch.cuda.is_available():
         _check_cuda(config, experts)
-    else:
-        _check_cpu(config)
 
 
 def _check_cuda(config: Config, experts: bool) -> None:
@@ -34,13 +32,4 @@ def _check_cuda(config: Config, experts: bool) -> None:
             "on CUDA context parallelism needs Transformer Engine's attention",
             where="parallel.context",
             fix="set it to 1, or install Transformer Engine",
-        )
-
-
-def _check_cpu(config: Config) -> None:
-    if config.model.recompute != "none":
-        raise ConfigError(
-            "activation recompute restores CUDA random states, which a CPU does not have",
-            where="model.recompute",
-            fix="set it to none, and lower batch.micro_batch_tokens to save memory",
         )

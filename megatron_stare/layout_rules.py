@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_stare.config.schema import ParallelConfig
+from megatron_stare.config.schema import ModelConfig, ParallelConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.models.shape import ModelShape
 
@@ -95,3 +95,41 @@ def check_context(parallel: ParallelConfig, shape: ModelShape) -> None:
             where="parallel.context_comm",
             fix="use p2p",
         )
+
+
+def check_recompute(model: ModelConfig, parallel: ParallelConfig, shape: ModelShape) -> None:
+    """Raises ConfigError for activations that the model does not have, or layers that a stage cannot be cut into."""
+    read = {"none": (), "selective": ("recompute_modules",), "full": ("recompute_method", "recompute_layers")}
+    for name in ("recompute_method", "recompute_layers", "recompute_modules"):
+        default = ModelConfig.model_fields[name].default
+        if name not in read[model.recompute] and getattr(model, name) != default:
+            raise ConfigError(
+                f"it says nothing where model.recompute is {model.recompute}", where=f"model.{name}", fix="leave it out"
+            )
+    if model.recompute == "selective":
+        for module, there, why in (
+            ("moe", shape.experts > 0, "the model has no experts"),
+            ("mlp", shape.experts == 0, "the model's feed-forward layers are nothing but experts"),
+        ):
+            if module in model.recompute_modules and not there:
+                raise ConfigError(why, where="model.recompute_modules", fix=f"leave {module} out")
+    if model.recompute != "full":
+        return
+    for layers in stage_layers(parallel, shape):
+        if model.recompute_layers > layers:
+            raise ConfigError(
+                f"a stage's chunk has {layers} layers", where="model.recompute_layers", fix=f"at most {layers}"
+            )
+        if model.recompute_method == "uniform" and layers % model.recompute_layers:
+            raise ConfigError(
+                f"{layers} layers of a stage's chunk cannot be recomputed by {model.recompute_layers}",
+                where="model.recompute_layers",
+                fix=f"use a divisor of {layers}",
+            )
+
+
+def stage_layers(parallel: ParallelConfig, shape: ModelShape) -> set[int]:
+    """How many layers the chunks of the pipeline's stages have; `check_layout` has passed."""
+    if (first := parallel.first_stage_layers) is not None:
+        return {first, (shape.layers - first) // (parallel.pipeline - 1)}
+    return {shape.layers // (parallel.pipeline * parallel.virtual_pipeline)}

@@ -43,7 +43,7 @@ def dry(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
         ("parallel={tensor: 1, context: 3, context_comm: a2a}", "cannot be cut over 3 context-parallel ones"),
         ("parallel.expert=2", "the model has no experts"),
         ("optimizer={name: sgd, distributed: true}", "sgd has no distributed form"),
-        ("model.recompute=full", "which a CPU does not have"),
+        ("model.recompute_layers=2", "model.recompute_layers: it says nothing where model.recompute is none"),
         ("model.reference_path=here", "the method uses no reference policy"),
         ("model.reference_refresh_every=10", "model.reference_refresh_every: the method uses no reference policy"),
         ("batch.mini_batch_prompts=5", "use a divisor of batch.prompts; the nearest is 4"),

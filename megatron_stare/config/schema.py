@@ -5,13 +5,10 @@ from __future__ import annotations
 from string import Formatter
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megatron_stare.config.algorithm import AlgorithmConfig
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+from megatron_stare.config.performance_section import PerformanceConfig, Section
 
 
 def check_template(template: str | None) -> str | None:
@@ -61,7 +58,18 @@ class ModelConfig(Section):
         None, ge=1, description="steps after which the current policy becomes the reference; null: never"
     )
     recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="activations computed again in backward: of attention, or of every layer"
+        "none",
+        description="activations computed again in backward instead of kept: of the parts in `recompute_modules`, or "
+        "of whole layers",
+    )
+    recompute_method: Literal["uniform", "block"] = Field(
+        "uniform",
+        description="`recompute: full` keeps the input of every `recompute_layers` layers alone, or recomputes only "
+        "the first `recompute_layers` layers of a stage's chunk",
+    )
+    recompute_layers: int = Field(1, ge=1, description="layers of `recompute_method`")
+    recompute_modules: list[Literal["core_attn", "mlp", "moe"]] = Field(
+        ["core_attn"], min_length=1, description="parts of a layer that `recompute: selective` computes again"
     )
     head: Literal["auto", "materialised", "gradient_in_forward", "recompute"] = Field(
         "auto",
@@ -426,6 +434,7 @@ class Config(Section):
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    performance: PerformanceConfig = PerformanceConfig()
     eval: EvalConfig = EvalConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     runtime: RuntimeConfig = RuntimeConfig()

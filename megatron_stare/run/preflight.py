@@ -10,9 +10,10 @@ from megatron_stare.config.load import with_absolute_paths
 from megatron_stare.config.schema import Config
 from megatron_stare.device_rules import check_device
 from megatron_stare.errors import ConfigError
-from megatron_stare.layout_rules import check_layout
+from megatron_stare.layout_rules import check_layout, check_recompute
 from megatron_stare.models import read_shape
 from megatron_stare.models.shape import ModelShape
+from megatron_stare.performance import check_device_performance, check_performance
 from megatron_stare.resolved import ResolvedRun, resolve_run
 from megatron_stare.rollout.replicas import check_engine
 from megatron_stare.tasks.task import evaluation_tasks
@@ -38,9 +39,12 @@ def check(config: Config) -> ResolvedRun:
     check_head(config, method)
     check_aggregation(config, method)
     check_optimizer(config)
+    check_performance(config)
     if not config.runtime.ray_address:  # a cluster to be joined may have other devices; its ranks look themselves
         check_device(config, experts=shape.experts > 0)
+        check_device_performance(config.performance)
     check_layout(config.parallel, shape)
+    check_recompute(config.model, config.parallel, shape)
     check_lengths(config, shape)
     check_engine(config, shape)
     check_tasks(config, shape)

@@ -19,6 +19,8 @@ from megatron_stare.megatron.batching.sequence_layout import Grid, SequenceLayou
 from megatron_stare.ops.rank_sums import sum_over_ranks
 from megatron_stare.records.rollout_batch import RankShare
 
+HOST = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -32,9 +34,22 @@ class MicroBatch:
     layout: SequenceLayout
     packing: PackedSequences | None = None
 
+    def to(self, device: torch.device, *, bounds: bool) -> MicroBatch:
+        """On the model's device, without waiting for it. bounds: see PackedSequences.to."""
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS}
+        return replace(self, **moved, packing=self.packing.to(device, bounds=bounds) if self.packing else None)
+
+    def pinned(self) -> MicroBatch:
+        """In memory that a GPU copies from by itself."""
+        tensors = {name: getattr(self, name).pin_memory() for name in _TENSORS}
+        return replace(self, **tensors, packing=self.packing.pinned() if self.packing else None)
+
+
+_TENSORS = ("tokens", "positions", "rows", "targets")
+
 
 class RankBatch:
-    """A share of a rollout batch as micro-batches, following the plan.
+    """A share of a rollout batch as micro-batches, following the plan. They stay on the host until their turn comes.
 
     index, sequence, position: [N] int64 canonical number, sample and place in its response of every position here.
     held: [N] int64 where they stand in the share's columns.
@@ -60,7 +75,8 @@ class RankBatch:
         found, done = [], 0
         for chosen, whole in zip(samples, layout.lay_out([share.lengths[each] for each in samples]), strict=True):
             micro, where = _micro_batch(share, chosen, layout.split(whole), done, layout)
-            self.micro_batches.append(_to(replace(micro, packing=layout.describe(whole, device)), device))
+            micro = replace(micro, packing=layout.describe(whole, HOST))
+            self.micro_batches.append(micro.pinned() if device.type == "cuda" else micro)
             found.append(where)
             done += micro.rows.numel()
         self.sequence, self.position, self.held = torch.cat(found, dim=1)
@@ -155,13 +171,3 @@ def _micro_batch(
     targets = share.tokens[source.flatten()[rows] + 1].to(torch.int64)
     span = slice(done, done + rows.numel())
     return MicroBatch(tokens, token.contiguous(), rows, targets, span, layout), where
-
-
-def _to(micro: MicroBatch, device: torch.device) -> MicroBatch:
-    return replace(
-        micro,
-        tokens=micro.tokens.to(device),
-        positions=micro.positions.to(device),
-        rows=micro.rows.to(device),
-        targets=micro.targets.to(device),
-    )

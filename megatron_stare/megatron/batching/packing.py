@@ -6,6 +6,8 @@ positions of the longest that this rank holds, and t / C tokens of the micro-bat
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +30,32 @@ class PackedSequences(PackedSeqParams):
     inverse: Tensor | None = None  # [t] int64: where every token stands in the groups' outputs laid end to end
     keys: tuple[Tensor, ...] = ()  # each [b, s] int64 into the tokens of all ranks, laid end to end in order of rank
     positions: tuple[Tensor, ...] = ()  # each [b, m] int64 on the host: where a group's queries stand in their sequence
+
+    def pinned(self) -> PackedSequences:
+        """In memory that a GPU copies from by itself."""
+        return self._each(lambda tensor: tensor.pin_memory(), lambda tensor: tensor.pin_memory())
+
+    def to(self, device: torch.device, *, bounds: bool) -> PackedSequences:
+        """On a device.
+
+        Args:
+            bounds: cu_seqlens too, which Transformer Engine's kernels read there. Megatron's rotary embedding without
+                fusion reads them on the host, once a layer: on a device each time would wait for it.
+        """
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        return self._each(moved, moved if bounds else lambda tensor: tensor)
+
+    def _each(self, change: Callable[[Tensor], Tensor], change_bounds: Callable[[Tensor], Tensor]) -> PackedSequences:
+        """A copy with other tensors; indices are changed by the first, cu_seqlens by the second."""
+        assert self.inverse is not None
+        other = copy(self)
+        other.cu_seqlens_q = other.cu_seqlens_kv = change_bounds(self.cu_seqlens_q)
+        other.groups = tuple(change(group) for group in self.groups)
+        other.inverse = change(self.inverse)
+        return other
 
 
 def pack(lengths: list[int], device: torch.device, place: Zigzag = WHOLE) -> PackedSequences:
