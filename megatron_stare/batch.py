@@ -6,6 +6,7 @@ positions of some of them laid end to end.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Literal
@@ -46,7 +47,10 @@ class SamplingParams:
 
 # fields of TokenBatch that describe the whole batch, not one position each
 _WHOLE_BATCH = frozenset(
-    ("num_sequences", "sequence_lengths", "groups", "rewards", "penalties", "num_groups", "max_length", "step")
+    (
+        *("num_sequences", "sequence_lengths", "groups", "rewards", "penalties", "num_groups", "max_length", "step"),
+        "over_ranks",
+    )
 )
 
 
@@ -83,6 +87,9 @@ class TokenBatch:
     num_groups: int = 0  # prompt groups of the whole batch
     max_length: int = 0  # positions of the longest response of the whole batch
     step: int = 0  # keys seeded draws
+    # where responses lie over several ranks: the sum of a tensor over these, differentiable, which all of them must ask
+    # for; None: responses stand whole on their rank
+    over_ranks: Callable[[Tensor], Tensor] | None = None
 
     @property
     def in_baseline(self) -> Tensor:

@@ -130,9 +130,10 @@ def _train_or_check(args: argparse.Namespace) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers are forked and spawned around it
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models and tokenizers are local folders
     if args.dry_run:
-        from megatron_stare.run.opening import rehearse
+        from megatron_stare.run.opening import rehearse, remarks
 
-        print(dump_yaml(rehearse(config, resume=args.resume, dump_step=args.dump_step)), end="")
+        resolved = rehearse(config, resume=args.resume, dump_step=args.dump_step)
+        print(dump_yaml(resolved), *(f"# {line}\n" for line in remarks(resolved)), sep="", end="")
         return
     from megatron_stare.observability.figures import closing
     from megatron_stare.train import train  # imports torch and transformers: seconds

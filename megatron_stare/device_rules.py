@@ -17,24 +17,19 @@ def check_device(config: Config, *, experts: bool) -> None:
         experts: whether the model is a mixture of experts.
     """
     if torch.cuda.is_available():
-        _check_cuda(experts)
-    else:
-        _check_cpu(config)
+        _check_cuda(config, experts)
 
 
-def _check_cuda(experts: bool) -> None:
+def _check_cuda(config: Config, experts: bool) -> None:
     if experts and not importlib.util.find_spec("transformer_engine"):
         raise ConfigError(
             "on CUDA mixture-of-experts models need Transformer Engine: megatron-core's router calls a function of it",
             where="model.path",
             fix="install Transformer Engine, use a dense model, or train on CPUs",
         )
-
-
-def _check_cpu(config: Config) -> None:
-    if config.model.recompute != "none":
+    if config.parallel.context > 1 and not importlib.util.find_spec("transformer_engine"):
         raise ConfigError(
-            "activation recompute restores CUDA random states, which a CPU does not have",
-            where="model.recompute",
-            fix="set it to none, and lower batch.micro_batch_tokens to save memory",
+            "on CUDA context parallelism needs Transformer Engine's attention",
+            where="parallel.context",
+            fix="set it to 1, or install Transformer Engine",
         )

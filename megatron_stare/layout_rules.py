@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_stare.config.schema import ParallelConfig
+from megatron_stare.config.schema import ModelConfig, ParallelConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.models.shape import ModelShape
 
 
 def check_layout(parallel: ParallelConfig, shape: ModelShape) -> None:
     """Raises ConfigError for a layout the model cannot be cut into, or that does not run here."""
-    if parallel.context != 1:
-        raise ConfigError(
-            "context parallelism is not supported yet: megatron-core has it in Transformer Engine's attention only",
-            where="parallel.context",
-            fix="set it to 1; tensor parallelism with parallel.sequence=true also spreads long sequences",
-        )
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         raise ConfigError("virtual stages need a pipeline", where="parallel.virtual_pipeline", fix="set it to 1")
     check_stages(parallel, shape)
@@ -22,6 +16,7 @@ def check_layout(parallel: ParallelConfig, shape: ModelShape) -> None:
         raise ConfigError("sequence parallelism needs tensor parallelism", where="parallel.sequence", fix="set false")
     check_experts(parallel, shape)
     check_tensor(parallel, shape)
+    check_context(parallel, shape)
 
 
 def check_stages(parallel: ParallelConfig, shape: ModelShape) -> None:
@@ -59,7 +54,7 @@ def check_experts(parallel: ParallelConfig, shape: ModelShape) -> None:
         raise ConfigError(
             f"{shape.experts} experts cannot be cut over {parallel.expert} ranks", where="parallel.expert"
         )
-    ranks = parallel.tensor * parallel.data
+    ranks = parallel.tensor * parallel.replicas
     if ranks % parallel.expert:
         raise ConfigError(
             f"a pipeline stage has {ranks} ranks, over which {parallel.expert} expert-parallel ones do not go",
@@ -88,3 +83,53 @@ def check_tensor(parallel: ParallelConfig, shape: ModelShape) -> None:
             where="parallel.tensor",
             fix=f"use a divisor or a multiple of {shape.kv_heads}",
         )
+
+
+def check_context(parallel: ParallelConfig, shape: ModelShape) -> None:
+    """Raises ConfigError where context-parallel ranks cannot take heads of one another."""
+    heads = shape.kv_heads // parallel.tensor
+    if parallel.context > 1 and parallel.context_comm == "a2a" and (heads == 0 or heads % parallel.context):
+        raise ConfigError(
+            f"{shape.kv_heads} key-value heads over {parallel.tensor} tensor-parallel ranks cannot be cut over "
+            f"{parallel.context} context-parallel ones",
+            where="parallel.context_comm",
+            fix="use p2p",
+        )
+
+
+def check_recompute(model: ModelConfig, parallel: ParallelConfig, shape: ModelShape) -> None:
+    """Raises ConfigError for activations that the model does not have, or layers that a stage cannot be cut into."""
+    read = {"none": (), "selective": ("recompute_modules",), "full": ("recompute_method", "recompute_layers")}
+    for name in ("recompute_method", "recompute_layers", "recompute_modules"):
+        default = ModelConfig.model_fields[name].default
+        if name not in read[model.recompute] and getattr(model, name) != default:
+            raise ConfigError(
+                f"it says nothing where model.recompute is {model.recompute}", where=f"model.{name}", fix="leave it out"
+            )
+    if model.recompute == "selective":
+        for module, there, why in (
+            ("moe", shape.experts > 0, "the model has no experts"),
+            ("mlp", shape.experts == 0, "the model's feed-forward layers are nothing but experts"),
+        ):
+            if module in model.recompute_modules and not there:
+                raise ConfigError(why, where="model.recompute_modules", fix=f"leave {module} out")
+    if model.recompute != "full":
+        return
+    for layers in stage_layers(parallel, shape):
+        if model.recompute_layers > layers:
+            raise ConfigError(
+                f"a stage's chunk has {layers} layers", where="model.recompute_layers", fix=f"at most {layers}"
+            )
+        if model.recompute_method == "uniform" and layers % model.recompute_layers:
+            raise ConfigError(
+                f"{layers} layers of a stage's chunk cannot be recomputed by {model.recompute_layers}",
+                where="model.recompute_layers",
+                fix=f"use a divisor of {layers}",
+            )
+
+
+def stage_layers(parallel: ParallelConfig, shape: ModelShape) -> set[int]:
+    """How many layers the chunks of the pipeline's stages have; `check_layout` has passed."""
+    if (first := parallel.first_stage_layers) is not None:
+        return {first, (shape.layers - first) // (parallel.pipeline - 1)}
+    return {shape.layers // (parallel.pipeline * parallel.virtual_pipeline)}

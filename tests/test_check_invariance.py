@@ -48,10 +48,32 @@ def test_thresholds_per_rank_are_caught() -> None:
     assert "plus: given equal scores, other tokens are selected" in mutant.stdout
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("algorithm", "layout", "cut"),
+    [
+        ("gspo", {"context": 2, "tensor": 2}, {"budget": 64, "packed": True}),  # one ratio a response
+        ("grpo_s", {"context": 2, "pipeline": 2}, {"budget": 40, "packed": False}),
+        ("stare", {"context": 4}, {"budget": 64, "packed": True}),
+    ],
+    ids=["cp2-tp2", "cp2-pp2-padded", "cp4"],
+)
+def test_sequences_on_several_ranks_train_as_on_one(
+    tmp_path: Path, algorithm: str, layout: dict[str, int], cut: dict[str, Any]
+) -> None:
+    write_model(tmp_path)
+    case = Case(ALGORITHMS[algorithm], off_policy=0.5, parallel=layout, **cut)
+    with rank_processes(4) as pool:
+        whole = take(pool, case.alone(), str(tmp_path), None)
+        found = compare(whole, take(pool, case, str(tmp_path), whole["scores"]))
+    assert found.faults == []
+    assert (found.selected > 0) == (algorithm == "stare")
+
+
 def test_an_impossible_layout_is_refused() -> None:
-    refused = check("--world", "2", "--cp", "2")
+    refused = check("--world", "3", "--tp", "3")
     assert refused.returncode == 2
-    assert "context parallelism is not supported yet" in refused.stderr
+    assert "4 attention heads cannot be cut over 3 tensor-parallel ranks" in refused.stderr
 
 
 def test_a_gradient_that_is_off_is_a_fault() -> None:
@@ -180,7 +202,7 @@ def test_every_method_in_every_layout(tmp_path: Path) -> None:
     rows = json.loads(out.read_text())["methods"]
     assert rows.keys() >= METHODS.keys()
     for name, layouts in rows.items():
-        assert len(layouts) == 10, name
+        assert len(layouts) == 14, name
         assert all(entry["faults"] == 0 for entry in layouts.values()), name
     # the check would be empty where a method selects nothing
     for name in ("stare", "stapo_stare", "twenty_entropy", "kl_cov"):

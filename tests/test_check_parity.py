@@ -23,9 +23,10 @@ def check_parity(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
 
 
-def test_a_checkpoint_is_held_against_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("second", ["--pp", pytest.param("--cp", marks=pytest.mark.slow)])
+def test_a_checkpoint_is_held_against_transformers(tmp_path: Path, second: str) -> None:
     save_model(tmp_path, "llama_tied_llama3")  # one key-value head, shared by two ranks; 37 words; scaled RoPE
-    done = check_parity(str(tmp_path), "--tp", "2", "--pp", "2")
+    done = check_parity(str(tmp_path), "--tp", "2", second, "2")
     assert (done.returncode, done.stderr) == (0, "")
     logits, weights = done.stdout.splitlines()  # and no word of an upstream's
     assert logits.startswith("logits: largest difference ")

@@ -40,10 +40,10 @@ def dry(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
         ("parallel.pipeline=2", "3 layers cannot be cut into 2 stages x 1 chunks"),
         ("parallel={tensor: 1, pipeline: 2, first_stage_layers: 3}", "3 of 3 layers leave 0 for 1 stages"),
         ("parallel.virtual_pipeline=3", "virtual stages need a pipeline"),
-        ("parallel.context=2", "context parallelism is not supported yet"),
+        ("parallel={tensor: 1, context: 3, context_comm: a2a}", "cannot be cut over 3 context-parallel ones"),
         ("parallel.expert=2", "the model has no experts"),
         ("optimizer={name: sgd, distributed: true}", "sgd has no distributed form"),
-        ("model.recompute=full", "which a CPU does not have"),
+        ("model.recompute_layers=2", "model.recompute_layers: it says nothing where model.recompute is none"),
         ("model.reference_path=here", "the method uses no reference policy"),
         ("model.reference_refresh_every=10", "model.reference_refresh_every: the method uses no reference policy"),
         ("batch.mini_batch_prompts=5", "use a divisor of batch.prompts; the nearest is 4"),
@@ -104,6 +104,17 @@ def test_sglang_is_refused_for_a_model_it_would_pad(capsys: pytest.CaptureFixtur
 def test_a_gradient_before_the_whole_response_is_known(capsys: pytest.CaptureFixture[str]) -> None:
     error = dry(capsys, "model.head=gradient_in_forward", "algorithm=gspo")
     assert "gspo couples the tokens of a response" in error and "model.head" in error
+
+
+def test_what_context_parallelism_needs_room_for(capsys: pytest.CaptureFixture[str]) -> None:
+    error = dry(capsys, "batch.micro_batch_tokens=48", "parallel.context=5")
+    assert "16 prompt + 32 new tokens, padded to a multiple of 10, exceed a micro-batch of 48 tokens" in error
+    assert "at least 50" in error
+
+
+def test_an_average_over_a_micro_batch_that_lies_on_several_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    error = dry(capsys, "parallel.context=2", "algorithm={name: grpo, aggregation: micro_batch_mean}")
+    assert "context-parallel ranks hold a part of them each" in error and "algorithm.aggregation" in error
 
 
 LAGGED = ("statistics={surprisal: rollout, gate: lagged}", "observability.entropy_forecast=false")

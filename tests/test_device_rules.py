@@ -29,6 +29,7 @@ CUDA_CANNOT = [
         "optimizer.distributed=false",
         "model.path: on CUDA mixture-of-experts models need Transformer Engine",
     ),
+    ("qwen2", "parallel.context=2", "parallel.context: on CUDA context parallelism needs Transformer Engine's"),
 ]
 
 
@@ -77,7 +78,9 @@ def test_experts_run_on_cuda_with_transformer_engine_alone(monkeypatch: pytest.M
 
 def test_a_rank_without_cuda_says_what_it_cannot(tmp_path: Path) -> None:
     elsewhere = ("runtime.runner=ray", "runtime.ray_address=far:6379")
-    config = load_config(QUICKSTART, [f"model.path={ROOT / 'assets/tiny-adder'}", *elsewhere, "model.recompute=full"])
+    config = load_config(
+        QUICKSTART, [f"model.path={ROOT / 'assets/tiny-adder'}", *elsewhere, "performance.batched_p2p=true"]
+    )
     with pytest.raises(ConfigError, match="CUDA"):
         Trainer(resolve_run(config), 0, f"file://{tmp_path}/ranks")
     assert not torch.distributed.is_initialized()

@@ -21,6 +21,7 @@ VOCABULARY = 16
     [
         pytest.param("qwen3_moe", {"data": 2, "expert": 2}, id="ep2"),
         pytest.param("qwen2_tied", {"pipeline": 2, "virtual_pipeline": 2}, marks=pytest.mark.slow, id="pp2-vpp2"),
+        pytest.param("qwen2_tied", {"context": 2}, marks=pytest.mark.slow, id="cp2"),
         *(
             pytest.param(family, {"tensor": 2, "sequence": True}, marks=pytest.mark.slow, id=family)
             for family in FAMILIES

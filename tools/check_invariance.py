@@ -1,6 +1,7 @@
 """Checks that a layout trains as one process does: one step on a fixed batch, in the layout and on one rank.
 
     python tools/check_invariance.py --world 4 --tp 2 --pp 2 --micro-batch-tokens 64 --algorithm stare
+    python tools/check_invariance.py --cp 2 --tp 2 --algorithm gspo --off-policy 0.5
     python tools/check_invariance.py --all --out benchmarks/results/invariance.json    # every method, every layout
 
 Exits 1 unless
@@ -35,14 +36,14 @@ def main(argv: list[str] | None = None) -> int:
     from invariance.case import write_model
     from invariance.compare import compare
     from invariance.step import take
-    from invariance.table import table, write
+    from invariance.table import LAYOUTS, table, write
     from rank_processes import rank_processes
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
         if args.all:
-            rows, faults = table(folder)
+            rows, faults = table(folder, args.layouts or tuple(LAYOUTS))
             if args.out is not None:
                 write(rows, args.out)
         else:
@@ -82,6 +83,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--all", action="store_true", help="every method in every layout; the other options have no say"
     )
+    parser.add_argument("--layouts", nargs="*", metavar="NAME", help="with --all: those of the table that are checked")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="with --all: where the table of errors goes")
     return parser.parse_args(argv)
 

@@ -36,6 +36,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
     parser.add_argument("--vpp", type=int, default=1, help="model chunks a stage")
+    parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks")
     parser.add_argument("--ep", type=int, default=1, help="expert-parallel ranks")
     parser.add_argument("--sp", action="store_true", help="sequence parallelism")
     parser.add_argument("--padded", action="store_true", help="padded instead of packed micro-batches")
@@ -61,8 +62,9 @@ def check(args: argparse.Namespace) -> int:
         tensor=args.tp,
         pipeline=args.pp,
         virtual_pipeline=args.vpp,
+        context=args.cp,
         expert=args.ep,
-        data=max(args.ep // args.tp, 1),
+        data=max(args.ep // (args.tp * args.cp), 1),
         sequence=args.sp or (args.ep > 1 and args.tp > 1),
     )
     if is_checkpoint(Path(args.hf_dir)):

@@ -105,6 +105,8 @@ def kind(info: FieldInfo) -> str:
         return " \\| ".join(f"`{spelled(choice)}`" for choice in get_args(annotation))
     if get_origin(annotation) is list:
         inner = get_args(annotation)[0]
+        if get_origin(inner) is Literal:
+            return "list of " + ", ".join(f"`{spelled(choice)}`" for choice in get_args(inner))
         return "list of sections" if issubclass(inner, BaseModel) else f"list of {NAMES.get(inner, str(inner))}"
     options = get_args(annotation) or (annotation,)
     bounds = [b for b in (bound(m) for m in info.metadata) if b]

@@ -84,9 +84,10 @@ def one_rank(rank: int, init: str, task: Task) -> dict[str, Any]:
         chunks = task.parallel.virtual_pipeline
         rules = PlanRules(
             data_parallel=layout.dp,
-            budget=2 * task.longest,
+            budget=2 * (task.longest + task.parallel.sequence_multiple),
             packed=task.packed,
             multiple=task.parallel.pipeline if chunks > 1 else 1,
+            each=task.parallel.sequence_multiple,
             cost=cost_of(shape),
         )
         plan = plan_micro_batches(batch.lengths.tolist(), rules)

@@ -75,11 +75,14 @@ def bounded_ratio(log_prob: Tensor, old_log_prob: Tensor, *, low: float, high: f
 def response_mean(x: Tensor, batch: TokenBatch) -> Tensor:
     """[N] mean of x over the masked tokens of the response a token belongs to; differentiable.
 
-    Right only where a response stands whole in the tokens at hand: methods that use it are sequence-coupled.
+    Right only where a response stands whole in the tokens at hand, or in those of the ranks that `batch.over_ranks`
+    sums over: methods that use it are sequence-coupled.
     """
     if batch.sequence_lengths is None:
         raise ValueError("a mean by response needs sequence_lengths")
     zeros = torch.zeros(batch.sequence_lengths.shape[0], dtype=x.dtype, device=x.device)
     total = zeros.index_add(0, batch.sequence, torch.where(batch.loss_mask, x, 0.0))
     count = zeros.index_add(0, batch.sequence, batch.loss_mask.to(x.dtype))
+    if batch.over_ranks is not None:
+        total, count = batch.over_ranks(torch.stack([total, count]))
     return (total / count.clamp_min(1))[batch.sequence]

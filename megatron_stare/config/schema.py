@@ -5,13 +5,10 @@ from __future__ import annotations
 from string import Formatter
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megatron_stare.config.algorithm import AlgorithmConfig
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+from megatron_stare.config.performance_section import PerformanceConfig, Section
 
 
 def check_template(template: str | None) -> str | None:
@@ -61,7 +58,18 @@ class ModelConfig(Section):
         None, ge=1, description="steps after which the current policy becomes the reference; null: never"
     )
     recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="activations computed again in backward: of attention, or of every layer"
+        "none",
+        description="activations computed again in backward instead of kept: of the parts in `recompute_modules`, or "
+        "of whole layers",
+    )
+    recompute_method: Literal["uniform", "block"] = Field(
+        "uniform",
+        description="`recompute: full` keeps the input of every `recompute_layers` layers alone, or recomputes only "
+        "the first `recompute_layers` layers of a stage's chunk",
+    )
+    recompute_layers: int = Field(1, ge=1, description="layers of `recompute_method`")
+    recompute_modules: list[Literal["core_attn", "mlp", "moe"]] = Field(
+        ["core_attn"], min_length=1, description="parts of a layer that `recompute: selective` computes again"
     )
     head: Literal["auto", "materialised", "gradient_in_forward", "recompute"] = Field(
         "auto",
@@ -81,7 +89,8 @@ class ParallelConfig(Section):
     first_stage_layers: int | None = Field(
         None, ge=1, description="layers of the first pipeline stage; the others share the rest. null: all alike"
     )
-    context: int = Field(1, ge=1, description="context-parallel ranks")
+    context: int = Field(1, ge=1, description="context-parallel ranks, which hold parts of every sequence")
+    context_comm: Literal["p2p", "all_gather", "a2a"] = Field("p2p", description="how GPUs exchange keys and values")
     expert: int = Field(1, ge=1, description="expert-parallel ranks")
     data: int = Field(1, ge=1, description="data-parallel replicas")
     sequence: bool = Field(False, description="sequence parallelism over the tensor-parallel ranks")
@@ -89,6 +98,16 @@ class ParallelConfig(Section):
     @property
     def world_size(self) -> int:
         return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same parameters: those of other data and of other chunks of sequences."""
+        return self.data * self.context
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What the length of a sequence is padded to a multiple of: each context-parallel rank holds two chunks."""
+        return 2 * self.context if self.context > 1 else 1
 
 
 class BatchConfig(Section):
@@ -415,6 +434,7 @@ class Config(Section):
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    performance: PerformanceConfig = PerformanceConfig()
     eval: EvalConfig = EvalConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     runtime: RuntimeConfig = RuntimeConfig()

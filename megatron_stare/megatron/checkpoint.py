@@ -115,7 +115,7 @@ def load(
     with backend(), _explained(folder):
         common = dist_checkpointing.load_common_state_dict(folder)
         wanted = _state(model, optimizer, scheduler, layout, reference, loading=True)
-        if common.get("layout") != _sizes(layout, model):
+        if {"context": 1, **common.get("layout", {})} != _sizes(layout, model):  # older ones do not name it
             del wanted["random"]
         # what several data ranks hold is read by one of them, and sent to the others
         read_once = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(folder), layout.dp_group)
@@ -235,6 +235,7 @@ def _sizes(layout: Layout, model: Sequence[nn.Module]) -> dict[str, int]:
         "tensor": layout.tp,
         "pipeline": layout.pp,
         "virtual_pipeline": len(model),
+        "context": layout.cp,
         "data": layout.dp,
         "expert": layout.ep,
     }

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.overrides import TorchFunctionMode
 
@@ -28,8 +29,8 @@ _CUDA_TYPES = {
 
 
 class _CudaMeansOurs(TorchFunctionMode):
-    """`device="cuda"` means this rank's, `.cuda()` is self, `.type()` answers with the CUDA names that optimizers look
-    for."""
+    """`device="cuda"` means this rank's, `.cuda()` is self, memory is not pinned, `.type()` answers with the CUDA names
+    that optimizers look for."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -42,6 +43,8 @@ class _CudaMeansOurs(TorchFunctionMode):
         asked = kwargs.get("device")
         if asked is not None and torch.device(asked).type == "cuda":
             kwargs = {**kwargs, "device": device().type}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         return func(*args, **kwargs)
 
 
@@ -63,6 +66,16 @@ def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+def _get_random_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    """The state of the one generator that there is, where recomputation asks for the device's."""
+    return torch.get_rng_state()
+
+
+def _set_random_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+    """Sets what `_get_random_state` gave."""
+    torch.set_rng_state(new_state)
+
+
 @contextlib.contextmanager
 def cpu_backend() -> Iterator[None]:
     """While open, megatron-core's CUDA calls mean the CPU, or the meta device. Every attribute is restored on exit.
@@ -78,6 +91,8 @@ def cpu_backend() -> Iterator[None]:
         substituted(torch.cuda, "Stream", _InertStream),
         substituted(torch.cuda, "current_stream", _InertStream),
         substituted(torch.cuda, "stream", contextlib.nullcontext),
+        substituted(random, "_get_cuda_rng_state", _get_random_state),
+        substituted(random, "_set_cuda_rng_state", _set_random_state),
         substituted(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host),
         # used without being defined where Transformer Engine is absent
         substituted(moe_utils, "te_general_gemm", None, absent=True),

@@ -51,14 +51,18 @@ class Head:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of a micro-batch, with gradient, and what it logs; see LinearHead.loss."""
         weight = output_weight(model)
-        return self._linear.loss(
+        # Megatron's own buffer, which its hook leaves as it is where the gradient is said to be there already
+        buffer = getattr(weight, "main_grad", None)
+        loss, logged = self._linear.loss(
             rows_of(hidden, micro),
             weight,
             micro.targets,
             lambda log_prob, entropy: loss_of(log_prob, entropy, micro),
-            # Megatron's own buffer, which its hook leaves as it is where autograd brings no gradient
-            getattr(weight, "main_grad", None),
+            buffer,
         )
+        if self.mode != "materialised" and buffer is not None and not _is_embedding(model) and loss.requires_grad:
+            loss.register_hook(lambda _: _announce(weight))
+        return loss, logged
 
     @property
     def _linear(self) -> LinearHead:
@@ -67,8 +71,23 @@ class Head:
         return LinearHead(problem, self.mode, self.chunk)
 
 
+def _is_embedding(model: GPTModel) -> bool:
+    """Whether the output weight is this chunk's embedding too, through which autograd brings it a gradient."""
+    return model.share_embeddings_and_output_weights and model.pre_process
+
+
+def _announce(weight: Tensor) -> None:
+    """Says before backward that a weight has its gradient, for Megatron's hook to count it: it asserts that there is
+    one where gradients are reduced during backward. A zero without memory of its own stands in for it."""
+    weight.grad = weight.detach().new_zeros(()).expand_as(weight)
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+
+
 def output_weight(model: GPTModel) -> Tensor:
     """[V of this rank, H] of the output layer, which tied models share with the embedding."""
+    # the head stands in for the layer's forward, before which Megatron waits for parameters that are being gathered
+    for hook in model.output_layer._forward_pre_hooks.values():
+        hook(model.output_layer, ())
     if model.share_embeddings_and_output_weights:
         return model.shared_embedding_or_output_weight()
     return model.output_layer.weight

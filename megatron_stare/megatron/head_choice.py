@@ -44,9 +44,10 @@ def choose_head(coupling: Literal["token", "sequence"], logits_bytes: int, free_
 
 
 def largest_logits(config: Config, shape: ModelShape) -> int:
-    """Bytes of the logits [micro_batch_tokens, V of one rank], as if every token were predicted."""
+    """Bytes of the logits [micro_batch_tokens of one rank, V of one rank], as if every token were predicted."""
     columns = shape.padded_vocab(config.parallel.tensor) // config.parallel.tensor
-    return config.batch.micro_batch_tokens * columns * (4 if config.model.dtype == "float32" else 2)
+    rows = -(-config.batch.micro_batch_tokens // config.parallel.context)
+    return rows * columns * (4 if config.model.dtype == "float32" else 2)
 
 
 def free_memory() -> int:

@@ -29,10 +29,13 @@ class Layout:
     pp: int
     dp_rank: int
     dp: int
+    cp_rank: int
+    cp: int
     ep: int
     expert_dp_rank: int  # among the replicas of its experts
     tp_group: ProcessGroup
-    dp_group: ProcessGroup  # ranks that hold different tokens of the batch
+    dp_group: ProcessGroup  # ranks that hold different tokens of the batch: of other data and of other chunks
+    cp_group: ProcessGroup  # ranks that hold different chunks of the same sequences
 
     @property
     def last_stage(self) -> bool:
@@ -40,8 +43,9 @@ class Layout:
 
     @property
     def is_reporting_rank(self) -> bool:
-        """Whether this is the one rank that reports results: last stage, first of its tensor and data groups."""
-        return self.last_stage and self.tp_rank == 0 and self.dp_rank == 0
+        """Whether this is the one rank that reports results: last stage, first of its tensor, data and
+        context groups."""
+        return self.last_stage and self.tp_rank == self.dp_rank == self.cp_rank == 0
 
 
 def join(parallel: ParallelConfig, rank: int, init_method: str, seed: int, timeout_s: float) -> Layout:
@@ -102,10 +106,13 @@ def cut_world(parallel: ParallelConfig, rank: int) -> Layout:
         pp=parallel.pipeline,
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp=parallel_state.get_data_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp=parallel.context,
         ep=parallel.expert,
         expert_dp_rank=parallel_state.get_expert_data_parallel_rank(),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        cp_group=parallel_state.get_context_parallel_group(),
     )
 
 

@@ -33,7 +33,7 @@ def faults(plans: Sequence[RankPlan], shape: ModelShape, parallel: ParallelConfi
 
 def _faults_of_replicas(plans: Sequence[RankPlan], shape: ModelShape, parallel: ParallelConfig) -> Iterator[str]:
     """Every data-parallel replica makes every Hugging Face tensor of config.json once, and nothing else."""
-    replicas = {False: parallel.data, True: parallel.tensor * parallel.data // parallel.expert}
+    replicas = {False: parallel.replicas, True: parallel.tensor * parallel.replicas // parallel.expert}
     found: dict[tuple[str, int], list[Held]] = defaultdict(list)
     expert_tensors = set()
     for plan in plans:

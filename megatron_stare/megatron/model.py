@@ -25,7 +25,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor, nn
 
-from megatron_stare.config.schema import ModelConfig, ParallelConfig
+from megatron_stare.config.schema import ModelConfig, ParallelConfig, PerformanceConfig
 from megatron_stare.errors import DataError
 from megatron_stare.megatron.attention import SdpaCoreAttention
 from megatron_stare.megatron.batching.packing import PackedSequences
@@ -36,6 +36,7 @@ from megatron_stare.models import family_of, rule_for
 from megatron_stare.models.rope import scaled_frequencies
 from megatron_stare.models.rules import shard
 from megatron_stare.models.shape import ModelShape
+from megatron_stare.performance import megatron_fields
 from megatron_stare.weights.hf_folder import HfFolder
 
 
@@ -47,18 +48,33 @@ class PolicyModel(GPTModel):
         return hidden_states
 
 
+_DEFAULT = PerformanceConfig()
+
+
 def has_transformer_engine() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def transformer_config(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
-    """Megatron's description of the model. The loss is scaled by the method, not by Megatron."""
-    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    recomputed: dict[str, dict[str, Any]] = {
-        "none": {},
-        "selective": {"recompute_granularity": "selective"},
-        "full": full,
+def recomputation(model: ModelConfig) -> dict[str, Any]:
+    """Megatron's settings for activations that are computed again in backward."""
+    if model.recompute == "none":
+        return {}
+    if model.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(model.recompute_modules)}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": model.recompute_method,
+        "recompute_num_layers": model.recompute_layers,
     }
+
+
+def transformer_config(
+    shape: ModelShape,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    performance: PerformanceConfig = _DEFAULT,
+) -> TransformerConfig:
+    """Megatron's description of the model. The loss is scaled by the method, not by Megatron."""
     dtype = getattr(torch, model.dtype)
     return TransformerConfig(
         **family_of(shape).megatron_config(shape),
@@ -70,6 +86,7 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
         num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
         context_parallel_size=parallel.context,
+        cp_comm_type=parallel.context_comm,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1,
         sequence_parallel=parallel.sequence,
@@ -77,7 +94,6 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         # Every micro-batch has its own length. Two stages of several chunks would exchange lengths in a batch that gloo
         # matches by order, and take one for another: there, micro-batches are given one length (microbatch.py).
         variable_seq_lengths=parallel.pipeline > 1 and parallel.virtual_pipeline == 1,
-        batch_p2p_comm=False,  # batched, two stages of two chunks exchange the wrong tensors, and nothing says so
         overlap_p2p_comm=False,
         params_dtype=dtype,
         fp16=dtype == torch.float16,
@@ -87,11 +103,10 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         perform_initialization=False,  # every parameter is loaded
         calculate_per_token_loss=True,  # with num_tokens 0 Megatron divides by nothing
         finalize_model_grads_func=finalize_model_grads,  # without it gradients are not reduced over any group
-        bias_activation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=has_transformer_engine(),
-        gradient_accumulation_fusion=False,
-        **recomputed[model.recompute],
+        **recomputation(model),
+        **megatron_fields(performance, "model"),
         # variable lengths in a pipeline want the dispatcher named for any model; ranks hold different numbers of tokens
         moe_token_dispatcher_type="alltoall",
         moe_grouped_gemm=shape.experts > 0 and has_transformer_engine(),
@@ -118,22 +133,40 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
 
 
 def build_policy(
-    shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, layout: Layout, distributed_optimizer: bool
+    shape: ModelShape,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    layout: Layout,
+    distributed_optimizer: bool,
+    performance: PerformanceConfig = _DEFAULT,
 ) -> list[nn.Module]:
     """This rank's model chunks with gradient buffers, reduced over data ranks. Parameters are not yet loaded."""
-    parts = build_model(shape, model, parallel, layout)
+    parts = build_model(shape, model, parallel, layout, performance)
     ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=distributed_optimizer, grad_reduce_in_fp32=model.dtype != "float32"
+        use_distributed_optimizer=distributed_optimizer,
+        grad_reduce_in_fp32=model.dtype != "float32",
+        bucket_size=performance.gradient_bucket,
+        **megatron_fields(performance, "gradients"),
     )
     with backend():
-        return [DistributedDataParallel(config=unwrap(part).config, ddp_config=ddp, module=part) for part in parts]
+        wrapped = [DistributedDataParallel(config=unwrap(p).config, ddp_config=ddp, module=p) for p in parts]
+    if ddp.overlap_grad_reduce:  # of several micro-batches the last one's backward reduces, as Megatron's hooks count
+        no_sync = [part.no_sync for part in wrapped]
+        unwrap(wrapped[0]).config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
+    return wrapped
 
 
-def build_model(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, layout: Layout) -> list[nn.Module]:
+def build_model(
+    shape: ModelShape,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    layout: Layout,
+    performance: PerformanceConfig = _DEFAULT,
+) -> list[nn.Module]:
     """This rank's model chunks, wrapped for mixed precision. Parameters are not yet loaded."""
     chunks = parallel.virtual_pipeline
     with backend():
-        config = transformer_config(shape, model, parallel)
+        config = transformer_config(shape, model, parallel, performance)
         parts: list[nn.Module] = []
         for chunk in range(chunks):
             vp_stage = chunk if chunks > 1 else None
@@ -198,6 +231,15 @@ def hidden_states(chunk: nn.Module, tokens: Tensor, positions: Tensor, packing: 
     inside = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
     as_it_is = {"fp32_output": False} if isinstance(inside, Float16Module) else {}
     return chunk(tokens, positions, None, packed_seq_params=packing, **as_it_is)
+
+
+def finish_gather(model: list[nn.Module]) -> None:
+    """Waits for updated parameters that are gathered as the next forward goes, before anything else reads them. All
+    ranks must call it."""
+    for chunk in model:
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+            with backend():
+                chunk.start_param_sync(force_sync=True)
 
 
 def unwrap(chunk: Any) -> GPTModel:

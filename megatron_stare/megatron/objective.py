@@ -101,7 +101,8 @@ def make_objective(
     if by_micro_batch:
         spans = [(micro.span.start, micro.span.stop) for micro in part.micro_batches]
         cut = [tokens.select(torch.arange(*span, device=part.device)) for span in spans]
-        parts = gather_by_micro_batch([partial(method.requests, each) for each in cut], group)
+        within = part.layout.micro_batch_group
+        parts = gather_by_micro_batch([partial(method.requests, each) for each in cut], group, within)
         own = dict(zip(spans, parts, strict=True))
-        known = summary(method.requests(chosen, known), known, parts, group)
+        known = summary(method.requests(chosen, known), known, parts, group, within)
     return Objective(method, tokens, rows, known, state, own, is_log_prob_pass)

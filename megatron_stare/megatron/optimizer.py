@@ -12,13 +12,20 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor, nn
 
-from megatron_stare.config.schema import OptimizerConfig
+from megatron_stare.config.schema import OptimizerConfig, PerformanceConfig
 from megatron_stare.megatron.cpu_backend import backend, device
 from megatron_stare.megatron.loss_scale import install_loss_scale, loss_scale_of
+from megatron_stare.performance import megatron_fields
+
+_DEFAULT = PerformanceConfig()
 
 
 def build_optimizer(
-    model: list[nn.Module], config: OptimizerConfig, dtype: str, steps: int
+    model: list[nn.Module],
+    config: OptimizerConfig,
+    dtype: str,
+    steps: int,
+    performance: PerformanceConfig = _DEFAULT,
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """The optimizer and the scheduler that sets its rates before every one of the run's `steps` optimizer steps.
 
@@ -39,6 +46,7 @@ def build_optimizer(
                 fp16=dtype == "float16",
                 bf16=dtype == "bfloat16",
                 use_distributed_optimizer=config.distributed,
+                **megatron_fields(performance, "optimizer"),
             ),
             model,
         )

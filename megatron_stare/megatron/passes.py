@@ -5,7 +5,7 @@ Both run Megatron's pipeline schedule over the same micro-batches, so on-policy 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron_stare.megatron.batching.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.cpu_backend import backend
 from megatron_stare.megatron.head import Head, LossFunction
-from megatron_stare.megatron.model import hidden_states, unwrap
+from megatron_stare.megatron.model import has_transformer_engine, hidden_states, unwrap
 
 
 def compute_log_probs(
@@ -69,19 +69,25 @@ def accumulate_gradients(
 def _run(model: list[nn.Module], batch: RankBatch, after_hidden: Callable[..., Any], *, forward_only: bool) -> Any:
     """Megatron's schedule over this rank's micro-batches; `after_hidden` turns the last hidden states
     into what is collected."""
+    split = batch.layout.micro_batch_group  # Megatron asks for the length before sequences are split
 
     def forward_step(micro_batches: Any, chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         micro: MicroBatch = next(micro_batches)
         hidden = hidden_states(chunk, micro.tokens, micro.positions, micro.packing)
         return hidden, lambda output, non_loss_data=False: after_hidden(chunk, output, micro)
 
+    def on_device() -> Iterator[MicroBatch]:
+        """Each as its turn comes."""
+        bounds = has_transformer_engine()
+        return (micro.to(batch.device, bounds=bounds) for micro in batch.micro_batches)
+
     with backend():
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=[iter(batch.micro_batches) for _ in model],
+            data_iterator=[on_device() for _ in model],
             model=model,
             num_microbatches=len(batch.micro_batches),
-            seq_length=batch.micro_batches[0].tokens.shape[1],
+            seq_length=batch.micro_batches[0].tokens.shape[1] * (split.size() if split is not None else 1),
             micro_batch_size=batch.micro_batches[0].tokens.shape[0],
             forward_only=forward_only,
             collect_non_loss_data=forward_only,

@@ -75,8 +75,8 @@ def assumptions(
     shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig
 ) -> list[str]:
     """What the bytes of a plan rest on, and what they leave out."""
-    experts = parallel.tensor * parallel.data // parallel.expert
-    shared = f"{parallel.data} data-parallel replicas" + (f" ({experts} of an expert's)" if shape.experts else "")
+    experts = parallel.tensor * parallel.replicas // parallel.expert
+    shared = f"{parallel.replicas} data-parallel replicas" + (f" ({experts} of an expert's)" if shape.experts else "")
     return [
         f"parameters in {model.dtype}, gradients in float32, and what the optimizer updates and its moments in float32",
         f"the optimizer's share is cut over {shared}"

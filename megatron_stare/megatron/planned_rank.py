@@ -78,7 +78,7 @@ def plan_rank(
             rank=rank,
             tp_rank=layout.tp_rank,
             pp_rank=layout.pp_rank,
-            replica=layout.dp_rank,
+            replica=layout.dp_rank * layout.cp + layout.cp_rank,
             expert_replica=layout.expert_dp_rank,
             nbytes=_nbytes(chunks, trained, optimizer),
             held=held,

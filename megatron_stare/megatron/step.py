@@ -27,6 +27,7 @@ from megatron_stare.megatron.head import Head
 from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.loss_scale import loss_scale_of
 from megatron_stare.megatron.measured import Measured, complete, measure_batch
+from megatron_stare.megatron.model import finish_gather
 from megatron_stare.megatron.objective import Objective, make_objective
 from megatron_stare.megatron.optimizer import take_step
 from megatron_stare.megatron.passes import accumulate_gradients, compute_log_probs
@@ -122,6 +123,8 @@ class Step:
         # The last step left every parameter's grad pointing into the gradient buffer: autograd would add to the buffer
         # through it, and Megatron's hook would then add the buffer to itself.
         policy.optimizer.zero_grad()
+        if dump_to:
+            finish_gather(policy.model)
         weights_before = export_hf(policy.model, policy.shape, policy.layout) if dump_to else {}
         scale = loss_scale_of(policy.optimizer)
         loss_scale = scale.factor if scale is not None else None

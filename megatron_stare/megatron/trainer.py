@@ -26,7 +26,7 @@ from megatron_stare.megatron.head import Head
 from megatron_stare.megatron.head_choice import HeadChoice, choose_head, free_memory, largest_logits
 from megatron_stare.megatron.hf_export import HfExport
 from megatron_stare.megatron.layout import join, leave
-from megatron_stare.megatron.model import build_policy
+from megatron_stare.megatron.model import build_policy, finish_gather
 from megatron_stare.megatron.optimizer import build_optimizer
 from megatron_stare.megatron.optimizer_state import chain
 from megatron_stare.megatron.passes import compute_log_probs
@@ -34,6 +34,7 @@ from megatron_stare.megatron.reference import Reference
 from megatron_stare.megatron.start import load_start
 from megatron_stare.megatron.step import Policy, Step
 from megatron_stare.models.shape import ModelShape
+from megatron_stare.performance import check_device_performance
 from megatron_stare.records.log_prob_difference import LogProbDifference
 from megatron_stare.records.rollout_batch import RankShare
 from megatron_stare.resolved import ResolvedRun
@@ -50,12 +51,19 @@ class Trainer:
             torch.set_num_threads(config.runtime.trainer_threads)
         self.config, self.method = config, run.method
         check_device(config, experts=shape.experts > 0)
+        check_device_performance(config.performance)
         layout = join(config.parallel, rank, init_method, config.run.seed, config.runtime.timeout_s)
-        model = build_policy(shape, config.model, config.parallel, layout, config.optimizer.distributed)
+        model = build_policy(
+            shape, config.model, config.parallel, layout, config.optimizer.distributed, config.performance
+        )
         load_start(model, config.model.path, shape, layout)
         # built after the weights are in, because it copies them into float32 masters
         optimizer, scheduler = build_optimizer(
-            model, config.optimizer, config.model.dtype, config.run.steps * config.batch.updates
+            model,
+            config.optimizer,
+            config.model.dtype,
+            config.run.steps * config.batch.updates,
+            config.performance,
         )
         reference = Reference(config, shape, layout) if self.method.needs_reference else None
         self._head_choice = self._choose_head(shape)
@@ -173,10 +181,12 @@ class Trainer:
         """Makes the policy as it is now the reference policy."""
         if self.policy.reference is None:
             raise RuntimeError("there is no reference policy")
+        finish_gather(self.policy.model)
         self.policy.reference.refresh(self.policy.model)
 
     def export(self) -> dict[str, Tensor]:
         """The whole policy by Hugging Face name on the first rank, nothing elsewhere; if one process can hold it."""
+        finish_gather(self.policy.model)
         return export_hf(self.policy.model, self.policy.shape, self.policy.layout)
 
     def bucket_layouts(self) -> tuple[BucketLayout, ...]:
@@ -189,6 +199,7 @@ class Trainer:
         Args:
             checksums: compute those that the end gives, else they are "".
         """
+        finish_gather(self.policy.model)
         self.stream.begin(checksums)
 
     def next_bucket(self) -> Tensor | None:
@@ -203,6 +214,7 @@ class Trainer:
         """Shape and dtype of the policy's tensors that this rank is to write, by Hugging Face name. All ranks must call
         it."""
         policy = self.policy
+        finish_gather(policy.model)
         self._export = HfExport(policy.model, policy.layout, policy.shape, self.stream.plan)
         return self._export.own()
 
@@ -226,6 +238,7 @@ class Trainer:
         """Begins to write this rank's part of a checkpoint into an existing, empty folder, and returns as soon as
         training may go on. All ranks must call it, and `finish_save` before the next."""
         policy = self.policy
+        finish_gather(policy.model)
         self._saving = self._saver.begin(
             folder, policy.model, policy.optimizer, policy.scheduler, self._moving_reference
         )

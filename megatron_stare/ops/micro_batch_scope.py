@@ -33,12 +33,15 @@ Ask = Callable[[Statistics], Mapping[str, Request]]
 DENOMINATOR = "tokens"  # see Method.requests
 
 
-def gather_by_micro_batch(asks: Sequence[Ask], group: ProcessGroup | None) -> list[Statistics]:
+def gather_by_micro_batch(
+    asks: Sequence[Ask], group: ProcessGroup | None, micro_batch_group: ProcessGroup | None = None
+) -> list[Statistics]:
     """Every micro-batch's answers.
 
     Args:
         asks: a method's `requests`, bound to each micro-batch of this rank; all ask for the same names.
-        group: ranks that hold other micro-batches; None: this rank holds all.
+        group: ranks that hold other tokens; None: this rank holds all.
+        micro_batch_group: ranks that hold other tokens of the same micro-batches; None: they stand here whole.
 
     Raises:
         RuntimeError: the method keeps asking.
@@ -56,24 +59,32 @@ def gather_by_micro_batch(asks: Sequence[Ask], group: ProcessGroup | None) -> li
         shared = answer(joined, group) if joined else {}
         for answers, asked in zip(known, new, strict=True):
             own = {name: request for name, request in asked.items() if name not in together}
-            answers |= shared | (answer(own, None) if own else {})
+            answers |= shared | (answer(own, micro_batch_group) if own else {})
     raise RuntimeError(f"still asking after {MAX_ROUNDS} rounds: {sorted(new[0])}")
 
 
 def summary(
-    requests: Mapping[str, Request], whole: Statistics, parts: Sequence[Statistics], group: ProcessGroup | None
+    requests: Mapping[str, Request],
+    whole: Statistics,
+    parts: Sequence[Statistics],
+    group: ProcessGroup | None,
+    micro_batch_group: ProcessGroup | None = None,
 ) -> Statistics:
     """`whole`, with selections as the micro-batches made them, for the log: numbers of tokens selected are summed,
-    thresholds averaged over the micro-batches that have one. Such a threshold selects nothing; its key is 0."""
+    thresholds averaged over the micro-batches that have one. Such a threshold selects nothing; its key is 0.
+
+    Groups are those of `gather_by_micro_batch`; of ranks that share micro-batches the first alone speaks for them.
+    """
+    speaks = micro_batch_group is None or micro_batch_group.rank() == 0
     asked: dict[str, Request] = {}
     for name, request in requests.items():
         if isinstance(request, TopK):
             own = [threshold(part, name) for part in parts]
             k, value = torch.stack([each.k for each in own]), torch.stack([each.value for each in own])
-            asked[f"{name}/k"], asked[f"{name}/value"] = Sum(k, k >= 0), Mean(value, k > 0)
+            asked[f"{name}/k"], asked[f"{name}/value"] = Sum(k, (k >= 0) & speaks), Mean(value, (k > 0) & speaks)
         elif isinstance(request, Quantile):
             value = torch.stack([tensor(part, name) for part in parts])
-            asked[f"{name}/value"] = Mean(value, ~value.isnan())
+            asked[f"{name}/value"] = Mean(value, ~value.isnan() & speaks)
     if not asked:
         return whole
     answers = answer(asked, group)

@@ -20,6 +20,7 @@ class PlanRules:
     budget: tokens a micro-batch may hold, padding included.
     packed: sequences laid end to end; else right-padded to the longest.
     multiple: every rank's number of micro-batches is a multiple of this (virtual pipelines want the number of stages).
+    each: a sequence is padded to a multiple of this (context parallelism wants twice its ranks).
     cost: the work of a sequence of so many tokens (ModelFamily.cost); by default its tokens.
     mini_batch_prompts: prompt groups of an optimizer step; None: all of a rollout batch.
     """
@@ -28,6 +29,7 @@ class PlanRules:
     budget: int
     packed: bool
     multiple: int = 1
+    each: int = 1
     cost: Callable[[int], float] = float
     mini_batch_prompts: int | None = None
 
@@ -44,10 +46,12 @@ def plan_micro_batches(lengths: Sequence[int], rules: PlanRules) -> MicroBatchPl
     Raises:
         ConfigError: a sample is longer than the budget.
     """
+    lengths = [length + -length % rules.each for length in lengths]
     longest = max(lengths, default=0)
     if longest > rules.budget:
+        padded = f", padded to a multiple of {rules.each}" if rules.each > 1 else ""
         raise ConfigError(
-            f"the longest sample has {longest} tokens, the budget of a micro-batch is {rules.budget}",
+            f"the longest sample has {longest} tokens{padded}, the budget of a micro-batch is {rules.budget}",
             where="batch.micro_batch_tokens",
             fix=f"set it to at least {longest}",
         )

@@ -31,6 +31,7 @@ def plan_rules(run: ResolvedRun) -> PlanRules:
         budget=config.batch.micro_batch_tokens,
         packed=config.batch.packed,
         multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
+        each=parallel.sequence_multiple,
         cost=cost_of(run.shape),
         mini_batch_prompts=config.batch.mini_batch_prompts,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.orchestration.engine_worker import EngineWorker
 from megatron_stare.orchestration.groups import TrainerGroup, plan_rules
+from megatron_stare.performance import environment
 from megatron_stare.resolved import ResolvedRun
 from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.replicas import replica_count
@@ -51,6 +53,7 @@ class InlineRunner:
 
     def __init__(self, run: ResolvedRun) -> None:
         config = run.config
+        os.environ.update(environment(config.performance))  # before the rank's first CUDA call, which reads it
         self._rendezvous = tempfile.TemporaryDirectory()
         trainer = Trainer(run, 0, f"file://{Path(self._rendezvous.name) / 'ranks'}")
         self.trainers = TrainerGroup(InlineWorkers([trainer]), plan_rules(run))

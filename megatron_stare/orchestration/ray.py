@@ -10,7 +10,8 @@ import pickle
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 # read as Ray is imported: its own SIGTERM handler, in force while it starts, would wait 30 s for work that there is not
@@ -25,6 +26,7 @@ from megatron_stare.interruption import raise_if_received, uninterrupted
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.orchestration.engine_worker import EngineWorker
 from megatron_stare.orchestration.groups import TrainerGroup, plan_rules
+from megatron_stare.performance import environment
 from megatron_stare.resolved import ResolvedRun
 from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.replicas import replica_count
@@ -242,9 +244,11 @@ class RayRunner:
             self.close()
             raise
 
-    def _actors(self, count: int, threads: int, what: str, timeout_s: float) -> tuple[list[Any], RayWorkers]:
+    def _actors(
+        self, count: int, threads: int, what: str, timeout_s: float, settings: Mapping[str, str] = MappingProxyType({})
+    ) -> tuple[list[Any], RayWorkers]:
         gpus = 1 if ray.cluster_resources().get("GPU") else 0
-        environment = {"OMP_NUM_THREADS": str(threads), "TORCHDYNAMO_DISABLE": "0" if gpus else "1"}
+        environment = {"OMP_NUM_THREADS": str(threads), "TORCHDYNAMO_DISABLE": "0" if gpus else "1", **settings}
         # on a CPU a worker waits more than it computes; Ray is not to refuse three workers on two cores
         remote = ray.remote(num_cpus=1 if gpus else 0, num_gpus=gpus, runtime_env={"env_vars": environment})(Actor)
         actors = [remote.remote() for _ in range(count)]
@@ -256,7 +260,11 @@ class RayRunner:
         config = run.config
         timeout = config.runtime.timeout_s
         actors, workers = self._actors(
-            config.parallel.world_size, config.runtime.trainer_threads, "trainer rank", timeout
+            config.parallel.world_size,
+            config.runtime.trainer_threads,
+            "trainer rank",
+            timeout,
+            environment(config.performance),
         )
         (address,) = get([actors[0].address.remote()], "trainer rank", timeout)
         builds = [

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_stare.activation_memory import activation_memory
 from megatron_stare.config.load import load_recorded
 from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_source import PromptSource, make_source
 from megatron_stare.environments.environment import Environment
 from megatron_stare.errors import ConfigError
+from megatron_stare.models import read_shape
 from megatron_stare.observability.run_files import evaluated_steps
 from megatron_stare.observability.sink import Sink, make_sinks
+from megatron_stare.performance import hints
 from megatron_stare.resolved import ResolvedRun
 from megatron_stare.rewards.verifier_pool import VerifierPool
 from megatron_stare.rollout.model_folder import load_tokenizer, stop_token_ids
@@ -89,6 +92,21 @@ def rehearse(config: Config, *, resume: bool, dump_step: int | None) -> Config:
         with task.blamed():
             VerifierPool(verifier, 1, config.reward.timeout_s).close()
     return inputs.config
+
+
+def remarks(config: Config) -> list[str]:
+    """What a dry run says beside the configuration: what activations take, and what would be faster."""
+    found = []
+    micro_batch = config.batch.micro_batch_tokens
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    rows = 1 if config.batch.packed else max(micro_batch // longest, 1)
+    memory = activation_memory(config, read_shape(config.model.path), micro_batch, longest, rows)
+    if memory is not None:
+        found.append(
+            f"activations: a rank keeps about {memory.kept / 1e9:.3g} GB of a micro-batch for backward"
+            + (f", and computes up to {memory.again / 1e9:.3g} GB of it again" if memory.again else "")
+        )
+    return found + hints(config.performance)
 
 
 def check_dump_step(config: Config, dump_step: int | None, done: int) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_stare.algorithms.method import Method
+from megatron_stare.algorithms.policy import PolicyGradient
 from megatron_stare.config.load import with_absolute_paths
 from megatron_stare.config.schema import Config
 from megatron_stare.device_rules import check_device
 from megatron_stare.errors import ConfigError
-from megatron_stare.layout_rules import check_layout
+from megatron_stare.layout_rules import check_layout, check_recompute
 from megatron_stare.models import read_shape
 from megatron_stare.models.shape import ModelShape
+from megatron_stare.performance import check_device_performance, check_performance
 from megatron_stare.resolved import ResolvedRun, resolve_run
 from megatron_stare.rollout.replicas import check_engine
 from megatron_stare.tasks.task import evaluation_tasks
@@ -35,10 +37,14 @@ def check(config: Config) -> ResolvedRun:
     check_rounds(config)
     check_statistics(config, method)
     check_head(config, method)
+    check_aggregation(config, method)
     check_optimizer(config)
+    check_performance(config)
     if not config.runtime.ray_address:  # a cluster to be joined may have other devices; its ranks look themselves
         check_device(config, experts=shape.experts > 0)
+        check_device_performance(config.performance)
     check_layout(config.parallel, shape)
+    check_recompute(config.model, config.parallel, shape)
     check_lengths(config, shape)
     check_engine(config, shape)
     check_tasks(config, shape)
@@ -165,6 +171,17 @@ def check_head(config: Config, method: Method) -> None:
         )
 
 
+def check_aggregation(config: Config, method: Method) -> None:
+    """Raises ConfigError where a rank would divide by the tokens of a micro-batch that it holds but a part of."""
+    aggregation = method.aggregation if isinstance(method, PolicyGradient) else ""
+    if aggregation == "micro_batch_mean" and config.parallel.context > 1:
+        raise ConfigError(
+            "micro_batch_mean counts the tokens of a micro-batch, and context-parallel ranks hold a part of them each",
+            where="algorithm.aggregation",
+            fix="use token_mean, which is the same in every layout, or parallel.context=1",
+        )
+
+
 def notices(config: Config) -> list[str]:
     """What is allowed, but should be known when a run starts; a line each."""
     if config.statistics.scope == "micro_batch":
@@ -179,13 +196,15 @@ def check_lengths(config: Config, shape: ModelShape) -> None:
     """Raises ConfigError where prompt and response do not fit the model or a micro-batch."""
     check_positions(config, shape)
     rollout = config.rollout
-    longest = rollout.max_prompt_tokens + rollout.max_new_tokens
-    if longest > config.batch.micro_batch_tokens:
+    longest, multiple = rollout.max_prompt_tokens + rollout.max_new_tokens, config.parallel.sequence_multiple
+    padded = longest + -longest % multiple
+    if padded > config.batch.micro_batch_tokens:
+        padding = f", padded to a multiple of {multiple}," if padded > longest else ""
         raise ConfigError(
-            f"{rollout.max_prompt_tokens} prompt + {rollout.max_new_tokens} new tokens exceed a micro-batch of "
-            f"{config.batch.micro_batch_tokens} tokens",
+            f"{rollout.max_prompt_tokens} prompt + {rollout.max_new_tokens} new tokens{padding} exceed a micro-batch "
+            f"of {config.batch.micro_batch_tokens} tokens",
             where="batch.micro_batch_tokens",
-            fix=f"at least {longest}",
+            fix=f"at least {padded}",
         )
 
 

@@ -1,8 +1,12 @@
-"""Every method, its tokens spread over four ranks by response: loss and gradient of one rank that holds them all."""
+"""Every method, its tokens spread over four ranks: loss and gradient of one rank that holds them all.
+
+By response, as data ranks hold them; and by token, every response on several ranks, as context-parallel ones do.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,21 +15,25 @@ from support.token_batches import loss_and_gradient, state_of, token_batch
 from test_family import MIXED, built, with_everything
 
 from megatron_stare.algorithms import METHODS
+from megatron_stare.ops.rank_sums import sum_over_ranks
 from megatron_stare.ops.statistics_executor import gather_statistics
 
 OWNER = torch.tensor([2, 0, 1, 1, 0, 2, 1, 0])  # of eight responses; the last rank holds none
 
 
-def _part(rank: int, init: str, world: int) -> dict[str, tuple[float, torch.Tensor, torch.Tensor]]:
+def _part(rank: int, init: str, world: int, by_token: bool) -> dict[str, tuple[float, torch.Tensor, torch.Tensor]]:
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
     results = {}
     for name in METHODS:
         for make in (built, with_everything):
             method = make(name)
             whole = token_batch(MIXED, method=method)
-            here = whole.select((OWNER[whole.sequence] == rank).nonzero().squeeze(1))
+            # by token, two by two: a short response is not on all ranks, and one of twelve on two of them twice
+            owner = (whole.position // 2) % world if by_token else OWNER[whole.sequence]
+            here = whole.select((owner == rank).nonzero().squeeze(1))
             leaf = here.log_prob.detach().clone().requires_grad_()
-            here = replace(here, log_prob=leaf)
+            everyone = partial(sum_over_ranks, group=dist.group.WORLD) if by_token else None
+            here = replace(here, log_prob=leaf, over_ranks=everyone)
             statistics = gather_statistics(lambda known, m=method, b=here: m.requests(b, known), dist.group.WORLD)
             loss = method.token_loss(here, statistics, state_of(method, statistics)).loss
             total = (method.coefficients(here, statistics) * loss).sum()
@@ -36,8 +44,9 @@ def _part(rank: int, init: str, world: int) -> dict[str, tuple[float, torch.Tens
 
 
 @pytest.mark.distributed
-def test_four_ranks_train_as_one_would(ranks) -> None:
-    parts = ranks.run(_part, 4, 4)
+@pytest.mark.parametrize("by_token", [False, True], ids=["by response", "by token"])
+def test_four_ranks_train_as_one_would(ranks, by_token: bool) -> None:
+    parts = ranks.run(_part, 4, 4, by_token)
     for name in METHODS:
         for make in (built, with_everything):
             key, method = f"{name} {make.__name__}", make(name)

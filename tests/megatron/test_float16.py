@@ -290,6 +290,7 @@ def twenty_steps(
     scale = loss_scale_state(trainer)
     for number in range(10, 20):
         rows += take_step(trainer, random_batch(number, SIZE))[0]
+    trainer.finish_save()
     result = rows, trainer.export(), scale
     trainer.close()
     return result

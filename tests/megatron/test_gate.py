@@ -1,4 +1,5 @@
-"""The gate of two data ranks whose tokens differ in entropy, exact and lagged: that of all tokens, on both."""
+"""The gate of two ranks whose tokens differ in entropy, of other data or other chunks of the same responses, exact and
+lagged: that of all tokens, on both."""
 
 from __future__ import annotations
 
@@ -15,15 +16,15 @@ from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.resolved import resolve_run
 
 pytestmark = pytest.mark.distributed
-SEED, SIZE, START = 1, 8, 1.2
+SIZE, START = 8, 1.2
 LAGGED = {"surprisal": "rollout", "gate": "lagged"}
 
 
-def config_of(path: Path, target: float, statistics: dict[str, str], data: int) -> Config:
+def config_of(path: Path, target: float, statistics: dict[str, str], layout: dict[str, int]) -> Config:
     return Config.model_validate(
         {
             "model": {"path": str(path)},
-            "parallel": {"data": data},
+            "parallel": layout,
             "batch": {"prompts": SIZE // 2, "samples_per_prompt": 2, "micro_batch_tokens": 24},
             "statistics": statistics,
             "algorithm": {"name": "stare", "entropy_target": target, "adaptive": True, "amplify": START},
@@ -33,10 +34,10 @@ def config_of(path: Path, target: float, statistics: dict[str, str], data: int) 
     )
 
 
-def one_step(rank: int, init: str, config: Config) -> dict[str, Any]:
+def one_step(rank: int, init: str, config: Config, seed: int) -> dict[str, Any]:
     """What this rank reported, the state it holds for the next step, and the entropy of its own tokens."""
     trainer = Trainer(resolve_run(config), rank, init)
-    metrics, _ = take_step(trainer, random_batch(SEED, SIZE))
+    metrics, _ = take_step(trainer, random_batch(seed, SIZE))
     measured = trainer.step.measured
     assert measured is not None
     result = {
@@ -49,18 +50,23 @@ def one_step(rank: int, init: str, config: Config) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("statistics", [{}, LAGGED], ids=["exact", "lagged"])
-def test_both_data_ranks_have_the_gate_of_all_tokens(
-    ranks: RankPool, tmp_path: Path, statistics: dict[str, str]
+@pytest.mark.parametrize(
+    ("statistics", "layout", "seed"),  # of a batch whose halves differ
+    [({}, {"data": 2}, 1), (LAGGED, {"data": 2}, 1), ({}, {"context": 2}, 24)],
+    ids=["exact", "lagged", "exact-cp2"],
+)
+def test_both_ranks_have_the_gate_of_all_tokens(
+    ranks: RankPool, tmp_path: Path, statistics: dict[str, str], layout: dict[str, int], seed: int
 ) -> None:
     save_model(tmp_path, "qwen2")
-    (alone,) = ranks.run(one_step, 1, config_of(tmp_path, 9.0, statistics, data=1))
+    (alone,) = ranks.run(one_step, 1, config_of(tmp_path, 9.0, statistics, {}), seed)
     whole = alone["own"]
-    for own in [result["own"] for result in ranks.run(one_step, 2, config_of(tmp_path, 9.0, statistics, data=2))]:
+    parts = ranks.run(one_step, 2, config_of(tmp_path, 9.0, statistics, layout), seed)
+    for own in [part["own"] for part in parts]:
         target = (whole + own) / 2  # the rank alone would find itself on the other side of it
         assert abs(target - whole) > 1e-2
         below = whole < target
-        results = ranks.run(one_step, 2, config_of(tmp_path, target, statistics, data=2))
+        results = ranks.run(one_step, 2, config_of(tmp_path, target, statistics, layout), seed)
         for result in results:
             assert result["state"]["gate"] == float(below)
             assert result["state"]["amplify"] == pytest.approx(START + (0.01 if below else -0.01))

@@ -56,6 +56,8 @@ def test_the_size_of_the_logits(tmp_path: Path, dtype: Any, size: int) -> None:
     save_model(tmp_path, "qwen2")
     config = Config(model=ModelConfig(path=str(tmp_path), dtype=dtype), parallel=ParallelConfig(tensor=2))
     assert largest_logits(config, read_shape(tmp_path)) == 8192 * 128 * size  # 37 columns in two ranks of 128
+    split = config.model_copy(update={"parallel": ParallelConfig(tensor=2, context=3)})
+    assert largest_logits(split, read_shape(tmp_path)) == 2731 * 128 * size  # of each sequence a third
 
 
 def with_observations(batch: RolloutBatch) -> RolloutBatch:

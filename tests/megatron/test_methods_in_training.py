@@ -248,8 +248,10 @@ def test_updates_equal_those_by_hand(ranks: RankPool, tmp_path: Path, case: str)
         ("qwen2_tied", {"pipeline": 2}, False, "grpo"),
         ("qwen2", {"data": 2}, True, "stapo"),  # whose tokens that count are told by statistics of each mini-batch
         ("qwen3_moe", {"data": 2, "expert": 2}, False, "grpo"),
+        ("qwen2_tied", {"context": 2}, True, "grpo_s"),
+        ("qwen2_tied", {"context": 2, "tensor": 2}, False, "gspo"),
     ],
-    ids=["tp2", "pp2", "dp2-distributed", "ep2"],
+    ids=["tp2", "pp2", "dp2-distributed", "ep2", "cp2-distributed", "cp2-tp2"],
 )
 def test_a_layout_clips_by_the_norm_of_the_whole_policy(
     ranks: RankPool, tmp_path: Path, family: str, layout: dict[str, int], distributed: bool, case: str

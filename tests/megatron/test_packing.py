@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
 
+from megatron_stare.megatron import attention as core_attention
 from megatron_stare.megatron.attention import SdpaCoreAttention
 from megatron_stare.megatron.batching.packing import PADDING_LIMIT, pack
+from megatron_stare.megatron.batching.zigzag import Zigzag
 
 CPU = torch.device("cpu")
 
@@ -40,3 +44,56 @@ def test_packed_equals_one_at_a_time(lengths: list[int], heads: tuple[int, int])
         for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
     ]
     torch.testing.assert_close(packed, torch.cat(parts), atol=1e-6, rtol=1e-5)
+
+
+class Alone(SdpaCoreAttention):
+    """One context-parallel rank without the others: what they would send is given beforehand."""
+
+    def given(self, place: Zigzag, key: Tensor, value: Tensor) -> Alone:
+        self.everyone = key, value
+        self.context_group = type("Group", (), {"rank": lambda _: place.rank, "size": lambda _: place.ranks})()
+        return self
+
+    def _gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return self.everyone
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    chunks=st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    ranks=st.sampled_from([2, 3, 4]),
+    heads=st.sampled_from([(4, 2), (2, 2)]),
+    entries=st.sampled_from([2**24, 40]),
+    packed=st.booleans(),
+)
+def test_a_context_rank_attends_as_if_it_held_all(
+    chunks: list[int], ranks: int, heads: tuple[int, int], entries: int, packed: bool
+) -> None:
+    """Output and gradients, with masks whole and in blocks of a few queries."""
+    n, g = heads
+    lengths = [2 * ranks * c for c in chunks] if packed else [2 * ranks * chunks[0]]
+    t, rows = sum(lengths), 1 if packed else 3
+    config = TransformerConfig(num_layers=1, hidden_size=n * 8, num_attention_heads=n, attention_dropout=0.0)
+    generator = torch.Generator().manual_seed(t)
+    shape = (t,) if packed else (t, rows)
+    query = torch.randn(*shape, n, 8, generator=generator)
+    key, value = torch.randn(2, *shape, g, 8, generator=generator)
+    push = torch.randn(*shape, n * 8, generator=generator)
+    whole = [x.clone().requires_grad_() for x in (query, key, value)]
+    attention = SdpaCoreAttention(config, 1, AttnMaskType.causal, "self")
+    want = attention(*whole, packed_seq_params=pack(lengths, CPU) if packed else None)
+    (want * push).sum().backward()
+    places = [Zigzag(rank, ranks) for rank in range(ranks)]
+    order = torch.cat([place.columns(lengths) for place in places])
+    parts = [x.clone().requires_grad_() for x in (query, key, value)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core_attention, "MASK_ENTRIES", entries)
+        for place in places:
+            mine = place.columns(lengths)
+            alone = Alone(config, 1, AttnMaskType.causal, "self").given(place, parts[1][order], parts[2][order])
+            packing = pack(lengths, CPU, place) if packed else None
+            got = alone(parts[0][mine], parts[1][mine], parts[2][mine], packed_seq_params=packing)
+            torch.testing.assert_close(got, want[mine], atol=1e-6, rtol=1e-5)
+            (got * push[mine]).sum().backward()
+    for part, one in zip(parts, whole, strict=True):
+        torch.testing.assert_close(part.grad, one.grad, atol=1e-5, rtol=1e-5)

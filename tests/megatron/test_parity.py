@@ -59,6 +59,7 @@ def step_of(
         budget=budget,
         packed=packed,
         multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
+        each=parallel.sequence_multiple,
         cost=cost_of(shape),
     )
     plan = plan_micro_batches(batch.lengths.tolist(), rules)
@@ -181,6 +182,13 @@ LAYOUTS = {
     "tp2-dp2": ({"tensor": 2, "data": 2}, 30),
     "pp2-dp2": ({"pipeline": 2, "data": 2}, 30),
     "tp2-sp-pp2": ({"tensor": 2, "sequence": True, "pipeline": 2}, 40),
+    "cp2": ({"context": 2}, 40),
+    "cp4": ({"context": 4}, 48),
+    "cp2-dp2": ({"context": 2, "data": 2}, 32),
+    "cp2-tp2": ({"context": 2, "tensor": 2}, 40),
+    "cp2-tp2-sp": ({"context": 2, "tensor": 2, "sequence": True}, 40),
+    "cp2-pp2": ({"context": 2, "pipeline": 2}, 40),
+    "cp2-pp2-vpp2": ({"context": 2, "pipeline": 2, "virtual_pipeline": 2}, 40),
 }
 
 
@@ -190,6 +198,7 @@ EXPERTS = {
     "dp4-ep2": {"data": 4, "expert": 2},  # an expert's gradient has data ranks of its own to be reduced over
     "pp2-ep2": {"pipeline": 2, "data": 2, "expert": 2},
     "tp2-sp-ep2": {"tensor": 2, "sequence": True, "data": 2, "expert": 2},
+    "cp2-ep2": {"context": 2, "expert": 2},  # experts lie over the ranks of one sequence
 }
 
 
@@ -204,7 +213,7 @@ def quick(layouts: Iterable[str], padded: set[str]) -> list[Any]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("name", "packed"), quick(LAYOUTS, {"one", "tp2", "dp2", "pp2-vpp2"}))
+@pytest.mark.parametrize(("name", "packed"), quick(LAYOUTS, {"one", "tp2", "dp2", "pp2-vpp2", "cp2", "cp2-tp2"}))
 def test_equal_to_transformers(ranks, tmp_path: Path, name: str, packed: bool) -> None:
     layout, budget = LAYOUTS[name]
     save_model(tmp_path, "qwen2_tied")
@@ -247,7 +256,7 @@ def test_chunked_heads(ranks, tmp_path: Path, mode: Mode, family: str, name: str
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["dp2", "dp4", "tp2-dp2", "pp2-dp2"])
+@pytest.mark.parametrize("name", ["dp2", "dp4", "tp2-dp2", "pp2-dp2", "cp2-dp2"])
 def test_distributed_optimizer(ranks, tmp_path: Path, name: str) -> None:
     save_model(tmp_path, "qwen2_tied")
     check(ranks, tmp_path, *LAYOUTS[name], packed=True, distributed=True)

@@ -47,6 +47,7 @@ def plan(
     [
         ("qwen2_tied", {"tensor": 2, "pipeline": 2, "data": 2}),
         ("llama_tied_llama3", {"tensor": 4, "data": 2}),  # ranks share a query group
+        ("qwen3", {"tensor": 2, "context": 2, "data": 2}),  # every context rank holds all parameters
         ("qwen3_tied", {"pipeline": 2, "virtual_pipeline": 2}),
         ("phi3", {"tensor": 2, "sequence": True, "pipeline": 3, "first_stage_layers": 2}),
         ("qwen3_moe", {"tensor": 2, "sequence": True, "pipeline": 2, "data": 4, "expert": 4}),

@@ -84,10 +84,11 @@ def merged(results: list[tuple[dict, dict, dict]]) -> list[dict[str, Tensor]]:
         ("qwen2_tied", {"pipeline": 2}, {"data": 2}),
         ("qwen2_tied", {"tensor": 2, "pipeline": 2}, {"pipeline": 2, "virtual_pipeline": 2}),
         ("qwen3", {"data": 2}, {"tensor": 4}),
+        ("qwen3", {"context": 2}, {"pipeline": 2}),
         ("qwen3_moe", {"data": 2, "expert": 2}, {}),
         ("qwen3_moe", {}, {"pipeline": 2, "data": 2, "expert": 2}),
     ],
-    ids=["tp2-one", "tp2-pp2", "pp2-dp2", "tp2pp2-pp2vpp2", "dp2-tp4", "ep2-one", "one-pp2ep2"],
+    ids=["tp2-one", "tp2-pp2", "pp2-dp2", "tp2pp2-pp2vpp2", "dp2-tp4", "cp2-pp2", "ep2-one", "one-pp2ep2"],
 )
 def test_loads_in_another_layout(writers: RankPool, tmp_path: Path, family: str, saved: dict, loaded: dict) -> None:
     save_model(tmp_path / "model", family)
@@ -101,10 +102,11 @@ def test_loads_in_another_layout(writers: RankPool, tmp_path: Path, family: str,
     [
         ("qwen2_tied", {"data": 2}, {"data": 2}),
         ("qwen2_tied", {"data": 2}, {}),
+        ("qwen2_tied", {"context": 2}, {"context": 2}),
         ("qwen2_tied", {"pipeline": 2, "data": 2}, {"tensor": 2}),
         ("qwen3_moe", {"data": 2, "expert": 2}, {"data": 2}),
     ],
-    ids=["dp2-dp2", "dp2-one", "pp2dp2-tp2", "ep2-dp2"],
+    ids=["dp2-dp2", "dp2-one", "cp2-cp2", "pp2dp2-tp2", "ep2-dp2"],
 )
 def test_distributed_optimizer(writers: RankPool, tmp_path: Path, family: str, saved: dict, loaded: dict) -> None:
     save_model(tmp_path / "model", family)

@@ -21,10 +21,11 @@ def quadratic(length: int) -> float:
     lengths=st.lists(st.integers(1, 50), max_size=60),
     data_parallel=st.integers(1, 5),
     multiple=st.integers(1, 4),
+    each=st.sampled_from([1, 4, 8]),
     packed=st.booleans(),
 )
-def test_what_every_plan_keeps(lengths: list[int], data_parallel: int, multiple: int, packed: bool) -> None:
-    rules = PlanRules(data_parallel=data_parallel, budget=64, packed=packed, multiple=multiple, cost=quadratic)
+def test_what_every_plan_keeps(lengths: list[int], data_parallel: int, multiple: int, each: int, packed: bool) -> None:
+    rules = PlanRules(data_parallel, 64, packed, multiple, each, cost=quadratic)
     plan = plan_micro_batches(lengths, rules)
     assert sorted(i for rank in plan.ranks for micro in rank for i in micro) == list(range(len(lengths)))
     assert len(plan.ranks) == data_parallel
@@ -33,7 +34,7 @@ def test_what_every_plan_keeps(lengths: list[int], data_parallel: int, multiple:
     assert plan.micro_batches % multiple == 0
     for rank in plan.ranks:
         for micro in filter(None, rank):
-            sizes = [lengths[i] for i in micro]
+            sizes = [lengths[i] + -lengths[i] % each for i in micro]
             assert (sum(sizes) if packed else max(sizes) * len(sizes)) <= 64
     assert plan == plan_micro_batches(lengths, rules)
 
@@ -55,6 +56,8 @@ def test_long_samples_cost_more_than_their_length() -> None:
 def test_a_sample_longer_than_the_budget_is_named() -> None:
     with pytest.raises(ConfigError, match=r"batch.micro_batch_tokens: the longest sample has 65 tokens"):
         plan_micro_batches([3, 65], PlanRules(data_parallel=1, budget=64, packed=True))
+    with pytest.raises(ConfigError, match="the longest sample has 64 tokens, padded to a multiple of 8, the budget"):
+        plan_micro_batches([3, 57], PlanRules(data_parallel=1, budget=63, packed=True, each=8))
 
 
 @settings(max_examples=50, deadline=None)

@@ -15,7 +15,8 @@ from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.batch import Prompt
 from megatron_stare.errors import DataError
 from megatron_stare.megatron.batching.microbatch import RankBatch
-from megatron_stare.megatron.batching.sequence_layout import Grid, WholeSequences
+from megatron_stare.megatron.batching.sequence_layout import SequenceLayout, SplitSequences, WholeSequences
+from megatron_stare.megatron.batching.zigzag import Zigzag
 from megatron_stare.ops.plan import PlanRules, plan_mini_batches
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory, sampled_trajectory
@@ -115,17 +116,12 @@ def test_bytes_of_a_share_fall_with_the_data_ranks() -> None:
         assert sum(sizes) >= whole  # nothing is lost
 
 
-class Alternating(WholeSequences):
-    """As context parallelism would: each of two ranks is fed every other position of all sequences."""
-
-    rank = 0
-
-    def split(self, grid: Grid) -> Grid:
-        return Grid(grid.sample[:, self.rank :: 2], grid.token[:, self.rank :: 2])
-
-
-class Odd(Alternating):
-    rank = 1
+def layouts(context: int, packed: bool) -> list[SequenceLayout]:
+    """Of every rank that a sequence lies on."""
+    if context == 1:
+        return [WholeSequences(packed=packed, multiple=2)]
+    sizes = {"packed": packed, "multiple": 4 * context, "each": 2 * context}
+    return [SplitSequences(**sizes, place=Zigzag(rank, context)) for rank in range(context)]
 
 
 @given(
@@ -133,9 +129,9 @@ class Odd(Alternating):
     ranks=st.integers(1, 4),
     packed=st.booleans(),
     mini_batch=st.sampled_from([None, 1, 2]),
-    kinds=st.sampled_from([(WholeSequences,), (Alternating, Odd)]),
+    context=st.integers(1, 3),
 )
-def test_every_position_of_the_loss_mask_lies_on_one_rank(lengths, ranks, packed, mini_batch, kinds) -> None:
+def test_every_position_of_the_loss_mask_lies_on_one_rank(lengths, ranks, packed, mini_batch, context) -> None:
     batch = batch_of(lengths)
     cut = plan(batch, rules(ranks, packed=packed, mini_batch=mini_batch))
     seen = []
@@ -143,8 +139,8 @@ def test_every_position_of_the_loss_mask_lies_on_one_rank(lengths, ranks, packed
     sequence = torch.repeat_interleave(torch.arange(batch.size), batch.response_lengths)
     for rank in range(ranks):
         share = batch.share(cut.samples_of(rank))
-        for kind in kinds:
-            here = RankBatch(share, cut, rank, CPU, kind(packed=packed, multiple=2))
+        for layout in layouts(context, packed):
+            here = RankBatch(share, cut, rank, CPU, layout)
             tokens = here.token_batch(torch.zeros(len(here.index)), torch.zeros(len(here.index)))
             seen.append(here.index)
             assert torch.equal(here.sequence, sequence[here.index])

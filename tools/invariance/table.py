@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 pp2": {"tensor": 2, "pipeline": 2},
     "tp2 dp2": {"tensor": 2, "data": 2},
     "pp2 dp2": {"pipeline": 2, "data": 2},
+    "cp2": {"context": 2},
+    "cp4": {"context": 4},
+    "cp2 tp2": {"context": 2, "tensor": 2},
+    "cp2 pp2": {"context": 2, "pipeline": 2},
 }
 CUTS = ({"budget": 64, "packed": True}, {"budget": 40, "packed": False})
 OFF_POLICY = 0.5  # so that clips and ratios have something to do
@@ -54,11 +59,12 @@ OFF_POLICY = 0.5  # so that clips and ratios have something to do
 Rows = dict[str, dict[str, dict[str, Any]]]  # method -> layout -> errors
 
 
-def table(folder: str) -> tuple[Rows, list[str]]:
+def table(folder: str, layouts: Sequence[str] = tuple(LAYOUTS)) -> tuple[Rows, list[str]]:
     """By method and layout the largest errors over the cuts into micro-batches; and what failed.
 
     Args:
         folder: of the model.
+        layouts: names of those that are checked.
     """
     rows: Rows = {}
     faults: list[str] = []
@@ -67,8 +73,8 @@ def table(folder: str) -> tuple[Rows, list[str]]:
             one = Case(algorithm, off_policy=OFF_POLICY)
             wholes = [take(pool, replace(one, packed=cut["packed"]), folder, None) for cut in CUTS]
             rows[name] = {}
-            for layout, parallel in LAYOUTS.items():
-                found = []
+            for layout in layouts:
+                parallel, found = LAYOUTS[layout], []
                 for cut, whole in zip(CUTS, wholes, strict=True):
                     case = replace(one, parallel=parallel, **cut)
                     found.append(compare(whole, take(pool, case, folder, whole["scores"])))
@@ -101,7 +107,7 @@ def write(rows: Rows, out: Path) -> None:
         "spread of ln(p / p_old)": OFF_POLICY,
         "learning rate": Case.lr,
         "settings": {name: settings for name, settings in ALGORITHMS.items() if name in rows},
-        "layouts": LAYOUTS,
+        "layouts": {name: parallel for name, parallel in LAYOUTS.items() if any(name in row for row in rows.values())},
     }
     methods = (
         f"  {json.dumps(name)}: {{\n"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +16,10 @@ from torch import Tensor
 from megatron_stare.batch import MicroBatchPlan, TokenBatch
 from megatron_stare.megatron.batching.packing import PackedSequences
 from megatron_stare.megatron.batching.sequence_layout import Grid, SequenceLayout
+from megatron_stare.ops.rank_sums import sum_over_ranks
 from megatron_stare.records.rollout_batch import RankShare
+
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -30,9 +34,22 @@ class MicroBatch:
     layout: SequenceLayout
     packing: PackedSequences | None = None
 
+    def to(self, device: torch.device, *, bounds: bool) -> MicroBatch:
+        """On the model's device, without waiting for it. bounds: see PackedSequences.to."""
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS}
+        return replace(self, **moved, packing=self.packing.to(device, bounds=bounds) if self.packing else None)
+
+    def pinned(self) -> MicroBatch:
+        """In memory that a GPU copies from by itself."""
+        tensors = {name: getattr(self, name).pin_memory() for name in _TENSORS}
+        return replace(self, **tensors, packing=self.packing.pinned() if self.packing else None)
+
+
+_TENSORS = ("tokens", "positions", "rows", "targets")
+
 
 class RankBatch:
-    """A share of a rollout batch as micro-batches, following the plan.
+    """A share of a rollout batch as micro-batches, following the plan. They stay on the host until their turn comes.
 
     index, sequence, position: [N] int64 canonical number, sample and place in its response of every position here.
     held: [N] int64 where they stand in the share's columns.
@@ -58,7 +75,8 @@ class RankBatch:
         found, done = [], 0
         for chosen, whole in zip(samples, layout.lay_out([share.lengths[each] for each in samples]), strict=True):
             micro, where = _micro_batch(share, chosen, layout.split(whole), done, layout)
-            self.micro_batches.append(_to(replace(micro, packing=layout.describe(whole, device)), device))
+            micro = replace(micro, packing=layout.describe(whole, HOST))
+            self.micro_batches.append(micro.pinned() if device.type == "cuda" else micro)
             found.append(where)
             done += micro.rows.numel()
         self.sequence, self.position, self.held = torch.cat(found, dim=1)
@@ -74,7 +92,7 @@ class RankBatch:
         share, here = self.share, self.device
         assert share.advantages is not None and share.carries_loss is not None
         assert share.baseline_mask is not None and share.penalties is not None
-        lengths = self._loss_lengths(share.carries_loss)
+        lengths, ranks = self._loss_lengths(share.carries_loss), self.layout.micro_batch_group
         return TokenBatch(
             log_prob=log_prob,
             old_log_prob=log_prob,
@@ -94,6 +112,7 @@ class RankBatch:
             num_groups=int(share.groups.max()) + 1,
             max_length=int(share.response_lengths.max()),
             step=share.step,
+            over_ranks=partial(sum_over_ranks, group=ranks) if ranks is not None else None,
         )
 
     def mini_batch(self, number: int) -> RankBatch:
@@ -152,13 +171,3 @@ def _micro_batch(
     targets = share.tokens[source.flatten()[rows] + 1].to(torch.int64)
     span = slice(done, done + rows.numel())
     return MicroBatch(tokens, token.contiguous(), rows, targets, span, layout), where
-
-
-def _to(micro: MicroBatch, device: torch.device) -> MicroBatch:
-    return replace(
-        micro,
-        tokens=micro.tokens.to(device),
-        positions=micro.positions.to(device),
-        rows=micro.rows.to(device),
-        targets=micro.targets.to(device),
-    )

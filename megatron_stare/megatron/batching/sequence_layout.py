@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.batching.packing import PackedSequences, pack
+from megatron_stare.megatron.batching.zigzag import WHOLE, Zigzag
 from megatron_stare.megatron.layout import Layout
 
 
@@ -35,6 +36,7 @@ class Grid:
         more = (0, columns - self.sample.shape[1], 0, rows - self.sample.shape[0])
         sample = torch.nn.functional.pad(self.sample, more, value=-1)
         token = torch.arange(columns).expand(rows, columns).clone()
+        token[:, self.token.shape[1] :] -= self.token.shape[1]  # packed, a sequence of its own
         token[: self.token.shape[0], : self.token.shape[1]] = self.token
         return Grid(sample, token)
 
@@ -42,13 +44,8 @@ class Grid:
 class SequenceLayout(ABC):
     """What micro-batches, the head and a step's sums must know of it.
 
-    A context-parallel layout is one more subclass. It must give: in `lay_out`, every sequence padded to a multiple of
-    twice the context ranks, so that all get equal parts and, with causal attention, equal work; in `split`, the columns
-    of this rank's two chunks of each sequence, one from either end; in `describe`, the sequences as they were before
-    the split, for an attention that exchanges keys and values; in `rows`, this rank's own hidden states and no others,
-    as every response position lies on one context rank; in `group`, the data ranks times the context ranks. A position
-    brings its sample and token along, so that targets, canonical numbers and masks follow the split by themselves; the
-    ranks of a context group are given the same share of the batch.
+    A position brings its sample and token along, so that targets, canonical numbers and masks follow a split by
+    themselves. Ranks among which a sequence is split are given the same share of the batch.
     """
 
     @abstractmethod
@@ -79,6 +76,12 @@ class SequenceLayout(ABC):
         """Ranks that hold other tokens of the batch, over which sums, maxima and selects are reduced; None: this rank
         holds all."""
 
+    @property
+    def micro_batch_group(self) -> ProcessGroup | None:
+        """Ranks that hold other tokens of the same responses, in the same micro-batches; None: this rank holds them
+        whole."""
+        return None
+
 
 @dataclass(frozen=True)
 class WholeSequences(SequenceLayout):
@@ -88,18 +91,22 @@ class WholeSequences(SequenceLayout):
     packed: sequences stand end to end in one row; else a row each, padded on the right.
     cut: sequence parallelism.
     multiple: positions of a micro-batch are padded to a multiple of this, so that they can be cut.
+    each: packed sequences are each padded to a multiple of this.
     uniform: all micro-batches are given the shape of the largest.
     """
 
     packed: bool = False
     cut: bool = False
     multiple: int = 1
+    each: int = 1
     uniform: bool = False
     data_group: ProcessGroup | None = None
 
     def lay_out(self, lengths: Sequence[Tensor]) -> list[Grid]:
-        one = _packed if self.packed else _padded
-        grids = [one(each, self.multiple) for each in lengths]
+        if self.packed:
+            grids = [_packed(each, self.each, self.multiple) for each in lengths]
+        else:
+            grids = [_padded(each, self.multiple) for each in lengths]
         if self.uniform:
             rows, columns = (max(grid.sample.shape[axis] for grid in grids) for axis in range(2))
             grids = [grid.stretched(rows, columns) for grid in grids]
@@ -109,10 +116,15 @@ class WholeSequences(SequenceLayout):
         return grid
 
     def describe(self, grid: Grid, device: torch.device) -> PackedSequences | None:
+        return pack(self.sequences(grid), device) if self.packed else None
+
+    def sequences(self, grid: Grid) -> list[int]:
+        """Lengths, padding included, of the sequences that stand end to end in every row of a whole grid."""
+        columns = grid.token.shape[1]
         if not self.packed:
-            return None
-        sizes = torch.unique_consecutive(grid.sample[0], return_counts=True)[1]  # padding last
-        return pack(sizes.tolist(), device)
+            return [columns]
+        starts = (grid.token[0] == 0).nonzero().squeeze(1)
+        return torch.cat([starts, torch.tensor([columns])]).diff().tolist()
 
     def rows(self, hidden: Tensor, rows: Tensor) -> Tensor:
         if self.cut:
@@ -127,16 +139,43 @@ class WholeSequences(SequenceLayout):
         return self.data_group
 
 
+@dataclass(frozen=True)
+class SplitSequences(WholeSequences):
+    """Context parallelism: every sequence, padded to a multiple of twice the ranks, is cut into chunks; a rank holds
+    two of them and feeds them to its model, whose attention exchanges keys and values.
+
+    data_group: ranks that hold other data or other chunks.
+    place: of this rank among the context-parallel ones, which are `context_group`.
+    """
+
+    place: Zigzag = WHOLE
+    context_group: ProcessGroup | None = None
+
+    def split(self, grid: Grid) -> Grid:
+        mine = self.place.columns(self.sequences(grid))
+        return Grid(grid.sample[:, mine], grid.token[:, mine])
+
+    def describe(self, grid: Grid, device: torch.device) -> PackedSequences | None:
+        return pack(self.sequences(grid), device, self.place) if self.packed else None
+
+    @property
+    def micro_batch_group(self) -> ProcessGroup | None:
+        return self.context_group
+
+
 def sequence_layout(config: Config, layout: Layout) -> SequenceLayout:
     """That of a run, on this rank."""
     parallel = config.parallel
-    return WholeSequences(
+    place = Zigzag(layout.cp_rank, layout.cp)
+    whole = WholeSequences(
         packed=config.batch.packed,
         cut=parallel.sequence,
-        multiple=layout.tp if parallel.sequence else 1,
+        multiple=place.multiple * (layout.tp if parallel.sequence else 1),
+        each=place.multiple,
         uniform=parallel.virtual_pipeline > 1,
-        data_group=layout.dp_group if layout.dp > 1 else None,
+        data_group=layout.dp_group if layout.dp * layout.cp > 1 else None,
     )
+    return whole if layout.cp == 1 else SplitSequences(**vars(whole), place=place, context_group=layout.cp_group)
 
 
 def _padded(lengths: Tensor, multiple: int) -> Grid:
@@ -149,11 +188,14 @@ def _padded(lengths: Tensor, multiple: int) -> Grid:
     return Grid(torch.where(real, number, -1), token)
 
 
-def _packed(lengths: Tensor, multiple: int) -> Grid:
-    """One row of all samples end to end; padding, where there must be some, is a sequence of its own at the end."""
-    total = int(lengths.sum())
+def _packed(lengths: Tensor, each: int, multiple: int) -> Grid:
+    """One row of all samples end to end, each padded to a multiple of `each`; padding to a `multiple` of all, where
+    there must be some, is a sequence of its own at the end."""
+    sizes = lengths + -lengths % each
+    total = int(sizes.sum())
     padding = multiple if total == 0 else -total % multiple
-    number = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    token = torch.arange(total) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+    number = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    token = torch.arange(total) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
+    sample = torch.where(token < lengths[number], number, -1)
     filler = torch.full((padding,), -1)
-    return Grid(torch.cat([number, filler])[None], torch.cat([token, torch.arange(padding)])[None])
+    return Grid(torch.cat([sample, filler])[None], torch.cat([token, torch.arange(padding)])[None])

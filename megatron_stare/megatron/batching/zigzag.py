@@ -1,0 +1,53 @@
+"""Which positions of a sequence a context-parallel rank holds: two chunks, one from either end, as Megatron's rotary
+embeddings and Transformer Engine's attention take it.
+
+Shape legend: L positions of a sequence, t positions of sequences laid end to end, C context-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Zigzag:
+    """Of 2 C equal chunks of every sequence, rank r holds those numbered r and 2 C - 1 - r, so that causal attention is
+    the same work on every rank.
+
+    Raises:
+        ValueError: from every method, a length that is not a multiple of 2 C (of 1 where C is 1).
+    """
+
+    rank: int = 0
+    ranks: int = 1
+
+    @property
+    def multiple(self) -> int:
+        """What lengths must be multiples of."""
+        return 2 * self.ranks if self.ranks > 1 else 1
+
+    def positions(self, length: int) -> Tensor:
+        """[L / C] int64 positions of a sequence that this rank holds, ascending."""
+        if length % self.multiple:
+            raise ValueError(f"{length} positions cannot be cut into {self.multiple} equal chunks")
+        if self.ranks == 1:
+            return torch.arange(length)
+        chunk = length // self.multiple
+        first = torch.arange(self.rank * chunk, (self.rank + 1) * chunk)
+        return torch.cat([first, first + (self.multiple - 1 - 2 * self.rank) * chunk])
+
+    def columns(self, lengths: Sequence[int]) -> Tensor:
+        """[t / C] int64 the columns that this rank holds of sequences laid end to end."""
+        starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+        return torch.cat([start + self.positions(length) for start, length in zip(starts, lengths, strict=False)])
+
+    def order(self, lengths: Sequence[int]) -> Tensor:
+        """[t] int64 where every column stands once the parts of all ranks are laid end to end in order of rank."""
+        return torch.cat([Zigzag(rank, self.ranks).columns(lengths) for rank in range(self.ranks)]).argsort()
+
+
+WHOLE = Zigzag()

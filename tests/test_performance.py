@@ -1,0 +1,154 @@
+"""`performance`: what is asked for reaches Megatron, what cannot be is refused, nothing is on before it was proven."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
+from support.runs import ROOT
+
+from megatron_stare import performance
+from megatron_stare.cli import main
+from megatron_stare.config.load import load_config
+from megatron_stare.config.schema import PerformanceConfig
+from megatron_stare.errors import ConfigError
+from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.performance import FEATURES, check_performance, environment, is_on, megatron_fields
+from megatron_stare.run.preflight import check
+
+QUICKSTART = str(ROOT / "configs/quickstart.yaml")
+MODEL = f"model.path={ROOT / 'assets/tiny-adder'}"
+RESULTS = ROOT / "benchmarks" / "results" / "gpu"
+PARTS: dict[Any, Any] = {
+    "model": TransformerConfig,
+    "gradients": DistributedDataParallelConfig,
+    "optimizer": OptimizerConfig,
+}
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+def test_every_row_has_a_setting_and_megatron_has_its_fields() -> None:
+    switches = {name for name, info in PerformanceConfig.model_fields.items() if info.annotation == (bool | None)}
+    assert switches == {feature.name for feature in FEATURES}
+    for feature in FEATURES:
+        assert all(value for fields in feature.sets.values() for value in fields.values())
+        for part, fields in feature.sets.items():
+            assert fields.keys() <= PARTS[part].__dataclass_fields__.keys(), feature.name
+
+
+def test_a_row_is_proven_by_a_committed_result_alone() -> None:
+    for feature in FEATURES:
+        if feature.proven:
+            result = json.loads((RESULTS / f"{feature.check}.json").read_text())
+            assert result["machine"]["gpu"] and result["verdict"] == "pass"
+            assert result["settings"][feature.name]["verdict"] == "pass"
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)
+def test_a_setting_turns_on_its_fields_and_no_others(feature: performance.Feature) -> None:
+    on = PerformanceConfig(**{feature.name: True})
+    for part in PARTS:
+        before, after = megatron_fields(PerformanceConfig(), part), megatron_fields(on, part)
+        assert not any(before.values())  # nothing is proven yet
+        assert {name: value for name, value in after.items() if value} == dict(feature.sets.get(part, {}))
+        assert before.keys() == after.keys()
+
+
+@without_gpu
+def test_null_is_on_where_it_is_proven_and_the_device_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = replace(FEATURES[1], proven=True)
+    fused = replace(FEATURES[0], proven=True)
+    assert (compiled.name, fused.name) == ("swiglu_fusion", "rope_fusion")
+    assert is_on(PerformanceConfig(), compiled)
+    assert not is_on(PerformanceConfig(swiglu_fusion=False), compiled)
+    assert not is_on(PerformanceConfig(), fused)  # no CUDA
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(performance, "_installed", lambda name: name == "transformer_engine")
+    assert is_on(PerformanceConfig(), fused)
+
+
+REFUSED = [
+    ("rope_fusion=true", "performance.rope_fusion: it needs CUDA and Transformer Engine"),
+    ("wgrad_fusion=true", "performance.wgrad_fusion: it needs CUDA and Transformer Engine, or Apex"),
+    ("batched_p2p=true", "performance.batched_p2p: it needs CUDA"),
+    ("cuda_connections=1", "performance.cuda_connections: it needs CUDA"),
+    ("cuda_allocator=expandable_segments:True", "performance.cuda_allocator: it needs CUDA"),
+    ("gradient_bucket=1000", "performance.gradient_bucket: buckets are for gradients"),
+    ("overlap_param_gather=true", "performance.overlap_param_gather: it needs optimizer.distributed"),
+    ("precision_aware_optimizer=true", "performance.precision_aware_optimizer: it needs optimizer.distributed"),
+]
+
+
+@without_gpu
+@pytest.mark.parametrize(("override", "message"), REFUSED)
+def test_what_cannot_be_is_refused_by_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", QUICKSTART, MODEL, f"performance.{override}", "--dry-run"]) == 2
+    assert f"error: {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["rollout.engine=sglang", "sglang.colocated=true", "performance.cuda_allocator=expandable_segments:True"],
+            "expandable segments cannot be shared",
+        ),
+        (
+            ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "performance.batched_p2p=true"],
+            "two stages of several chunks",
+        ),
+        (["optimizer.distributed=true", "performance.overlap_param_gather=true"], "needs performance.overlap_grad_"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_on_any_device(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_performance(load_config(QUICKSTART, [MODEL, *overrides]))
+    check_performance(load_config(QUICKSTART, [MODEL, *overrides[:-1]]))
+
+
+@without_gpu
+def test_of_a_cluster_elsewhere_the_rank_says_what_it_lacks(tmp_path: Path) -> None:
+    elsewhere = ["runtime.runner=ray", "runtime.ray_address=far:6379"]
+    config = check(load_config(QUICKSTART, [MODEL, *elsewhere, "performance.batched_p2p=true"]))
+    with pytest.raises(ConfigError, match="it needs CUDA"):
+        Trainer(config, 0, f"file://{tmp_path}/ranks")
+    assert not torch.distributed.is_initialized()
+
+
+def test_environment_of_trainer_ranks() -> None:
+    assert environment(PerformanceConfig()) == {}
+    assert environment(PerformanceConfig(cuda_connections=1, cuda_allocator="max_split_size_mb:512")) == {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512",
+    }
+
+
+def test_a_dry_run_says_what_turns_each_on(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", QUICKSTART, MODEL, "performance.bias_fusion=true", "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert yaml.safe_load(text)["performance"]["bias_fusion"] is True  # remarks are comments
+    for feature in FEATURES:
+        turns_on = f"performance.{feature.name}=true turns it on"
+        assert (turns_on in text) == (feature.name != "bias_fusion" and not is_on(PerformanceConfig(), feature))
+    assert "# activations: a rank keeps about" in text
+
+
+def test_the_page_names_every_setting_and_what_proves_it() -> None:
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    for feature in FEATURES:
+        assert f"| `performance.{feature.name}=true` |" in page
+        assert f"`{feature.check}`" in page

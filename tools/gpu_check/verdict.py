@@ -1,0 +1,37 @@
+"""What a check needs and what it must reach. Imports nothing that a bare machine lacks."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Mapping, Sequence
+
+Bound = tuple[str, float]  # ("<=" or ">=", value)
+
+
+def lacking(needs: Sequence[str]) -> list[str]:
+    """Which of the modules, or `cuda`, this machine does not have."""
+    return [name for name in ("torch", *needs) if not _there(name)]
+
+
+def _there(name: str) -> bool:
+    if name != "cuda":
+        try:
+            return importlib.util.find_spec(name) is not None
+        except ModuleNotFoundError:  # the package around it
+            return False
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def verdict_of(figures: Mapping[str, float], bounds: Mapping[str, Bound]) -> tuple[str, list[str]]:
+    """`pass` where every bound has its figure, which is a number and within it; else `fail` and what is broken."""
+    broken = []
+    for name, (sign, value) in bounds.items():
+        figure = figures.get(name, math.nan)
+        if not (figure <= value if sign == "<=" else figure >= value):
+            broken.append(f"{name} is {figure:.4g}, wanted {sign} {value:g}")
+    return ("fail" if broken or not bounds else "pass"), broken
