@@ -185,10 +185,7 @@ class RolloutConfig(Section):
     max_batch: int = Field(256, ge=1, description="responses an engine decodes together")
     threads: int = Field(1, ge=1, description="CPU threads of an engine")
     prove_every: int = Field(
-        1,
-        ge=1,
-        description="weight syncs from one to the next whose values are proven by checksums; in between the engines' "
-        "weights are UNPROVED, and names and counts alone are compared",
+        1, ge=1, description="weight syncs until values are proven by checksums again; else names and counts alone"
     )
     sync_bucket_mb: int = Field(
         64, ge=1, description="largest bucket of weights on its way to the engines, MB; a larger tensor goes alone"
@@ -201,11 +198,7 @@ class SGLangConfig(Section):
     urls: list[str] = Field(
         [], description="running servers to use, keyed by SGLANG_API_KEY; empty: start rollout.engines of them here"
     )
-    host: str = Field(
-        "127.0.0.1",
-        description="address that servers of a run listen on; 0.0.0.0: all of the machine's. They ask for a key drawn "
-        "for the run on each",
-    )
+    host: str = Field("127.0.0.1", description="address that servers of a run listen on; 0.0.0.0: all there are")
     python: str | None = Field(
         None, description="Python of the environment SGLang is installed in; null: that of scripts/setup_sglang.sh"
     )
@@ -239,10 +232,7 @@ class SGLangConfig(Section):
     )
     seeds: bool = Field(False, description="servers key sampling noise on the request, at a cost in speed")
     cache_tokens: int | None = Field(
-        20_000,
-        ge=1,
-        description="tokens a server's key/value cache holds; null: on GPUs as many as fit memory_fraction, which is "
-        "what GPUs want",
+        20_000, ge=1, description="tokens a server's key/value cache holds; null, for GPUs: what fits memory_fraction"
     )
     start_timeout_s: float = Field(300.0, gt=0, description="limit of a server's start, seconds")
     agreement_limit: float | None = Field(
