@@ -111,8 +111,9 @@ def test_no_folder_changes_what_ruff_takes_for_the_project_s_own(tmp_path: Path)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for folder in ("tests", "tools", "benchmarks"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("results", "__pycache__"))
-        for module in (tmp_path / folder).glob("*.py"):
+        for module in (tmp_path / folder).rglob("*.py"):
             (tmp_path / module.stem).mkdir(exist_ok=True)
+            (tmp_path / module.parent.name).mkdir(exist_ok=True)
     assert (tmp_path / "runs").is_dir()
     (tmp_path / "megatron_stare").mkdir()
     command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select", "I", "tests", "tools", "benchmarks"]

@@ -185,11 +185,20 @@ def test_starts_that_were_killed_are_no_runs(tmp_path: Path, monkeypatch: pytest
 
 
 def test_checkpoints_that_are_gone(tmp_path: Path) -> None:
-    """The quickstart saves every 100 steps: of a run of 100 the save may have been killed, one of 101 had it."""
+    """The quickstart saves every 100 steps, in the background: of a run of 200 the first save may still have been under
+    way, one of 201 had it. Where a step waits for its checkpoint, of a run of 100 it may have been killed."""
     config = check(load_config(QUICKSTART, [f"model.path={ROOT / 'assets/tiny-adder'}"])).config
-    assert resume_point(make_run(tmp_path / "killed", steps=100), config) == (None, None)
+    assert resume_point(make_run(tmp_path / "killed", steps=200), config) == (None, None)
+    with pytest.raises(DataError, match="no complete checkpoint, though it made 201 steps"):
+        resume_point(make_run(tmp_path / "cleared", steps=201), config)
+    for steps in (100, 101):
+        run = make_run(tmp_path / str(steps), steps=steps)
+        waited = recorded(run)
+        waited["checkpoint"]["background"] = False
+        (run / "config.yaml").write_text(yaml.safe_dump(waited))
+    assert resume_point(tmp_path / "100", config) == (None, None)
     with pytest.raises(DataError, match="no complete checkpoint, though it made 101 steps"):
-        resume_point(make_run(tmp_path / "cleared", steps=101), config)
+        resume_point(tmp_path / "101", config)
 
 
 def test_paths_are_compared_by_what_they_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def test_a_cluster_that_is_not_there_is_said_to_be_that(tmp_path: Path, host: st
 
 
 def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
-    settings = {"run.steps": 5, "run.checkpoint_every": 2, "eval.prompts": 0}
+    settings = {"run.steps": 5, "run.checkpoint_every": 2, "checkpoint.background": "false", "eval.prompts": 0}
     whole = train(model(), f"run.dir={tmp_path / 'whole'}", cwd=tmp_path, **settings)
     assert whole.returncode == 0, whole.stderr
     cut = tmp_path / "cut"

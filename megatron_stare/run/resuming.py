@@ -47,7 +47,7 @@ def resume_point(path: Path, config: Config) -> tuple[Path | None, RunState | No
     """The newest complete checkpoint of a run, which this configuration may continue, and the state in it.
 
     Returns:
-        (None, None) for a run that ended before its first checkpoint was due: it begins anew.
+        (None, None) for a run that ended before its first checkpoint was complete: it begins anew.
 
     Raises:
         UserError: a setting that must not differ does, checkpoints are gone, a file of the newest was cut since, or it
@@ -58,8 +58,9 @@ def resume_point(path: Path, config: Config) -> tuple[Path | None, RunState | No
     checkpoints = complete_checkpoints(path)
     if not checkpoints:
         made = max((row["step"] for row in read_metrics(path / METRICS_FILE)), default=0)
-        first = min(old.run.checkpoint_every or old.run.steps, old.run.steps)
-        if made > first:  # its metrics would be cut back to nothing
+        # written in the background, the first checkpoint is whole before the second is begun
+        due = (old.run.checkpoint_every or old.run.steps) * (2 if old.checkpoint.background else 1)
+        if made > min(due, old.run.steps):  # its metrics would be cut back to nothing
             raise DataError(
                 f"the run has no complete checkpoint, though it made {made} steps",
                 where=str(path),

@@ -62,7 +62,7 @@ class Run:
             self.optimizer.zero_grad()
             for _, parameter in named_parameters(self.model):
                 parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))
-            assert take_step(self.optimizer, self.scheduler, 1e9, None).taken
+            assert take_step(self.optimizer, self.scheduler, 1e9, empty=None, loss_not_finite=None).taken
         self.done = until
 
     def checkpoint(self, folder: Path) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ def traffic(rank: int, init: str, path: str, family_packed: bool) -> dict[str, o
     config = Config(model=ModelConfig(path=path), batch=BatchConfig(packed=family_packed))
     layout = parallel_layout.join(parallel, rank, init, seed=1, timeout_s=60)
     batch = random_batch(3, 10)
-    plan = plan_micro_batches(batch.lengths.tolist(), PlanRules(1, 60, family_packed, 1, cost_of(shape)))
+    plan = plan_micro_batches(batch.lengths.tolist(), PlanRules(1, 60, family_packed, cost=cost_of(shape)))
     share = batch.share(plan.samples_of(0))
     ranked = RankBatch(share, plan, 0, ELSEWHERE, sequence_layout(config, layout))
     model = build_model(shape, config.model, parallel, layout)

@@ -64,7 +64,7 @@ class Example:
             rollout_log_prob=log_prob,
             entropy=torch.tensor(self.entropy, dtype=torch.float32),
             advantage=torch.tensor(self.advantage, dtype=torch.float32),
-            mask=torch.tensor(self.mask, dtype=torch.bool),
+            loss_mask=torch.tensor(self.mask, dtype=torch.bool),
             sequence=torch.arange(n) % SEGMENTS,
             position=torch.arange(n),
             index=self.first_index + torch.arange(n),

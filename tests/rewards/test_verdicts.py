@@ -10,7 +10,7 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.rewards.verdicts import verdicts
 from megatron_stare.rewards.verifier_pool import TooManyFailuresError, VerifierPool
 
-HERE = "verifiers_for_tests"
+HERE = "support.verifiers"
 
 
 async def all_of(pool: VerifierPool, answers: list[tuple[str, str]], most_failures: int | None = None):
@@ -68,10 +68,10 @@ def test_nobody_gets_the_verdict_of_an_answer_that_was_given_up():
 
 
 def test_a_worker_that_cannot_be_started_again_is_an_error_of_whoever_waits(tmp_path, monkeypatch):
-    module = tmp_path / "support.verifier_that_goes.py"
+    module = tmp_path / "verifier_that_goes.py"
     module.write_text("import os\ndef verify(response, answer):\n    os._exit(3)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with VerifierPool("support.verifier_that_goes.verify", 1, 10) as pool:
+    with VerifierPool("verifier_that_goes.verify", 1, 10) as pool:
         module.write_text("raise RuntimeError('gone')\n")
         with pytest.raises(ConfigError, match="gone"):
             asyncio.run(all_of(pool, [("a", ""), ("b", "")]))

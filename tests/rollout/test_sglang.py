@@ -183,6 +183,7 @@ def test_one_element_changed_in_one_server_is_caught(engine):
                 if name == "model.layers.1.mlp.up_proj.weight":
                     other = tensor.clone()
                     other[5, 7] += 1e-3
+                    one_server._where, one_server._layouts = self._where, self._layouts
                     await one_server.send([(name, other)])
 
     one_server = TensorSync(engine._sync._clients)

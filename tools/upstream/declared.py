@@ -71,7 +71,6 @@ def _relied(name: str, file: str, evidence: str, why: str) -> Declared:
 
 
 _CHUNK_CALL = "chunk(tokens, positions, None, packed_seq_params=packing, **as_it_is)"
-_DISTRIBUTED_MODULE = f"{_CORE}.optimizer.distrib_optimizer"
 
 _MEGATRON_USES = (
     Declared(
@@ -118,8 +117,6 @@ _MEGATRON_USES = (
         for module, file, text in (
             (f"{_CORE}.distributed.distributed_data_parallel", "head.py", "main_grad"),
             (f"{_CORE}.tensor_parallel.layers", "model.py", "tensor_model_parallel"),
-            (_DISTRIBUTED_MODULE, "optimizer_state.py", "fully_reshardable"),
-            (_DISTRIBUTED_MODULE, "optimizer_state.py", "distrib_optim_sharding_type"),
             (_OPTIMIZER, "optimizer_state.py", "common_step"),
             (_OPTIMIZER, "optimizer_state.py", "param_groups"),
         )
@@ -164,9 +161,9 @@ _MEGATRON_USES = (
     ),
     _relied(
         f"{_DISTRIBUTED}.sharded_param_state_fully_reshardable",
-        f"{_MEGATRON}/optimizer_state.py",
+        f"{_MEGATRON}/distributed_optimizer.py",
         "fully_reshardable",
-        "the form in which an optimizer is saved",
+        "whose names the optimizer is saved under",
     ),
     _relied(
         f"{_CORE}.distributed.DistributedDataParallel._make_backward_post_hook",
@@ -255,13 +252,19 @@ _SGLANG_USES = (
         for text in texts
     ),
     *(
-        Declared("spelled", f"{_SRT}.arg_groups.choices:{text}", f"{_SGLANG}/server.py", f'"{text}"', "value of a flag")
+        Declared(
+            "spelled",
+            f"{_SRT}.arg_groups.choices:{text}",
+            f"{_SGLANG}/server_options.py",
+            f'"{text}"',
+            "value of a flag",
+        )
         for text in ("torch_native", "pytorch", "dummy")
     ),
     Declared(
         "spelled",
         f"{_SRT}.platforms:SGLANG_USE_CPU_ENGINE",
-        f"{_SGLANG}/server.py",
+        f"{_SGLANG}/serve.py",
         '"SGLANG_USE_CPU_ENGINE"',
         "is kept from servers",
     ),
