@@ -275,7 +275,7 @@ _SGLANG_USES = (
         for group in ("platforms", "plugins")
     ),
     *(
-        _relied(f"{_SRT}.{name}", f"{_SGLANG}/fingerprint.py", "first 64 bits of the SHA-256", "is computed here too")
+        _relied(f"{_SRT}.{name}", f"{_SGLANG}/served_hash.py", "first 64 bits of SHA-256", "is computed here too")
         for name in (
             "utils.weight_checker._hash_tensor",
             "utils.weight_checker.WeightChecker._compute_checksum",
@@ -308,7 +308,7 @@ _SGLANG_USES = (
     ),
     _relied(
         f"{_SRT}.configs.update_config.adjust_config_with_unaligned_cpu_tp",
-        f"{_SGLANG}/replica.py",
+        f"{_SGLANG}/server_layout.py",
         "CPU_WIDTHS = 32",
         "what is padded on a CPU",
     ),
