@@ -31,6 +31,7 @@ CHECKS: dict[str, tuple[str, ...]] = {
     "trainer": _TRAINER,
     "vocabulary": ("cuda", "triton"),
     "stage_32b": ("cuda", "megatron.core", "pydantic"),
+    "server_hash": ("cuda",),
     "cuda_ipc": ("cuda",),
     "agreement": _TRAINER,
     "kth_largest_key": ("cuda",),
