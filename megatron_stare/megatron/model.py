@@ -195,12 +195,17 @@ def mark_cut_parameters(part: nn.Module, shape: ModelShape) -> None:
     It would tell itself while initialising them, which is left out because they are loaded; unmarked, a parameter
     counts as a duplicate, and the gradient norm holds the first rank's part alone.
     """
+    tensor = unwrap(part).config.tensor_model_parallel_size
     for name, parameter in named_parameters([part]):
         layout = rule_for(name, shape).layout
         if layout != "replicated" and not hasattr(parameter, "tensor_model_parallel"):
             for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
                 vars(parameter).pop(attribute, None)  # without data Transformer Engine's layers set the last one alone
             set_tensor_model_parallel_attributes(parameter, True, 1 if layout == "row" else 0, 1)
+        if is_expert(name) and tensor > 1:
+            # whole experts on every tensor-parallel rank, each of which sees its own tokens: their gradients are summed
+            # over those ranks as well. Megatron does so by itself only where experts are cut over ranks.
+            parameter.allreduce = False  # type: ignore[attr-defined]
 
 
 def named_parameters(model: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
