@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import sglang_servers as servers
@@ -75,6 +76,24 @@ def start(tmp_path: Path) -> Iterator[type]:
         run.log.close()
 
 
+def agreed(run: Run, steps: int) -> list[dict[str, Any]]:
+    """The metrics of a run that has two servers, agrees in every step, and leaves nothing behind."""
+    servers_seen = 0
+    for line in run.lines():
+        if is_step(line, 2):
+            servers_seen = run.traces.look()
+    assert run.process.wait() == 0, run.errors()
+    rows = metrics(run.dir)
+    assert len(rows) == steps
+    for row in rows:
+        assert row["agreement/max"] <= LIMIT
+        assert row["agreement/canary_max"] <= LIMIT
+        assert row["agreement/max_of_age_1"] == row["agreement/max"]  # every token is of the newest weights
+    assert servers_seen == 2
+    assert run.traces.left() == []
+    return rows
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sync", ["tensor", "distributed"])
 def test_twenty_steps_agree_token_by_token(start, sync):
@@ -86,23 +105,11 @@ def test_twenty_steps_agree_token_by_token(start, sync):
         f"sglang.agreement_limit={LIMIT}",
         **{"run.steps": 20},
     )
-    servers_seen = 0
-    for line in run.lines():
-        if is_step(line, 2):
-            servers_seen = run.traces.look()
-    assert run.process.wait() == 0, run.errors()
-    rows = metrics(run.dir)
-    assert len(rows) == 20
-    for row in rows:
-        assert row["agreement/max"] <= LIMIT
-        assert row["agreement/canary_max"] <= LIMIT
-        assert row["agreement/max_of_age_1"] == row["agreement/max"]  # every token is of the newest weights
+    for row in agreed(run, 20):
         assert row["ratio/max_abs_log"] == 0.0
     recorded = [json.loads(line) for line in (run.dir / "metrics.jsonl").read_text().splitlines()]
     for moved in ("memory/engines_freed_mb", "memory/engines_taken_mb"):
         assert [moved in row for row in recorded] == [sync == "tensor"] * 20
-    assert servers_seen == 2
-    assert run.traces.left() == []
 
 
 @pytest.mark.slow
@@ -119,19 +126,7 @@ def test_ten_steps_agree_with_servers_of_two_ranks(start, sync):
         f"sglang.agreement_limit={LIMIT}",
         **{"run.steps": 10, "batch.prompts": 8, "batch.samples_per_prompt": 4},
     )
-    servers_seen = 0
-    for line in run.lines():
-        if is_step(line, 2):
-            servers_seen = run.traces.look()
-    assert run.process.wait() == 0, run.errors()
-    rows = metrics(run.dir)
-    assert len(rows) == 10
-    for row in rows:
-        assert row["agreement/max"] <= LIMIT
-        assert row["agreement/canary_max"] <= LIMIT
-        assert row["agreement/max_of_age_1"] == row["agreement/max"]
-    assert servers_seen == 2
-    assert run.traces.left() == []
+    agreed(run, 10)
 
 
 def test_a_run_that_stops_says_why_and_leaves_nothing(start):

@@ -86,11 +86,14 @@ def _parts(
 
     Args:
         held: tensors [stop - start] by the name of what they are.
+
+    Raises:
+        ValueError: the model's checkpoint holds a copy of the parameter, which no layer of the supported release has.
     """
     pieces = nested_values(whole.build()) if isinstance(whole, ShardedTensorFactory) else [whole]
     for piece in pieces:  # gate and up rows of one parameter lie apart in the model's tensor
         if piece.data.untyped_storage().data_ptr() != whole.data.untyped_storage().data_ptr():
-            raise NotImplementedError(f"{whole.key} is not saved as it lies in memory")
+            raise ValueError(f"{whole.key} is saved from a copy, so where its moments belong cannot be told")
         before = piece.data.storage_offset() - whole.data.storage_offset()  # elements of the parameter
         lead = piece.global_offset[: piece.prepend_axis_num]  # the layer, where layers are stacked
         at = max(start, before)

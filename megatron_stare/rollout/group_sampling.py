@@ -119,29 +119,19 @@ class _Settled:
         self._cursors = [prompt.cursor for prompt in prompts]
         self._wanted = wanted
         self._whole: dict[int, Group] = {}
+        self._used = 0  # groups from the first on that are whole, up to the last that is needed
 
     def by(self, group: Sequence[Trajectory]) -> bool:
         """Takes a whole group; whether the round is settled with it."""
         self._whole[group[0].prompt.cursor] = sorted(group, key=lambda t: t.sample_index)
-        return sum(map(informative, self._whole_from_the_first())) >= self._wanted
+        while self._wanted and self._used < len(self._cursors) and self._cursors[self._used] in self._whole:
+            self._wanted -= informative(self._whole[self._cursors[self._used]])
+            self._used += 1
+        return self._wanted == 0
 
     def first(self) -> list[Group]:
         """The groups that are used: those up to the last that is needed, or all."""
-        groups = self._whole_from_the_first()
-        found = 0
-        for number, group in enumerate(groups):
-            found += informative(group)
-            if found == self._wanted:
-                return groups[: number + 1]
-        return groups
-
-    def _whole_from_the_first(self) -> list[Group]:
-        groups = []
-        for cursor in self._cursors:
-            if cursor not in self._whole:
-                break
-            groups.append(self._whole[cursor])
-        return groups
+        return [self._whole[cursor] for cursor in self._cursors[: self._used]]
 
 
 def informative(group: Sequence[Trajectory]) -> bool:
