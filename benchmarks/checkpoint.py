@@ -12,12 +12,9 @@ memory that training changes while the writers read it is copied by the kernel t
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
 import os
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +26,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 import torch
 import torch.distributed as dist
 from machine import machine
+from ranks import measured, shape_of
 
 from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_stare.megatron import layout as parallel_layout
@@ -36,7 +34,6 @@ from megatron_stare.megatron.background_save import BackgroundSave
 from megatron_stare.megatron.checkpoint import Saver
 from megatron_stare.megatron.model import build_policy, named_parameters
 from megatron_stare.megatron.optimizer import build_optimizer
-from megatron_stare.models.shape import ModelShape
 
 RESULT = Path(__file__).parent / "results/checkpoint.json"
 PARALLEL = ParallelConfig(tensor=2, data=2)
@@ -52,41 +49,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="on the disk that is written to; default: a temporary one")
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        jobs = [(rank, Path(folder), args, there) for rank in range(PARALLEL.world_size)]
-        processes = [context.Process(target=one_rank, args=job) for job in jobs]
-        for process in processes:
-            process.start()
-        there.close()
-        result = here.recv()  # EOFError if a rank fell
-        for process in processes:
-            process.join()
-    args.out.parent.mkdir(exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    measured(one_rank, PARALLEL.world_size, args, args.folder)
 
 
 def one_rank(rank: int, folder: Path, args: argparse.Namespace, report: Any) -> None:
     """Measures on this rank; the first one reports."""
     torch.set_num_threads(1)
-    shape = ModelShape(
-        family="qwen2",
-        layers=args.layers,
-        hidden=args.hidden,
-        heads=args.hidden // 64,
-        kv_heads=2,
-        head_dim=64,
-        ffn=args.hidden * 8 // 3,
-        vocab_size=args.vocab,
-        max_positions=1024,
-        rope_theta=10_000.0,
-        norm_eps=1e-6,
-        tied=False,
-        qkv_bias=True,
-        qk_norm=False,
-    )
+    shape = shape_of(args)
     layout = parallel_layout.join(PARALLEL, rank, f"file://{folder}/ranks", seed=1, timeout_s=1800)
     model = build_policy(shape, ModelConfig(path="unused"), PARALLEL, layout, distributed_optimizer=True)
     optimizer, scheduler = build_optimizer(model, OptimizerConfig(distributed=True), "float32", steps=10)

@@ -13,11 +13,8 @@ same stream without checksums, and a plain gather to one rank, which has the str
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,12 +26,12 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 import torch
 import torch.distributed as dist
 from machine import machine
+from ranks import measured, shape_of
 
 from megatron_stare.config.schema import ModelConfig, ParallelConfig
 from megatron_stare.megatron import layout as parallel_layout
 from megatron_stare.megatron.export import PolicyStream, shards
 from megatron_stare.megatron.model import build_model, named_parameters
-from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.stream import stream
 from megatron_stare.weights.stream_plan import plan_stream
 
@@ -52,42 +49,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    with tempfile.TemporaryDirectory() as folder:
-        jobs = [(rank, f"file://{folder}/ranks", args, there) for rank in range(PARALLEL.world_size)]
-        processes = [context.Process(target=one_rank, args=job) for job in jobs]
-        for process in processes:
-            process.start()
-        there.close()
-        result = here.recv()  # EOFError if a rank fell
-        for process in processes:
-            process.join()
-    args.out.parent.mkdir(exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    measured(one_rank, PARALLEL.world_size, args)
 
 
-def one_rank(rank: int, init_method: str, args: argparse.Namespace, report: Any) -> None:
+def one_rank(rank: int, folder: Path, args: argparse.Namespace, report: Any) -> None:
     """Measures on this rank; the first one reports."""
     torch.set_num_threads(1)
-    shape = ModelShape(
-        family="qwen2",
-        layers=args.layers,
-        hidden=args.hidden,
-        heads=args.hidden // 64,
-        kv_heads=2,
-        head_dim=64,
-        ffn=args.hidden * 8 // 3,
-        vocab_size=args.vocab,
-        max_positions=1024,
-        rope_theta=10_000.0,
-        norm_eps=1e-6,
-        tied=False,
-        qkv_bias=True,
-        qk_norm=False,
-    )
-    layout = parallel_layout.join(PARALLEL, rank, init_method, seed=1, timeout_s=600)
+    shape = shape_of(args)
+    layout = parallel_layout.join(PARALLEL, rank, f"file://{folder}/ranks", seed=1, timeout_s=600)
     model = build_model(shape, ModelConfig(path="unused"), PARALLEL, layout)
     with torch.no_grad():
         for _, parameter in named_parameters(model):
