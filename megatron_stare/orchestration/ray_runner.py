@@ -28,8 +28,9 @@ from megatron_stare.orchestration.ray import (
 from megatron_stare.performance import environment
 from megatron_stare.process_settings import port_share, shared_environment
 from megatron_stare.resolved import ResolvedRun
+from megatron_stare.rollout.beside import Beside
 from megatron_stare.rollout.engine_pool import EnginePool
-from megatron_stare.rollout.replicas import replica_count
+from megatron_stare.rollout.replicas import make_part, replica_count, replica_nodes
 from megatron_stare.rollout.retries import RequestRule
 from megatron_stare.workers import Workers
 
@@ -91,7 +92,7 @@ class RayRunner:
             runtime = config.runtime
             if (where := planned(config, runtime.placement_s)) is not None:
                 self._reserved = Reservation(where, runtime.gpu_resource, runtime.placement_s)
-            self._ranks, self._replicas = self._placed(config)
+            self._ranks, self._parts = self._placed(config)
             self.trainers, self.engines = in_order(
                 config,
                 lambda: TrainerGroup(self._trainers(run), plan_rules(run)),
@@ -106,9 +107,9 @@ class RayRunner:
         return self._table
 
     def _placed(self, config: Config) -> tuple[RayWorkers, RayWorkers]:
-        """Processes for ranks and replicas, in order, on the nodes and GPUs that they were to get."""
+        """Processes for ranks and parts of replicas, in order, on the nodes and GPUs that they were to get."""
         settings = shared_environment(config)
-        reserved, replicas = self._reserved, replica_count(config)
+        reserved, parts = self._reserved, replica_count(config) * replica_nodes(config)
         threads, timeout = config.rollout.threads, config.runtime.timeout_s
         ranks = self._start(
             [reserved.rank(number) if reserved else {} for number in range(config.parallel.world_size)],
@@ -118,7 +119,7 @@ class RayRunner:
             settings | environment(config.performance),
         )
         if reserved is None:
-            return ranks, self._start([{}] * replicas, threads, "rollout engine", timeout, settings)
+            return ranks, self._start([{}] * parts, threads, "rollout engine", timeout, settings)
         spots = reserved.spots(ranks, timeout)
         order = rank_order(reserved.plan, spots)
         ranks.renumber(order)
@@ -126,14 +127,14 @@ class RayRunner:
         check_ranks(reserved.plan, spots)
         blind = {VISIBLE: ""}  # what takes no GPU is shown none: another's memory would be touched
         engines = self._start(
-            [reserved.replica(number) for number in range(replicas)] if reserved.plan.replicas else [{}] * replicas,
+            [reserved.part(number) for number in range(parts)] if reserved.plan.parts else [{}] * parts,
             threads,
             "rollout engine",
             timeout,
             settings,
-            [shown(reserved.plan, spots, number) if reserved.plan.replicas else blind for number in range(replicas)],
+            [shown(reserved.plan, spots, number) if reserved.plan.parts else blind for number in range(parts)],
         )
-        seen = reserved.spots(engines, timeout) if reserved.plan.replicas else []
+        seen = reserved.spots(engines, timeout) if reserved.plan.parts else []
         check_replicas(reserved.plan, spots, seen)
         self._table = table(reserved.plan, spots, seen)
         return ranks, engines
@@ -145,15 +146,29 @@ class RayRunner:
 
     def _trainers(self, run: ResolvedRun) -> Workers:
         config, ranks = run.config, self._ranks
-        ports = port_share(config, 0, replica_count(config))
+        ports = port_share(config, 0, replica_count(config) * replica_nodes(config))
         # of the first; the others are asked as well, because each needs the interface
         address, *_ = ranks.wait(ranks.everywhere("address", config.runtime.interface, ports))
         ranks.build(Trainer, [(run, rank, f"tcp://{address}") for rank in range(len(ranks))])
         return ranks
 
     def _engines(self, config: Config) -> Workers:
-        self._replicas.build(EngineWorker, [(config, number) for number in range(len(self._replicas))])
-        return self._replicas
+        """A worker for each replica, which speaks to the workers of its other nodes."""
+        replicas, nodes = range(replica_count(config)), replica_nodes(config)
+        if nodes == 1:
+            self._parts.build(EngineWorker, [(config, number) for number in replicas])
+            return self._parts
+        asked = self._parts.wait(self._parts.everywhere("address", config.runtime.interface, None))
+        hosts = [address.rpartition(":")[0] for address in asked]
+        beside = []
+        for number in replicas:
+            first, others = number * nodes, range(number * nodes + 1, (number + 1) * nodes)
+            parts = self._parts.some(others)
+            parts.build(make_part, [(config, number, node) for node in range(1, nodes)])
+            beside.append(Beside(parts, hosts[first], tuple(hosts[other] for other in others)))
+        workers = self._parts.some(range(0, len(self._parts), nodes))
+        workers.build(EngineWorker, list(zip([config] * len(replicas), replicas, beside, strict=True)))
+        return workers
 
     def close(self) -> None:
         """Ends the actors, and Ray where it was started here."""

@@ -54,7 +54,7 @@ def test_actors_are_where_the_plan_has_them(two_nodes: Nodes, shared: bool) -> N
         spots = [spots[number] for number in order]
         check_ranks(found, spots)
         assert [spot.gpus for spot in spots] == [("0",), ("1",)]
-        started.append(engine := start_actors([reserved.replica(0)], 1, "engine", WAIT_S, {}, [shown(found, spots, 0)]))
+        started.append(engine := start_actors([reserved.part(0)], 1, "engine", WAIT_S, {}, [shown(found, spots, 0)]))
         (seen,) = reserved.spots(engine, WAIT_S)
         check_replicas(found, spots, [seen])
         assert (seen.node == spots[0].node) is shared
