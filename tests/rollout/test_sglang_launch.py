@@ -97,6 +97,27 @@ def test_a_server_whose_experts_are_replayed_names_them():
     assert server_flags(asked)["enable_return_routed_experts"] == "moe.routing_replay"
 
 
+def test_a_server_whose_groups_of_ranks_have_requests_of_their_own():
+    """--dp-size and --enable-dp-attention are the spelling that all supported releases take."""
+    asked = config(device="cuda", tensor_parallel=4, attention_data_parallel=2)
+    words = server_options(asked).arguments(1)
+    assert words[words.index("--dp-size") + 1] == "2" and "--enable-dp-attention" in words
+    plain = server_options(config(device="cuda", tensor_parallel=4)).arguments(1)
+    assert "--dp-size" not in plain and "--enable-dp-attention" not in plain
+    qwen3 = replace(SHAPE, family="qwen3", heads=8, kv_heads=2)
+    check_servers(asked, qwen3)
+    check_servers(config(device="cpu", tensor_parallel=4, attention_data_parallel=2), replace(qwen3, ffn=512))
+    for groups, shape, message in (
+        (3, qwen3, "4 ranks of a server cannot be cut into 3 groups"),
+        (2, SHAPE, "cuts the attention of qwen2 over all ranks of a server"),
+        (2, replace(qwen3, heads=7), "7 attention heads cannot be cut over 2 ranks"),
+        (1, replace(qwen3, heads=6), "6 attention heads cannot be cut over 4 ranks"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_servers(config(device="cuda", tensor_parallel=4, attention_data_parallel=groups), shape)
+    check_servers(config(device="cuda", tensor_parallel=4, attention_data_parallel=2), replace(qwen3, heads=6))
+
+
 def test_what_is_not_set_on_gpus_is_sglangs_choice():
     words = server_options(config(device="cuda", cache_tokens=None)).arguments(1)
     for name in ("attention-backend", "mem-fraction-static", "context-length", "max-total-tokens", "sampling-backend"):

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megatron_stare.errors import ConfigError
-from megatron_stare.models import read_shape
+from megatron_stare.models import FAMILIES, read_shape
 from megatron_stare.rollout.sglang.fingerprint import Fingerprint
 from megatron_stare.rollout.sglang.protocol import SGLangError
-from megatron_stare.rollout.sglang.server_layout import ATTENTION_BY_GROUPS, ServerLayout
+from megatron_stare.rollout.sglang.server_layout import ServerLayout
 
 EXPERTS, HIDDEN, WIDTH = 4, 6, 8
 TINY = read_shape(Path(__file__).parents[2] / "assets" / "tiny-adder")
@@ -115,13 +115,13 @@ def test_attention_is_cut_over_the_ranks_of_a_group(tensor, data, by_group):
         assert found == {n: hashlib.sha256(t.contiguous().numpy()).hexdigest()[:16] for n, t in wanted.items()}
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_groups_with_requests_of_their_own_are_for_families_that_sglang_cuts_so(family):
     """The attention of the others asks for the whole server's size (`get_parallel().tp_size`), and nothing refuses
     it there."""
     shape, layout = replace(SHAPE, family=family), ServerLayout("cuda", 4, 1, 2)
     ServerLayout("cuda", 4).require_family(shape, "sglang.attention_data_parallel")
-    if family in ATTENTION_BY_GROUPS:
+    if family in ("qwen3", "qwen3_moe"):
         layout.require_family(shape, "sglang.attention_data_parallel")
         return
     with pytest.raises(ConfigError, match=f"cuts the attention of {family} over all ranks") as error:

@@ -6,7 +6,10 @@ this.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +53,8 @@ def register_hooks() -> None:
         ("torch.cuda.synchronize", _nothing_under_way),  # 0.5.22's checksums wait for a GPU
     ):
         HookRegistry.register(target, own, HookType.REPLACE)
+    groups_meet = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.prepare_mlp_sync_batch"
+    HookRegistry.register(groups_meet, _padded_on_a_cpu, HookType.AROUND)
 
 
 def _plain_kernels() -> None:
@@ -58,6 +63,14 @@ def _plain_kernels() -> None:
 
 def _not_pinned(buffer: object, granularity: object = None) -> None:
     """Leaves host memory as it is: there is no GPU that would copy from it."""
+
+
+def _padded_on_a_cpu(original: Callable[..., None], batch: object, runner: Any) -> None:
+    """Pads the tokens of groups with requests of their own, by SGLang's own way for CPUs: it knows of one where its
+    CPU engine is, whose attention backends say what lengths are padded with."""
+    sys.modules["sglang.srt.model_executor.forward_batch_info"]._is_cpu = True  # type: ignore[attr-defined]
+    runner.attn_backend.get_cpu_graph_seq_len_fill_value = lambda: 1
+    original(batch, runner)
 
 
 def copied_rows(to: Tensor, of: Tensor, dim: int, offset: Tensor, rows: Tensor, offset_in_source: bool) -> None:

@@ -14,16 +14,13 @@ import torch
 from torch import Tensor
 
 from megatron_stare.errors import ConfigError
-from megatron_stare.models import family_of
+from megatron_stare.models import FAMILIES, family_of
 from megatron_stare.models.rules import Rule, numbered
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.rollout.sglang.protocol import SGLangError
 
 _HEAD = "output_layer.weight"  # Megatron's name; a tied model's head is its embedding
 VOCAB_MULTIPLE = 64  # SGLang pads embedding and head with rows of zeros up to a multiple
-# families whose attention SGLang cuts over the ranks of one group; that of others stays cut over all of a server's
-# ranks, each of which would then attend to other requests than those that hold the rest of its heads
-ATTENTION_BY_GROUPS = ("qwen3", "qwen3_moe")
 CPU_WIDTHS = 32  # columns of a rank's feed-forward layers, on CPUs: SGLang pads them to a multiple
 
 
@@ -63,10 +60,11 @@ class ServerLayout:
 
     def require_family(self, shape: ModelShape, where: str) -> None:
         """Raises ConfigError for a model that SGLang does not serve so, without saying it: tokens would be wrong."""
-        if self.data > 1 and shape.family not in ATTENTION_BY_GROUPS:
+        if self.data > 1 and not family_of(shape).served_by_groups:
+            can = ", ".join(name for name, family in sorted(FAMILIES.items()) if family.served_by_groups)
             raise ConfigError(
                 f"SGLang cuts the attention of {shape.family} over all ranks of a server, whose groups cannot have "
-                f"requests of their own then: {', '.join(ATTENTION_BY_GROUPS)} can",
+                f"requests of their own then; it does otherwise for {can}",
                 where=where,
                 fix="use tensor parallelism alone, and more servers instead",
             )
