@@ -120,9 +120,9 @@ class RayWorkers(Workers):
         """Makes actor order[i] worker i."""
         self._actors = [self._actors[number] for number in order]
 
-    def some(self, numbers: Sequence[int]) -> RayWorkers:
-        """Some of them, which others may be handed: a worker can call another."""
-        return RayWorkers([self._actors[number] for number in numbers], self._what, self._timeout_s)
+    def peers(self, numbers: Sequence[int]) -> RayPeers:
+        """Some of them, for a worker that speaks to them."""
+        return RayPeers([self._actors[number] for number in numbers], self._what, self._timeout_s)
 
     def build(self, kind: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> None:
         """Makes every actor's worker, of its arguments."""
@@ -136,6 +136,33 @@ class RayWorkers(Workers):
             ray.get([actor.close.remote() for actor in actors], timeout=10)
         for actor in actors:
             ray.kill(actor)
+
+
+class RayPeers(Workers):
+    """Workers as another one has them: it calls them, and they end with whoever started them."""
+
+    def __init__(self, actors: Sequence[Any], what: str, timeout_s: float) -> None:
+        self._actors, self._what, self._timeout_s = list(actors), what, timeout_s
+
+    def __len__(self) -> int:
+        return len(self._actors)
+
+    def start_on(self, worker: int, method: str, *args: Any) -> Handle:
+        return self._actors[worker].method.remote(method, *args)
+
+    def wait(
+        self, handles: Sequence[Handle], on_done: Callable[[int], None] | None = None, timeout_s: float | None = None
+    ) -> list[Any]:
+        return get(handles, self._what, self._timeout_s if timeout_s is None else timeout_s, on_done)
+
+    async def result(self, handle: Handle) -> Any:
+        return (await asyncio.to_thread(self.wait, [handle]))[0]
+
+    def share(self, value: Any) -> Handle:
+        return ray.put(value)
+
+    def close(self) -> None:
+        """They are not this worker's."""
 
 
 def get(

@@ -103,13 +103,14 @@ def test_the_parts_of_an_engine_are_on_several_nodes(two_nodes: Nodes) -> None:
     reserved = Reservation(found, FAKE, WAIT_S)
     started = []
     try:
-        started.append(workers := start_actors([reserved.part(part) for part in range(2)], 1, "engine", WAIT_S))
-        check_replicas(found, [Spot(node.id) for node in found.ranks], reserved.spots(workers, WAIT_S))
-        first, parts = workers.some([0]), workers.some([1])
-        parts.build(Part, [(1,)])
-        first.build(First, [(Beside(parts, "10.0.0.1", ("10.0.0.2",)),)])
+        started += [start_actors([reserved.part(number)], 1, "engine", WAIT_S) for number in range(2)]
+        seen = [spot for workers in started for spot in reserved.spots(workers, WAIT_S)]
+        check_replicas(found, [Spot(node.id) for node in found.ranks], seen)
+        first, part = started
+        part.build(Part, [(1,)])
+        first.build(First, [(Beside(part.peers([0]), "10.0.0.1", ("10.0.0.2",)),)])
         assert first.call("asked") == [[f"1 on {found.parts[1].id}", "10.0.0.1", "10.0.0.2"]]
-        parts.close()
+        part.close()
         with pytest.raises(WorkerLostError, match="a engine process died"):
             first.call("asked")
     finally:
