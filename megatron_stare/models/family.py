@@ -61,8 +61,8 @@ class ModelFamily:
         }
     )
 
-    # whether SGLang cuts attention over the ranks of a group with requests of its own, as its model's source has it:
-    # elsewhere it stays cut over all ranks of a server, each of which would then see another group's requests
+    # whether servers cut attention over the ranks of a group with requests of its own, as their source has it: that of
+    # other families stays cut over all ranks of a server, each of which would then see another group's requests
     served_by_groups: ClassVar[bool] = False
 
     def check(self, config: Mapping[str, Any], where: str) -> None:
