@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -34,6 +36,12 @@ class PerformanceConfig(Section):
     )
     optimizer_offload: bool | None = Field(
         None, description="masters and moments in host memory; needs Transformer Engine and optimizer.distributed"
+    )
+    keep_graph: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="on-policy, training goes on from the log-prob pass instead of running the model's forward again, "
+        "with the same numbers; activations of all micro-batches of a rank live at once. auto: where a rank's batch "
+        "is one micro-batch, which takes no more memory than training alone",
     )
     tp_comm_overlap: bool | None = Field(
         None, description="tensor-parallel communication within products, which is not offered: true is refused"
