@@ -127,23 +127,18 @@ def environment(performance: PerformanceConfig) -> dict[str, str]:
     return {name: str(value) for name, value in named.items() if value is not None}
 
 
-def cannot_keep_graph(config: Config) -> str | None:
-    """Why no run of this configuration could train on the graph of its log-prob pass; None: it can."""
-    if config.parallel.pipeline > 1:
-        return "stages of a pipeline pass micro-batches on, and each forward is followed by its own backward"
-    if config.batch.updates > 1:
-        return "there are several updates a rollout batch, and after the first the weights are others"
-    if config.moe.routing_replay:
-        return "moe.routing_replay gives routers the experts of one pass at a time"
-    if config.skips_log_prob_pass:
-        return "there is no log-prob pass whose graph could be kept"
-    return None
-
-
 def keeps_graph(config: Config, micro_batches: int) -> bool:
-    """Whether training goes on from the log-prob pass of so many micro-batches a rank."""
-    asked = config.performance.keep_graph
-    return (asked == "always" or (asked == "auto" and micro_batches == 1)) and cannot_keep_graph(config) is None
+    """Whether training goes on from the log-prob pass of so many micro-batches a rank: on one, whose activations live
+    until its backward anyway, with the weights of the pass. Stages of a pipeline hand activations on, and replayed
+    routing is given to one pass at a time."""
+    return (
+        config.performance.keep_graph
+        and micro_batches == 1
+        and config.batch.updates == 1
+        and config.parallel.pipeline == 1
+        and not config.moe.routing_replay
+        and not config.skips_log_prob_pass
+    )
 
 
 def check_performance(config: Config) -> None:
@@ -161,8 +156,6 @@ def check_performance(config: Config) -> None:
     for name, reason in NOT_OFFERED.items():
         if getattr(performance, name):
             raise ConfigError(f"it is not offered: {reason}", where=f"performance.{name}", fix="leave it out")
-    if performance.keep_graph == "always" and (reason := cannot_keep_graph(config)):
-        raise ConfigError(reason, where="performance.keep_graph", fix="leave it out")
     if performance.optimizer_offload and config.model.dtype == "float32":
         raise ConfigError(
             "megatron-core offloads masters of 16-bit parameters alone: torch refuses float32 ones that are cut over "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -37,11 +35,10 @@ class PerformanceConfig(Section):
     optimizer_offload: bool | None = Field(
         None, description="masters and moments in host memory; needs Transformer Engine and optimizer.distributed"
     )
-    keep_graph: Literal["auto", "always", "never"] = Field(
-        "auto",
-        description="on-policy, training goes on from the log-prob pass instead of running the model's forward again, "
-        "with the same numbers; activations of all micro-batches of a rank live at once. auto: where a rank's batch "
-        "is one micro-batch, which takes no more memory than training alone",
+    keep_graph: bool = Field(
+        True,
+        description="where a rank's rollout batch is one micro-batch and one update, training goes on from the "
+        "log-prob pass instead of running the model's forward again: the same numbers in no more memory",
     )
     tp_comm_overlap: bool | None = Field(
         None, description="tensor-parallel communication within products, which is not offered: true is refused"

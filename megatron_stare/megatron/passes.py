@@ -5,7 +5,6 @@ Both run Megatron's pipeline schedule over the same micro-batches, so on-policy 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,19 +18,21 @@ from megatron_stare.megatron.head import Head, LossFunction
 from megatron_stare.megatron.model import has_transformer_engine, hidden_states, unwrap
 from megatron_stare.megatron.routing_replay import begin_pass, give_experts
 
-# Last hidden states of a batch's micro-batches in their order, with the graph that leads to them.
-KeptGraph = deque[Tensor]
-
 
 def compute_log_probs(
-    model: list[nn.Module], batch: RankBatch, head: Head, *, second_moment: bool = False, keep: KeptGraph | None = None
+    model: list[nn.Module],
+    batch: RankBatch,
+    head: Head,
+    *,
+    second_moment: bool = False,
+    keep: list[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """Log-probs and entropies [N] of this rank's response positions; on the last pipeline stage only, else empty.
 
     Args:
         second_moment: also give sum p^2 and sum p^2 ln p [N] over the vocabulary.
-        keep: takes what `accumulate_gradients` can go on from, with the activations of every micro-batch; not of a
-            model that is cut into pipeline stages.
+        keep: takes the micro-batches' last hidden states with their graph, for `accumulate_gradients` to go on from;
+            not of a model that is cut into pipeline stages.
     """
 
     def collect(chunk: nn.Module, hidden: Tensor, micro: MicroBatch) -> tuple[Tensor, ...]:
@@ -53,14 +54,14 @@ def accumulate_gradients(
     head: Head,
     loss_of: LossFunction,
     loss_scale: Tensor | None = None,
-    kept: KeptGraph | None = None,
+    kept: list[Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Adds the gradient of the summed loss of all micro-batches to the model's gradient buffers, reduced over ranks.
 
     Args:
         loss_scale: 0-dim, what the loss, and so the gradient, is multiplied by; None: 1.
-        kept: of the same micro-batches and weights, from `compute_log_probs`: the model's forward is not run again.
-            Left empty.
+        kept: by `compute_log_probs`, of the same micro-batches and weights: the model's forward is not run again. Left
+            empty.
 
     Returns:
         The tensors that `loss_of` gave to log, laid end to end: [N] each; empty but on the last stage.
@@ -89,7 +90,7 @@ def _run(
     after_hidden: Callable[..., Any],
     *,
     forward_only: bool,
-    kept: KeptGraph | None = None,
+    kept: list[Tensor] | None = None,
 ) -> Any:
     """Megatron's schedule over this rank's micro-batches; `after_hidden` turns the last hidden states, those in `kept`
     where it has some, into what is collected."""
@@ -98,7 +99,7 @@ def _run(
     def forward_step(micro_batches: Any, chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         micro: MicroBatch = next(micro_batches)
         if kept:
-            hidden = kept.popleft()
+            hidden = kept.pop(0)
         else:
             give_experts(chunk, micro.experts)
             hidden = hidden_states(chunk, micro.tokens, micro.positions, micro.packing)

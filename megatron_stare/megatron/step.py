@@ -6,7 +6,6 @@ mini-batch (gradient, clip, optimizer step). Pipeline stages but the last run th
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +30,7 @@ from megatron_stare.megatron.measured import Measured, complete, measure_batch
 from megatron_stare.megatron.model import finish_gather
 from megatron_stare.megatron.objective import Objective, make_objective
 from megatron_stare.megatron.optimizer import take_step
-from megatron_stare.megatron.passes import KeptGraph, accumulate_gradients, compute_log_probs
+from megatron_stare.megatron.passes import accumulate_gradients, compute_log_probs
 from megatron_stare.megatron.reference import Reference
 from megatron_stare.megatron.routing_replay import routing_metrics
 from megatron_stare.megatron.watched_tokens import token_numbers
@@ -74,7 +73,7 @@ class Step:
         self.measured: Measured | None = None
         self._objective: Objective | None = None  # of the update at hand; None but on the last stage
         self._numbers: list[TokenNumbers] = []  # of tokens that were asked for, an entry an update
-        self._kept: KeptGraph | None = deque() if keeps_graph(config, batch.plan.micro_batches) else None
+        self._kept: list[Tensor] | None = [] if keeps_graph(config, batch.plan.micro_batches) else None
         self._routing: dict[str, Tensor] = {}  # how far the routers of the log-prob pass agree with the engine's
 
     def compute_log_probs(self) -> None:
