@@ -52,7 +52,11 @@ SWEEP: dict[str, dict[str, Any]] = {
     "static cache": {"gradient_checkpointing": False, "cache_implementation": "static"},
     "continuous batching": {"gradient_checkpointing": False, "use_transformers_continuous_batching": True},
 }
-METHODS = {"grpo": ["algorithm.name=grpo"], "stare": []}
+# the quickstart's own, as scripts/quickstart.sh starts them
+METHODS = {
+    "grpo": ["algorithm=grpo", "algorithm.aggregation=token_mean", "algorithm.clip_high=0.28", "algorithm.dual_clip=10"],
+    "stare": [],
+}
 
 
 def main() -> None:
