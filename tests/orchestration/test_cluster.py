@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import ray
 from support.cluster import FAKE, Nodes, joined, left_behind, simulated
+from support.parts import First, Part
 from support.runs import ROOT, metrics, model, train
 
 from megatron_stare.config.load import load_config
@@ -68,32 +69,6 @@ def test_actors_are_where_the_plan_has_them(two_nodes: Nodes, shared: bool) -> N
             workers.close()
         reserved.release()
         until_free(resource, 4)
-
-
-class Part:
-    """Of an engine, on another node than its first."""
-
-    def __init__(self, node: int) -> None:
-        self.node = node
-
-    def ended(self) -> str:
-        return f"{self.node} on {ray.get_runtime_context().get_node_id()}"
-
-    def close(self) -> None:
-        """Nothing was started."""
-
-
-class First:
-    """The worker of an engine on several nodes, which speaks to those of the others."""
-
-    def __init__(self, beside: Beside) -> None:
-        self.beside = beside
-
-    def asked(self) -> list[str]:
-        return [*self.beside.parts.call("ended"), self.beside.address, *self.beside.others]
-
-    def close(self) -> None:
-        """See Part."""
 
 
 def test_the_parts_of_an_engine_are_on_several_nodes(two_nodes: Nodes) -> None:
