@@ -197,6 +197,17 @@ def test_what_a_cpu_cannot_do_is_refused_by_name(asked, where, message):
     check_servers(config(device="cpu", tensor_parallel=2), SHAPE)
 
 
+def test_experts_of_a_rank_alone_are_for_gpus():
+    """By fused_moe_native.py of 0.5.23, which counts tokens by their expert's number and is told -1 of others'; seen
+    on a server, which died of the first request."""
+    moe = {"tensor_parallel": 2, "expert_parallel": 2}
+    check_servers(config(device="cuda", **moe), MOE)
+    with pytest.raises(ConfigError, match="whose expert another rank holds") as error:
+        check_servers(config(device="cpu", **moe), MOE)
+    assert error.value.where == "sglang.expert_parallel"
+    check_servers(config(device="cpu", tensor_parallel=2), MOE)
+
+
 def test_feed_forward_layers_that_a_cpu_would_pad_are_refused():
     """256 columns are 8 times 32, 96 are 3 times."""
     check_servers(config(device="cpu"), replace(SHAPE, ffn=96))

@@ -197,6 +197,9 @@ def _beyond_a_cpu(config: Config, shape: ModelShape, options: ServerOptions) -> 
         yield "sglang.memory_fraction", "it is a share of a GPU's memory, and servers run on the CPU", leave
     if set_here.cuda_graph_batch_sizes:
         yield "sglang.cuda_graph_batch_sizes", "a CPU has no CUDA graphs", leave
+    if options.expert > 1:
+        message = "on a CPU SGLang's layer of experts cannot take a token whose expert another rank holds"
+        yield "sglang.expert_parallel", message, "leave it out: experts are cut over the ranks then"
     if shape.kv_heads % (attending := options.tensor // options.data):
         message = f"on a CPU SGLang pads {shape.kv_heads} key-value heads for {attending} ranks, so that weights "
         yield "sglang.tensor_parallel", message + "could not be compared", f"use a divisor of {shape.kv_heads}"
