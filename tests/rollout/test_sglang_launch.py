@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from support import sglang_servers as servers
 
 from megatron_stare.config.moe_section import MoeConfig
@@ -18,7 +19,7 @@ from megatron_stare.config.runtime_section import RuntimeConfig
 from megatron_stare.config.schema import Config, SGLangConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.models import read_shape
-from megatron_stare.rollout.sglang.cpu_platform import ATTENTION
+from megatron_stare.rollout.sglang.cpu_platform import ATTENTION, copied_rows
 from megatron_stare.rollout.sglang.flag_check import refused_flag
 from megatron_stare.rollout.sglang.protocol import check_precision
 from megatron_stare.rollout.sglang.replica import (
@@ -195,6 +196,17 @@ def test_what_a_cpu_cannot_do_is_refused_by_name(asked, where, message):
         check_servers(config(device="cpu", **asked), SHAPE)
     assert error.value.where == where
     check_servers(config(device="cpu", tensor_parallel=2), SHAPE)
+
+
+def test_rows_are_copied_between_the_tokens_of_a_group_and_those_of_all():
+    """As SGLang's memcpy_triton_kernel reads and writes: the offset is of the source or of where it goes."""
+    own, offset, rows = torch.arange(8.0).view(4, 2) + 1, torch.tensor(2), torch.tensor(3)
+    copied_rows(everyone := torch.zeros(6, 2), own, 0, offset, rows, False)
+    assert torch.equal(everyone, torch.cat([torch.zeros(2, 2), own[:3], torch.zeros(1, 2)]))
+    copied_rows(back := torch.zeros(4, 2), everyone, 0, offset, rows, True)
+    assert torch.equal(back, torch.cat([own[:3], torch.zeros(1, 2)]))
+    copied_rows(short := torch.zeros(2, 2), own, 0, torch.tensor(0), rows, True)
+    assert torch.equal(short, own[:2])
 
 
 def test_experts_of_a_rank_alone_are_for_gpus():
