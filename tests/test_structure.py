@@ -29,6 +29,7 @@ LEVELS = {
     "registry": 1,
     "workers": 1,
     "network": 1,
+    "metric": 0,
     "algorithms": 2,
     "ops": 2,
     "config": 3,

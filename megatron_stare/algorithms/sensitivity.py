@@ -23,7 +23,70 @@ import torch
 from torch import Tensor
 
 from megatron_stare.batch import TokenBatch
+from megatron_stare.metric import Metric
 from megatron_stare.records.batch_statistics import Count, Mean, Request, Statistics, Sum, scalar
+
+METRICS = (
+    Metric(
+        "forecast/entropy_change",
+        "nats per unit step",
+        "first-order change of the mean entropy under what the method makes of the advantages",
+        "near 0 or steered by the gate; far below 0 for long: collapse",
+    ),
+    Metric(
+        "forecast/plain_change",
+        "nats per unit step",
+        "the same under the advantages as they are",
+        "below forecast/entropy_change where the method holds entropy up",
+    ),
+    Metric(
+        "forecast/mass_common_plus",
+        "nats per unit step",
+        "part of forecast/plain_change that comes from U+: common tokens, A > 0",
+        "the four add up to forecast/plain_change",
+    ),
+    Metric(
+        "forecast/mass_rare_plus",
+        "nats per unit step",
+        "part of forecast/plain_change that comes from L+: rare tokens, A > 0",
+        "the four add up to forecast/plain_change",
+    ),
+    Metric(
+        "forecast/mass_common_minus",
+        "nats per unit step",
+        "part of forecast/plain_change that comes from U-: common tokens, A < 0",
+        "the four add up to forecast/plain_change",
+    ),
+    Metric(
+        "forecast/mass_rare_minus",
+        "nats per unit step",
+        "part of forecast/plain_change that comes from L-: rare tokens, A < 0",
+        "the four add up to forecast/plain_change",
+    ),
+    Metric("forecast/share_common_plus", "share", "tokens in U+: common, A > 0", "no bound"),
+    Metric("forecast/share_rare_plus", "share", "tokens in L+: rare, A > 0", "no bound"),
+    Metric("forecast/share_common_minus", "share", "tokens in U-: common, A < 0", "no bound"),
+    Metric("forecast/share_rare_minus", "share", "tokens in L-: rare, A < 0", "no bound"),
+    Metric(
+        "forecast/rare_share",
+        "share",
+        "tokens past their critical surprisal, whatever their advantage",
+        "steady; falls towards 0 in a collapse",
+    ),
+    Metric(
+        "forecast/critical_surprisal",
+        "nats",
+        "mean of s*, past which a token is rare",
+        "of the size of stare/threshold_plus",
+    ),
+    Metric(
+        "forecast/neutral_weight",
+        "factor",
+        "W*, the weight on L+ that would make forecast/plain_change 0",
+        "above 1 entropy falls if nothing is done; NaN: no rewarded token is rare",
+    ),
+)
+
 
 QUADRANTS = ("common_plus", "rare_plus", "common_minus", "rare_minus")  # U+, L+, U-, L-
 # float32 log-probs carry errors of some 1e-6, and where a token is all but certain Phi is smaller than that: without a

@@ -23,7 +23,41 @@ from megatron_stare.algorithms.aggregate import Aggregation
 from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.algorithms.method import State, TokenTerms
 from megatron_stare.batch import TokenBatch
+from megatron_stare.metric import Metric
 from megatron_stare.records.batch_statistics import Mean, Request, Statistics, TopK, scalar, threshold
+
+METRICS = (
+    Metric(
+        "stare/gate",
+        "0 or 1",
+        "1: the gate is open, and L+ and L- are reweighted",
+        "switches; always 0: the target lies below what the policy has, always 1: the weights are too weak",
+    ),
+    Metric(
+        "stare/amplify",
+        "factor",
+        "W, on the advantage of L+ while the gate is open",
+        "1 to algorithm.amplify_max; at its bound for long: raise it, or lower the target",
+    ),
+    Metric(
+        "stare/attenuate",
+        "factor",
+        "M, on the advantage of L- while the gate is open",
+        "algorithm.attenuate_min to 1; as above",
+    ),
+    Metric("stare/selected_plus", "tokens", "of L+", "algorithm.share of the tokens of positive advantage, rounded up"),
+    Metric(
+        "stare/selected_minus", "tokens", "of L-", "algorithm.share of the tokens of negative advantage, rounded up"
+    ),
+    Metric(
+        "stare/threshold_plus",
+        "nats",
+        "least surprisal of L+",
+        "above entropy/mean; near forecast/critical_surprisal or beyond",
+    ),
+    Metric("stare/threshold_minus", "nats", "least surprisal of L-", "as above"),
+    Metric("entropy/target", "nats", "algorithm.entropy_target, which the gate holds entropy/mean to", "fixed"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

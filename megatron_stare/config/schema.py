@@ -364,8 +364,11 @@ class ObservabilityConfig(Section):
         description="what the run's reports go to: 'jsonl', 'tensorboard', 'console', 'report' or a class path "
         "my_pkg.MySink",
     )
+    metrics: list[str] = Field(
+        [], description="functions of a step's batch whose numbers are logged too: paths my_pkg.my_metric"
+    )
 
-    @field_validator("sinks")
+    @field_validator("sinks", "metrics")
     @classmethod
     def _each_is_told_once(cls, value: list[str]) -> list[str]:
         if twice := sorted({name for name in value if value.count(name) > 1}):

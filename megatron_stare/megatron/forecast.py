@@ -17,8 +17,18 @@ from megatron_stare.batch import TokenBatch
 from megatron_stare.megatron.batching.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.head import Head, LossFunction
 from megatron_stare.megatron.passes import compute_log_probs
+from megatron_stare.metric import Metric
 from megatron_stare.ops.statistics_executor import answer
 from megatron_stare.records.batch_statistics import Mean, scalar
+
+METRICS = (
+    Metric(
+        "forecast/measured_change",
+        "nats",
+        "mean entropy of the same tokens after the first update less before; see observability.measured_every",
+        "mostly the sign of forecast/entropy_change",
+    ),
+)
 
 
 def forecast(

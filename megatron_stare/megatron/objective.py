@@ -17,9 +17,25 @@ from megatron_stare.algorithms.method import Method, State
 from megatron_stare.batch import TokenBatch
 from megatron_stare.megatron.batching.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.measured import ENTROPY, LOG_PROB
+from megatron_stare.metric import Metric
 from megatron_stare.ops.micro_batch_scope import gather_by_micro_batch, summary
 from megatron_stare.ops.statistics_executor import gather_statistics
 from megatron_stare.records.batch_statistics import Max, Mean, Request, Statistics, Sum
+
+METRICS = (
+    Metric(
+        "loss/policy",
+        "loss",
+        "what the update minimises: the sum of coefficient times token loss, all terms included",
+        "near 0 on policy; its size says little",
+    ),
+    Metric(
+        "ratio/max_abs_log",
+        "nats",
+        "largest |ln ratio| of new and old policy over the tokens of all updates",
+        "exactly 0 with one update a batch; below some tenths with several",
+    ),
+)
 
 
 @dataclass(frozen=True)

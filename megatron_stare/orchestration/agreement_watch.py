@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from megatron_stare.metric import Metric
 from megatron_stare.orchestration.groups import TrainerGroup
 from megatron_stare.resolved import ResolvedRun
 from megatron_stare.rollout.agreement import (
@@ -21,6 +22,16 @@ from megatron_stare.rollout.agreement_limits import Limits, Trend
 from megatron_stare.rollout.canary import LONGEST, canary_sequences
 from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.model_folder import load_tokenizer
+
+METRICS = (
+    Metric(
+        "agreement/trend",
+        "ratio",
+        "16 bits: median of agreement/mean over the newest agreement.window steps, over that of the run's first",
+        "below 2 (alert); agreement.trend stops the run",
+    ),
+)
+
 
 ROUTING = (
     "of a mixture of experts first suspect routing: each side chooses a token's experts by logits that round "

@@ -21,6 +21,7 @@ import torch
 
 from megatron_stare.batch import SamplingParams
 from megatron_stare.errors import WeightVersionError
+from megatron_stare.metric import Metric
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory
 from megatron_stare.rollout.engine_pool import Exported
@@ -32,6 +33,23 @@ from megatron_stare.rollout.rollout_source import (
     RolloutSource,
     training_params,
 )
+
+METRICS = (
+    Metric(
+        "staleness/mean_age",
+        "steps",
+        "mean over the step's tokens of the steps since the weights that sampled them",
+        "at most rollout.staleness",
+    ),
+    Metric("staleness/max_age", "steps", "the largest age of a token", "at most rollout.staleness; more stops the run"),
+    Metric(
+        "staleness/steps_ahead",
+        "steps",
+        "whole batches that wait to be trained on",
+        "0: training waits for rollouts; rollout.staleness: rollouts wait",
+    ),
+)
+
 
 T = TypeVar("T")
 PromptState = dict[str, int]  # see data.prompt_source.PromptSource

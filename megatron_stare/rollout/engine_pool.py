@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from megatron_stare.batch import SamplingParams
 from megatron_stare.errors import UserError
+from megatron_stare.metric import Metric
 from megatron_stare.rollout.dispatch import Dispatch, Serving
 from megatron_stare.rollout.engine import ModelInfo
 from megatron_stare.rollout.retries import RequestRule, Retries
@@ -18,6 +19,25 @@ from megatron_stare.rollout.state import MEMORY
 from megatron_stare.weights.outlet import Outlet, Route
 from megatron_stare.weights.stream_plan import BucketLayout
 from megatron_stare.workers import Handle, Workers
+
+METRICS = (
+    Metric(
+        "sync/proven",
+        "0 or 1",
+        "1: all values of the newest weights were compared with what was sent; with rollout.prove_every above 1",
+        "1 every prove_every steps",
+    ),
+    Metric(
+        "rollout/retried", "requests", "for responses that were lost and asked of another server", "0; any is an alert"
+    ),
+    Metric(
+        "rollout/retried_late",
+        "requests",
+        "those of them that passed their time limit",
+        "0; raise limits.request_s where responses are longer",
+    ),
+)
+
 
 ONCE_AND_AGAIN = RequestRule()
 

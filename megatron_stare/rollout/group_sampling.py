@@ -11,8 +11,39 @@ from typing import Protocol
 
 from megatron_stare.batch import Prompt, SamplingParams
 from megatron_stare.config.schema import BatchConfig
+from megatron_stare.metric import Metric
 from megatron_stare.records.trajectory import Trajectory
 from megatron_stare.rollout.rollout_source import Collected, Progress, PromptStream, Rollouts
+
+METRICS = (
+    Metric(
+        "sampling/rounds",
+        "rounds",
+        "of prompts that the step was sampled in",
+        "1 or 2; the most allowed: too few groups differ",
+    ),
+    Metric(
+        "sampling/dropped",
+        "share",
+        "groups that were dropped because their rewards are all equal",
+        "any; near 1 a step costs many times its batch",
+    ),
+    Metric(
+        "sampling/filled_up",
+        "groups",
+        "that teach nothing and were taken all the same, as the rounds gave too few",
+        "0",
+    ),
+    Metric("sampling/given_back", "groups", "behind the last one taken, whose prompts went back to the stream", "any"),
+    Metric("sampling/waste", "share", "sampled tokens that were not trained on", "rises with sampling/dropped"),
+    Metric(
+        "sampling/reward_mean",
+        "reward",
+        "mean over all groups that were sampled, dropped ones too",
+        "rises; reward/mean is of the groups taken",
+    ),
+)
+
 
 Group = list[Trajectory]
 

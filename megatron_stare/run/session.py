@@ -83,7 +83,7 @@ class Session:
                 stack.callback(self.dir.forget_unfinished)
                 stack.push(self._discard_if_nothing_was_made)
                 stack.push(self._note_standing)
-            self.monitor = Monitor(inputs.sinks, RunOutline(self.dir.path, config))
+            self.monitor = Monitor(inputs.sinks, RunOutline(self.dir.path, config), inputs.metrics)
             stack.callback(self.monitor.close)
             self.monitor.resume(self.state.step) if resume else self.monitor.start()
             self.verifiers: dict[str, VerifierPool] = {}
