@@ -30,8 +30,9 @@ What a run logs of every step, in `metrics.jsonl`, TensorBoard and the report. T
 
 - A **share** lies between 0 and 1. What a unit step is: [diagnostics.md](diagnostics.md#the-entropy-forecast).
 - A token **carries loss** if the policy sampled it, in a response whose answer was verified.
-- **L+** are the tokens of highest surprisal (-ln p of the sampled token) among those of positive advantage, **L-**
-  those among the tokens of negative advantage; **U+** and **U-** are the others of either sign.
+- **L+** are the rare tokens of positive advantage, **L-** those of negative advantage; **U+** and **U-** are the
+  others of either sign. In `stare/` rare is the share P of highest surprisal (-ln p of the sampled token), in
+  `forecast/` what lies past the critical surprisal s* of its position.
 - All numbers are those of the whole batch, the same in every layout. A metric that does not apply to a run is missing;
   NaN stands where there was nothing to measure.
 - An **alert** is what the console and every [sink](sinks.md) are told. How to read the `forecast/`, `agreement/` and

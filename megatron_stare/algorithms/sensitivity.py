@@ -1,7 +1,7 @@
 """How a policy-gradient step moves the entropy, to first order (STARE, arXiv 2606.19236, section 3 and appendix D).
 
 Sampling token a with advantage A and moving the logits by eta A (one_hot(a) - p) changes the entropy at that position
-at the rate dH/deta = -A Phi(a), with
+at the rate dH/deta = -A Phi(a): Phi is how fast the entropy falls when the sampled token is pushed up. With
 
     Phi(a) = p (ln p + H) - S2        S2 = sum_v p_v^2 (ln p_v + H) = sum p^2 ln p + H sum p^2 >= 0
     Phi(a) > 0  if and only if  s < s* = H - W0(S2 e^H)        (s = -ln p, Lambert W0)

@@ -1,7 +1,7 @@
 """STARE (arXiv 2606.19236): surprisal-guided advantage reweighting behind a target-entropy gate.
 
 While the batch's mean entropy is below its target, the tokens that move entropy most - the share P of highest surprisal
-among tokens of positive advantage (L+) and, in C2, of negative advantage (L-) - have their advantage multiplied:
+among tokens of positive advantage (L+), of negative advantage (L-), or both - have their advantage multiplied:
 
     w = 1 + g (W - 1) on L+        w = 1 - g (1 - M) on L-        w = 1 elsewhere        g = 1[mean H < target]
     J = (1 / N) sum_{i,t} w min(rho A, clip(rho, 1 - low, 1 + high) A)
@@ -64,7 +64,7 @@ METRICS = (
 class Stare(Grpo):
     """Settings of STARE; defaults are the paper's.
 
-    variant: 'O1' amplifies L+; 'O4' attenuates L-; 'C2' does both.
+    variant: the paper's names: 'O1' amplifies L+ (W), 'O4' attenuates L- (M), 'C2' does both.
     share: P, the share of tokens selected on each side.
     amplify: W, at least 1.        attenuate: M, in (0, 1].
     entropy_target: nats; the gate is open while the batch's mean entropy is below it. null: always open.

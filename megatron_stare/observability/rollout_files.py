@@ -33,7 +33,8 @@ class Token:
     surprisal, entropy: nats, under the policy of the log-prob pass, at the temperature of the run.
     advantage: of its response.
     weight: what the loss multiplied the advantage by, all of the method's doing included; NaN where the advantage is 0.
-    selected: "+" in L+, "-" in L-, "." in neither; " " for a token that an environment wrote.
+    selected: "+" in L+, the rarest of positive advantage that a method picks, "-" in L-, of negative advantage, "." in
+        neither; " " for a token that an environment wrote.
     rare: "r" past the critical surprisal of its position, "c" not, "?" where the run had no forecast; " " as above.
     """
 
