@@ -65,37 +65,72 @@ def known() -> set[str]:
     return {*settings(Config), *of_methods, "algorithm.name"}
 
 
+def unknown_settings(text: str, known: set[str]) -> list[str]:
+    """What is set as code in a text, looks like a setting, and is none."""
+    named = re.findall(rf"`((?:{SECTIONS})\.[a-z][a-z_0-9.]*[a-z_0-9])[`=:]", text)
+    return [name for name in named if name not in known and not OTHER_NAMES.search(name)]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_every_setting_that_is_named_exists(page: Path, known: set[str]) -> None:
     text = prose(page)
     if page.stem.startswith("from_"):  # of a table's rows, what comes after the other project's names
         text = re.sub(r"^\| [^|]* \|", "|", text, flags=re.MULTILINE)
-    named = re.findall(rf"`((?:{SECTIONS})\.[a-z][a-z_0-9.]*[a-z_0-9])[`=:]", text)
-    assert [name for name in named if name not in known and not OTHER_NAMES.search(name)] == []
+    assert unknown_settings(text, known) == []
+
+
+def fault_of(line: str, known: set[str]) -> str | None:
+    """What is wrong with a command of a page: a script or configuration that is not there, an option or a setting that
+    does not exist. None: nothing, or it is not one of ours."""
+    if not re.search(r"(^|[/ ])(megatron-stare|scripts/\S+\.sh) ", f"{line} "):
+        return None
+    words = [word for word in shlex.split(line) if not re.match(r"[A-Z_]+=", word)]
+    if missing := [w for w in words if re.fullmatch(r"scripts/[\w./-]+\.sh", w) and not (ROOT / w).is_file()]:
+        return f"no script {missing[0]}"
+    own = {key for key in re.findall(r"(algorithm\.\w+)=", line) if "my_" in line}  # of a method of the page's own
+    settings = {key for word in words for key in re.findall(r"^([a-z_]+\.[a-z_.]+)=", word)}
+    if unknown := settings - own - known:
+        return f"no setting {sorted(unknown)[0]}"
+    if Path(words[0]).name != "megatron-stare" or "..." in words:
+        return None
+    words = words[1 : words.index(">") if ">" in words else None]
+    try:
+        args, rest = parser().parse_known_args([word for word in words if word != "[CONFIG]"])
+    except SystemExit:
+        return "not a command line"
+    if options := [word for word in rest if word.startswith("-")]:
+        return f"no option {options[0]}"
+    config = str(getattr(args, "config", None) or "")
+    if config.startswith("configs/") and not (ROOT / config).is_file():
+        return f"no configuration {config}"
+    return None
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_every_command_is_one(page: Path, known: set[str]) -> None:
-    """Its options parse, its settings exist, and so do the scripts and configurations that it names."""
-    for line in commands(page):
-        words = (
-            shlex.split(line, posix=True) if re.search(r"(^|/)(megatron-stare|scripts/\S+\.sh) ", f"{line} ") else []
-        )
-        words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
-        for script in (word for word in words if re.fullmatch(r"scripts/[\w./-]+\.sh", word)):
-            assert (ROOT / script).is_file(), line
-        if not words or Path(words[0]).name != "megatron-stare" or "..." in words:
-            continue
-        words = words[1 : words.index(">") if ">" in words else None]
-        args, rest = parser().parse_known_args([word for word in words if word not in ("[CONFIG]", "|")])
-        given = [*getattr(args, "overrides", []), *rest]
-        assert not [word for word in rest if word.startswith("-")], line
-        keys = {word.partition("=")[0] for word in given if re.match(r"[a-z_.]+=", word)}
-        own = {key for key in keys if key.startswith("algorithm.") and "my_" in line}
-        assert keys - own - {"algorithm"} <= known, line
-        config = str(getattr(args, "config", "") or "")
-        if config.startswith("configs/"):
-            assert (ROOT / config).is_file(), line
+    assert {line: fault for line in commands(page) if (fault := fault_of(line, known))} == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("megatron-stare train configs/quickstart.yaml run.steps=2 --dry-run > out", None),
+        ("megatron-stare train configs/quickstart.yaml run.stepz=2", "no setting run.stepz"),
+        ("megatron-stare train configs/quickstep.yaml", "no configuration configs/quickstep.yaml"),
+        ("megatron-stare train my.yaml --dryrun", "no option --dryrun"),
+        ("megatron-stare trian my.yaml", "not a command line"),
+        ("A=1 bash scripts/run_7b.sh", "no script scripts/run_7b.sh"),
+        ("bash scripts/quickstart.sh eval.promts=1", "no setting eval.promts"),
+        ("echo scripts are files", None),
+    ],
+)
+def test_what_is_wrong_with_a_command_is_seen(line: str, fault: str | None, known: set[str]) -> None:
+    assert fault_of(line, known) == fault
+
+
+def test_a_setting_that_does_not_exist_is_seen(known: set[str]) -> None:
+    text = "`run.steps`, `run.stepz`, `algorithm.entropy_target: 0.3`, `rollout.tokens=3`, `eval.jsonl`, run.nothing"
+    assert unknown_settings(text, known) == ["run.stepz", "rollout.tokens"]
 
 
 def test_mkdocs_has_every_page_in_its_contents() -> None:
