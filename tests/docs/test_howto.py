@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from support.pages import DOCS, ROOT, Block, blocks
 
 from megatron_stare.config.load import load_config
@@ -45,9 +44,7 @@ def test_blocks_are_well_formed(page: Path, tmp_path: Path, monkeypatch: pytest.
             ast.parse(block.text)
         elif block.language == "bash":
             subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
-        elif block.language == "yaml" and "model" in (tree := yaml.safe_load(block.text)) | {
-            "model": "defaults" in tree
-        }:
+        elif block.language == "yaml":
             load_config(str(block.file), [])
 
 
