@@ -28,7 +28,7 @@ METRICS = (
         "stapo/entropy_threshold",
         "nats",
         "tau_h: below this entropy an improbable token of a right answer is spurious",
-        "steady; NaN or infinite where there are no candidates",
+        "steady; NaN where there are no candidates",
     ),
 )
 

@@ -20,7 +20,7 @@ METRICS = (
         "entropy/mean",
         "nats",
         "mean entropy of the policy over the tokens that carry loss, before the first update",
-        "at its target (alert: 10 steps outside a tenth of it); without one no halving in under 40 steps (alert)",
+        "at its target (alert: 10 steps outside a quarter of it); without one no halving in under 40 steps (alert)",
     ),
     Metric(
         "surprisal/mean",

@@ -35,7 +35,7 @@ METRICS = (
         "ratio/first_max_abs_log",
         "nats",
         "ratio/max_abs_log of the first of several updates, which is on policy",
-        "exactly 0, or correction and staleness explain it",
+        "exactly 0",
     ),
 )
 

@@ -13,6 +13,18 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import make_metric_docs  # noqa: E402  # a script
 
+from megatron_stare.observability import alerts  # noqa: E402
+
+# what the texts say of alerts, as text: 1e-3 and not 0.001
+SAID = {
+    "group/degenerate": f"{alerts.DEGENERATE_SHARE:g}",
+    "response/truncated": f"{alerts.TRUNCATED_SHARE:g}",
+    "rollout/logprob_diff_max": "1e-3",
+    "agreement/trend": f"below {alerts.TREND:g} (alert)",
+    "entropy/mean": f"in under {alerts.HALVING_STEPS} steps (alert)",
+    "optimizer/grad_norm": f"median of the last {alerts.GRAD_WINDOW} steps (alert above)",
+}
+
 
 @pytest.fixture(scope="module")
 def declared() -> list[make_metric_docs.Metric]:
@@ -29,6 +41,15 @@ def test_every_declaration_says_all_of_it(declared: list[make_metric_docs.Metric
     for metric in declared:
         assert all((metric.unit, metric.meaning, metric.healthy)), metric.name
         assert metric.name.count("/") == 1
+
+
+def test_the_limits_of_alerts_are_those_that_are_said(declared: list[make_metric_docs.Metric]) -> None:
+    healthy = {metric.name: metric.healthy for metric in declared}
+    for name, limit in SAID.items():
+        assert limit in healthy[name], name
+    assert float(SAID["rollout/logprob_diff_max"]) == alerts.LOGPROB_DIFF
+    assert f"{alerts.OFF_TARGET_STEPS} steps outside a quarter" in healthy["entropy/mean"] and alerts.BAND == 0.25
+    assert "within ten times" in healthy["optimizer/grad_norm"] and alerts.GRAD_SPIKE == 10
 
 
 def test_a_name_that_is_not_declared_is_found() -> None:
