@@ -52,7 +52,7 @@ METRICS = (
         "time/log_probs_s",
         "s",
         "log-prob pass; missing where none is made",
-        "about a third of time/update_s with one update a batch",
+        "about a third of time/update_s with one update a batch, more with performance.keep_graph",
     ),
     Metric(
         "time/update_s",
