@@ -143,9 +143,10 @@ class Dispatch:
                 gone, results = await self._advanced(replica.number, new, params)
             for result in results:
                 if isinstance(result, LostRequest):
+                    before = self._retries.in_a_row(replica.number)
                     self._lost(replica, result)
-                    in_a_row = self._retries.in_a_row(replica.number)
-                    if result.gone or self._fleet.lost_request(replica.number, result.reason, in_a_row):
+                    counts = self._retries.in_a_row(replica.number) > before
+                    if result.gone or self._fleet.lost_request(replica.number, result.reason, counts):
                         gone = gone or result.reason
                 else:
                     self._retries.answered(result.rid, replica.number)

@@ -129,9 +129,9 @@ class Fleet:
             self.health.lost(replica, why, time.monotonic())
             self._begin_due()
 
-    def lost_request(self, replica: int, why: str, in_a_row: int) -> bool:
+    def lost_request(self, replica: int, why: str, counts: bool) -> bool:
         """See FleetHealth."""
-        return self.health.lost_request(replica, why, in_a_row)
+        return self.health.lost_request(replica, why, counts)
 
     def answered(self, replica: int) -> None:
         """See FleetHealth."""

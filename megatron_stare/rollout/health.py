@@ -90,6 +90,7 @@ class _Standing:
     begun: list[float] = field(default_factory=list)  # when it was begun again, within the window
     again_at: float = 0.0  # not begun again before
     lost: str = ""  # why it was, until it serves again
+    in_a_row: int = 0  # requests that it lost one after the other
 
 
 class FleetHealth:
@@ -121,9 +122,9 @@ class FleetHealth:
     def synced(self, replica: int, version: int | None, proved: bool) -> None:
         """It took all weights of a version. One that did not hold a version's before must have proved them."""
         standing = self._standings[replica]
-        if standing.state is Health.DIRTY and not proved:
+        if standing.state not in SERVING and not proved:
             raise HealthError(f"engine {replica} cannot serve weights that it has not proved")
-        if standing.state is not Health.HEALTHY:
+        if standing.state not in SERVING:
             back = f"it holds all weights of version {version}, proved" if standing.lost else ""
             self._move(replica, Health.HEALTHY, back)
         standing.lost = ""
@@ -133,14 +134,21 @@ class FleetHealth:
         if self.state(replica) in SERVING:
             self._move(replica, Health.DIRTY, why)
 
-    def lost_request(self, replica: int, why: str, in_a_row: int) -> bool:
-        """It lost a request, the `in_a_row`-th one after the other. Returns whether that makes it lost."""
-        if self.state(replica) is Health.HEALTHY:
+    def lost_request(self, replica: int, why: str, counts: bool = True) -> bool:
+        """It lost a request. Returns whether it has lost so many one after the other that it is lost itself.
+
+        Args:
+            counts: it was given after the last that it lost; else both were lost together.
+        """
+        standing = self._standings[replica]
+        if standing.state is Health.HEALTHY:
             self._move(replica, Health.SUSPECT, why)
-        return in_a_row >= self._rule.losses and len(self.among(SERVING)) > 1
+        standing.in_a_row += counts
+        return standing.in_a_row >= self._rule.losses and len(self.among(SERVING)) > 1
 
     def answered(self, replica: int) -> None:
         """It answered a request."""
+        self._standings[replica].in_a_row = 0
         if self.state(replica) is Health.SUSPECT:
             self._move(replica, Health.HEALTHY, "it answers again")
 
@@ -156,7 +164,7 @@ class FleetHealth:
         """It is gone, or does not answer any more, or did not come up."""
         standing = self._standings[replica]
         self._move(replica, Health.DEAD, why)
-        standing.lost = why
+        standing.lost, standing.in_a_row = why, 0
         times = len(self._counting(standing, now))
         standing.again_at = now + (self._rule.back_off_s * 2.0 ** min(times - 1, LONGEST_DOUBLING) if times else 0.0)
 

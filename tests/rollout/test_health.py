@@ -23,7 +23,7 @@ WAYS: dict[Health, Callable[[FleetHealth], object]] = {
     STARTING: lambda fleet: None,
     DIRTY: lambda fleet: fleet.came_up(0),
     HEALTHY: lambda fleet: (fleet.came_up(0), fleet.synced(0, 1, True)),
-    SUSPECT: lambda fleet: (fleet.came_up(0), fleet.synced(0, 1, True), fleet.lost_request(0, "cut", 1)),
+    SUSPECT: lambda fleet: (fleet.came_up(0), fleet.synced(0, 1, True), fleet.lost_request(0, "cut")),
     RELEASED: lambda fleet: (fleet.came_up(0), fleet.released(0)),
     DEAD: lambda fleet: (fleet.came_up(0), fleet.lost(0, "killed", 0.0)),
 }
@@ -32,11 +32,11 @@ SAID: dict[str, tuple[Callable[[FleetHealth], object], dict[Health, Health]]] = 
     "came up": (lambda fleet: fleet.came_up(0), {STARTING: DIRTY}),
     "synced and proved": (
         lambda fleet: fleet.synced(0, 2, True),
-        {DIRTY: HEALTHY, HEALTHY: HEALTHY, SUSPECT: HEALTHY},
+        {DIRTY: HEALTHY, HEALTHY: HEALTHY, SUSPECT: SUSPECT},
     ),
-    "synced unproved": (lambda fleet: fleet.synced(0, 2, False), {HEALTHY: HEALTHY, SUSPECT: HEALTHY}),
+    "synced unproved": (lambda fleet: fleet.synced(0, 2, False), {HEALTHY: HEALTHY, SUSPECT: SUSPECT}),
     "mixed": (lambda fleet: fleet.mixed(0, "failed"), {HEALTHY: DIRTY, SUSPECT: DIRTY}),
-    "lost a request": (lambda fleet: fleet.lost_request(0, "cut", 1), {HEALTHY: SUSPECT}),
+    "lost a request": (lambda fleet: fleet.lost_request(0, "cut"), {HEALTHY: SUSPECT}),
     "answered": (lambda fleet: fleet.answered(0), {SUSPECT: HEALTHY}),
     "released": (lambda fleet: fleet.released(0), {DIRTY: RELEASED, HEALTHY: RELEASED, SUSPECT: RELEASED}),
     "resumed": (lambda fleet: fleet.resumed(0), {RELEASED: DIRTY}),
@@ -151,12 +151,24 @@ def test_the_rule_is_that_of_the_configuration(settings: dict[str, object], most
 
 
 def test_losing_one_request_after_the_other_is_being_lost_where_another_is_left() -> None:
+    """Those that were under way together are one; an answer in between begins anew, and so does being lost."""
     fleet = fleet_of(rule=RestartRule(losses=3))
     WAYS[HEALTHY](fleet)
-    assert [fleet.lost_request(0, "500", n) for n in (1, 2, 3)] == [False, False, True]
+    assert [fleet.lost_request(0, "500", counts) for counts in (True, False, False, True)] == [False] * 4
+    fleet.answered(0)
+    assert [fleet.lost_request(0, "500") for _ in range(3)] == [False, False, True]
     assert fleet.state(0) is SUSPECT
     fleet.lost(1, "killed", 0.0)
-    assert fleet.lost_request(0, "500", 9) is False  # it is the last
+    assert fleet.lost_request(0, "500") is False  # it is the last
+    fleet.begun_again(1, 0.0)
+    fleet.came_up(1)
+    fleet.synced(1, 2, True)
+    assert fleet.lost_request(0, "500") is True
+    fleet.lost(0, "500", 1.0)
+    fleet.begun_again(0, 1.0)
+    fleet.came_up(0)
+    fleet.synced(0, 2, True)
+    assert fleet.lost_request(0, "500") is False
 
 
 def test_the_run_goes_on_with_one_and_ends_by_name_with_none() -> None:
