@@ -109,11 +109,7 @@ class Dispatch:
                 pass
 
     def go_on(self) -> None:
-        """What held the replicas has ended. What was under way at one that was lost meanwhile is made again, and one
-        that has come back is given requests."""
-        for replica in self.replicas:
-            if replica.under_way and not self._fleet.serves(replica.number):
-                self._lost_all(replica, "it was lost in a weight update")
+        """What held the replicas has ended. One that has come back meanwhile is given requests."""
         self._going_on.set()
         self.assign()
 
@@ -138,6 +134,10 @@ class Dispatch:
             while self._held():
                 self._going_on.clear()
                 await self._going_on.wait()
+            if not self._fleet.serves(replica.number):
+                self._lost_all(replica, "its engine was lost in a weight update")
+                self.assign()
+                continue
             async with replica.turn:
                 new, params = replica.next_call() if replica.assigned else ([], params)
                 gone, results = await self._advanced(replica.number, new, params)
