@@ -22,6 +22,7 @@ from megatron_stare.rollout.state import publishes
 from megatron_stare.workers import Handle, WorkerLostError, Workers
 
 LOST = (EngineLostError, WorkerLostError)
+PATIENCE_S = 1.0  # until a server of somebody else is asked again, at least
 LEAVE_S = 30.0  # that a worker on its way up is given to end
 
 
@@ -160,7 +161,7 @@ class Fleet:
 
     def _bring_back(self, replica: int, future: Future[ModelInfo]) -> None:
         """Ends what is left of a replica and brings it up anew. Waits for its server; ended by `close`."""
-        pause_s = self._back_off_s
+        pause_s = max(self._back_off_s, PATIENCE_S)
         try:
             self.workers.replace(replica)
             while True:
