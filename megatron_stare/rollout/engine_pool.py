@@ -190,7 +190,7 @@ class EnginePool:
     def _update_weights(self, version: int, exported: Exported) -> None:
         passed, self._unproved = self._unproved, None  # None stays where this fails
         self._fleet.look()
-        prove = passed is None or passed + 1 >= self._prove_every or self._fleet.unproved
+        prove = passed is None or passed + 1 >= self._prove_every or self._fleet.health.needs_proof
         took: Collection[int] | None = None
         try:
             while took is None:

@@ -61,11 +61,6 @@ class Fleet:
         """Raises NoEngineError where no replica may be asked for tokens."""
         self.health.require(SERVING)
 
-    @property
-    def unproved(self) -> bool:
-        """Whether one that takes weights next does not hold a version's."""
-        return Health.DIRTY in {self.health.state(number) for number in self.health.among(SYNCED)}
-
     def call(
         self,
         method: str,

@@ -91,6 +91,7 @@ class _Standing:
     again_at: float = 0.0  # not begun again before
     lost: str = ""  # why it was, until it serves again
     in_a_row: int = 0  # requests that it lost one after the other
+    proof: bool = True  # it must prove the next weights that it takes
 
 
 class FleetHealth:
@@ -114,23 +115,31 @@ class FleetHealth:
         """The replicas that are in one of the states."""
         return [number for number, standing in enumerate(self._standings) if standing.state in states]
 
+    @property
+    def needs_proof(self) -> bool:
+        """Whether one that takes weights next must prove them."""
+        return any(self._standings[number].proof for number in self.among(SYNCED))
+
     def came_up(self, replica: int) -> None:
         """It is there, with whatever weights it started from."""
-        lost = self._standings[replica].lost
-        self._move(replica, Health.DIRTY, "it is up, and waits for a weight update" if lost else "", Health.STARTING)
+        standing = self._standings[replica]
+        told = "it is up, and waits for a weight update" if standing.lost else ""
+        self._move(replica, Health.DIRTY, told, Health.STARTING)
+        standing.proof = True
 
     def synced(self, replica: int, version: int | None, proved: bool) -> None:
-        """It took all weights of a version. One that did not hold a version's before must have proved them."""
+        """It took all weights of a version. One that came up, or was left with a mixture, must have proved them."""
         standing = self._standings[replica]
-        if standing.state not in SERVING and not proved:
+        if standing.proof and not proved:
             raise HealthError(f"engine {replica} cannot serve weights that it has not proved")
         if standing.state not in SERVING:
             back = f"it holds all weights of version {version}, proved" if standing.lost else ""
             self._move(replica, Health.HEALTHY, back)
-        standing.lost = ""
+        standing.lost, standing.proof = "", standing.proof and not proved
 
     def mixed(self, replica: int, why: str) -> None:
         """A weight update of it did not come to its end: it may hold weights of two versions."""
+        self._standings[replica].proof = True
         if self.state(replica) in SERVING:
             self._move(replica, Health.DIRTY, why)
 

@@ -102,6 +102,22 @@ def test_a_lost_replica_serves_again_by_restart_and_proof_alone() -> None:
         assert way.index("begun again") < way.index("came up") < way.index("synced and proved") == len(way) - 1
 
 
+def test_weights_that_were_released_are_proved_as_often_as_others_and_mixtures_always() -> None:
+    fleet = fleet_of()
+    WAYS[HEALTHY](fleet)
+    assert not fleet.needs_proof
+    fleet.released(0)
+    fleet.resumed(0)
+    assert not fleet.needs_proof
+    fleet.synced(0, 2, False)
+    fleet.mixed(0, "failed")
+    assert fleet.needs_proof
+    with pytest.raises(HealthError, match="has not proved"):
+        fleet.synced(0, 3, False)
+    fleet.synced(0, 3, True)
+    assert not fleet.needs_proof and fleet.state(0) is HEALTHY
+
+
 def test_restarts_back_off_are_bounded_and_are_forgiven() -> None:
     """The first at once, then after 10, 20, 40 s; no fourth within the window of 1000 s."""
     fleet = fleet_of(rule=RestartRule(most=3, window_s=1000.0, back_off_s=10.0))
