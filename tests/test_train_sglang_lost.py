@@ -26,8 +26,8 @@ ALONE = {"runtime.runner": "inline", "parallel.tensor": 1, "run.steps": 1}
 
 
 def test_a_run_goes_on_though_a_server_is_killed(tmp_path: Path) -> None:
-    """Its policy is cut over two ranks, and broadcast to one server instead of two from then on. Engine and trainer agree token by token in every step, every prompt is in its step once, and nothing is
-    left behind."""
+    """Its policy is cut over two ranks, and broadcast to one server instead of two from then on. Engine and trainer
+    agree token by token in every step, every prompt is in its step once, and nothing is left behind."""
     run = Run(
         tmp_path,
         *("parallel.tensor=2", "rollout.engines=2", "sglang.sync=distributed", f"sglang.agreement_limit={LIMIT}"),

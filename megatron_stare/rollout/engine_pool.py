@@ -69,7 +69,7 @@ class EnginePool:
         self._requests: Counter[str] = Counter()  # what became of them since the last weight update
         self._reported: dict[str, float] = {}  # likewise, up to that
         self._unproved: int | None = None  # updates since the last proof; None: the next one must be
-        self._layouts: tuple[int, tuple[BucketLayout, ...]] = (0, ())  # of the buckets that engines know to expect
+        self._told: tuple[int, set[int], tuple[BucketLayout, ...]] = (0, set(), ())  # which buckets to expect, and who
         self._routes: tuple[int, dict[int, Route]] = (0, {})  # that the outlet was made of; both since so many losses
         self._outlet: Outlet | None = None
         self.served = all(info.served for info in self._fleet.infos)  # by servers, which alone can release memory
@@ -226,9 +226,8 @@ class EnginePool:
     def _hand_over(self, exported: Exported, prove: bool, to: Collection[int]) -> Collection[int]:
         """Bucket by bucket to engines that take them in their own process."""
         fleet = self._fleet
-        if self._layouts != (fleet.losses, exported.layouts):
-            self._layouts = fleet.losses, exported.layouts
-            to = fleet.call("expect_buckets", exported.layouts, among=to)
+        if self._told != (told := (fleet.losses, set(to), exported.layouts)):
+            self._told, to = told, fleet.call("expect_buckets", exported.layouts, among=to)
         for number, (bucket, others) in enumerate(exported.buckets(prove)):
             to = fleet.call("update_weights", number, bucket, among=to, beside=others)
         sent = exported.checksums()

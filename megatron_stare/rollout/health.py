@@ -135,7 +135,7 @@ class FleetHealth:
         if standing.state not in SERVING:
             back = f"it holds all weights of version {version}, proved" if standing.lost else ""
             self._move(replica, Health.HEALTHY, back)
-        standing.lost, standing.proof = "", standing.proof and not proved
+        standing.lost, standing.proof = "", False
 
     def mixed(self, replica: int, why: str) -> None:
         """A weight update of it did not come to its end: it may hold weights of two versions."""

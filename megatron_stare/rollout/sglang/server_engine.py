@@ -368,10 +368,13 @@ class SGLangEngine(ServedEngine):
 
     async def _leave(self) -> None:
         """Ends what is under way on the server, and the connections to it."""
-        await self._forget()
         await self._watch.close()
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._sync.close(), ABORT_S)
+        if self._watch.gone:
+            await self._cancel()  # there is nobody to tell
+        else:
+            await self._forget()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._sync.close(), ABORT_S)
         await self._client.close()
 
 

@@ -39,6 +39,7 @@ class Watch:
         self, client: SGLangClient, process: ServerProcess | None, held: Callable[[], int | None], limit_s: float
     ) -> None:
         self._client, self._process, self._held, self._limit_s = client, process, held, limit_s
+        self.gone = False  # it was found to be
         self._looking: asyncio.Task[None] | None = None  # shared by all who ask at the same time
         self._watching: asyncio.Task[None] | None = None
 
@@ -65,6 +66,13 @@ class Watch:
             await self.require()
 
     async def _look(self) -> None:
+        try:
+            await self._ask()
+        except ServerGoneError:
+            self.gone = True
+            raise
+
+    async def _ask(self) -> None:
         self.require_process()
         last: ServerGoneError | None = None
         for attempt in range(ATTEMPTS):
