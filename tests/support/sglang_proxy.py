@@ -22,7 +22,7 @@ class Proxy:
         self.every = 0  # one request in so many is lost before the server has it; 0: none
         self.lost = 0
         self.refuses = False  # responses, with 500
-        self.down = False
+        self.down = False  # and what it was asked before is not answered
         self.asked_for: list[str] = []  # requests for responses that came, by their names' ends
 
     async def __call__(self, request: web.Request) -> web.StreamResponse:
@@ -43,4 +43,8 @@ class Proxy:
             aiohttp.ClientSession() as session,
             session.request(request.method, process.url + request.path, data=body, headers=headers) as told,
         ):
-            return web.Response(status=told.status, body=await told.read(), content_type="application/json")
+            answer = web.Response(status=told.status, body=await told.read(), content_type="application/json")
+        if self.down:  # since
+            assert request.transport is not None
+            request.transport.abort()
+        return answer
