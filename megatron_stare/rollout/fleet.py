@@ -23,7 +23,7 @@ from megatron_stare.workers import Handle, WorkerLostError, Workers
 
 LOST = (EngineLostError, WorkerLostError)
 PATIENCE_S = 1.0  # until a server of somebody else is asked again, at least
-LEAVE_S = 30.0  # that a worker on its way up is given to end
+LEAVE_S = 10.0  # that a worker on its way up is given to end
 
 
 class Fleet:
