@@ -168,6 +168,19 @@ def test_one_that_comes_back_is_proved_whatever_was_proved_before(monkeypatch: p
     run.close()
 
 
+@pytest.mark.distributed
+def test_what_is_sent_anew_is_proved_whatever_was_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two proofs, too: the first attempt has left a mixture."""
+    first, other = Mortal("localhost:1", "/update_weights_from_distributed"), Mortal("localhost:2")
+    fakes = Fakes(monkeypatch, [first], [other], prove_every=9)
+    proofs = other.calls.count("/weights_checker")
+    fakes.run.publish()
+    assert first.dead and other.calls.count("/weights_checker") == proofs + 1
+    assert "engine 1 is dirty (it was healthy): the weight update is begun anew" in " ".join(fakes.run.pool.news())
+    fakes.roll_out()
+    fakes.run.close()
+
+
 def test_one_that_comes_back_with_wrong_weights_is_not_asked_for_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     first, spare = Mortal("localhost:1", "/generate"), Mortal("localhost:3")
     fakes = Fakes(monkeypatch, [first, spare], [Mortal("localhost:2")], sync="tensor", prove_every=9)
