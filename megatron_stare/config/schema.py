@@ -13,6 +13,7 @@ from megatron_stare.config.limits_section import LimitsConfig
 from megatron_stare.config.memory_section import MemoryConfig
 from megatron_stare.config.moe_section import MoeConfig
 from megatron_stare.config.performance_section import PerformanceConfig, Section
+from megatron_stare.config.restarts_section import RestartsConfig
 from megatron_stare.config.reward_section import RewardConfig
 from megatron_stare.config.runtime_section import RuntimeConfig
 from megatron_stare.config.template import check_template
@@ -402,6 +403,7 @@ class Config(Section):
     observability: ObservabilityConfig = ObservabilityConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     limits: LimitsConfig = LimitsConfig()
+    restarts: RestartsConfig = RestartsConfig()
 
     @model_validator(mode="after")
     def _servers_are_used(self) -> Config:

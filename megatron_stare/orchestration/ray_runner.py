@@ -29,6 +29,7 @@ from megatron_stare.performance import environment
 from megatron_stare.process_settings import port_share, shared_environment
 from megatron_stare.resolved import ResolvedRun
 from megatron_stare.rollout.engine_pool import EnginePool
+from megatron_stare.rollout.health import RestartRule
 from megatron_stare.rollout.replicas import replica_count
 from megatron_stare.rollout.retries import RequestRule
 from megatron_stare.workers import Workers
@@ -83,7 +84,7 @@ class RayRunner:
 
     def __init__(self, run: ResolvedRun) -> None:
         config = run.config
-        self._started: list[Workers] = []
+        self._started: list[Workers | EnginePool] = []
         self._reserved: Reservation | None = None
         self._table: list[str] = []
         try:
@@ -95,7 +96,7 @@ class RayRunner:
             self.trainers, self.engines = in_order(
                 config,
                 lambda: TrainerGroup(self._trainers(run), plan_rules(run)),
-                lambda: EnginePool(self._engines(config), config.rollout.prove_every, RequestRule.of(config)),
+                lambda: self._pool(config),
             )
         except BaseException:
             self.close()
@@ -151,15 +152,17 @@ class RayRunner:
         ranks.build(Trainer, [(run, rank, f"tcp://{address}") for rank in range(len(ranks))])
         return ranks
 
-    def _engines(self, config: Config) -> Workers:
+    def _pool(self, config: Config) -> EnginePool:
         self._replicas.build(EngineWorker, [(config, number) for number in range(len(self._replicas))])
-        return self._replicas
+        rules = RequestRule.of(config), RestartRule.of(config)
+        self._started.append(pool := EnginePool(self._replicas, config.rollout.prove_every, *rules))
+        return pool
 
     def close(self) -> None:
         """Ends the actors, and Ray where it was started here."""
         with uninterrupted():
-            for workers in self._started:
-                workers.close()
+            for each in self._started:
+                each.close()
             self._started = []
             if self._reserved is not None:
                 self._reserved.release()

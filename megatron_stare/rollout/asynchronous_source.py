@@ -129,8 +129,8 @@ class AsynchronousSource(RolloutSource):
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
         """While open, the engines are the caller's: what was begun has been made, and nothing is begun."""
-        self._wait(self._hold())
         try:
+            self._wait(self._hold())  # raises the error of what was begun, and then holds nothing
             yield
         finally:
             self._wait(self._go_on())

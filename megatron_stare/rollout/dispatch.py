@@ -12,9 +12,9 @@ from typing import Any
 
 from megatron_stare.batch import SamplingParams
 from megatron_stare.errors import UserError
-from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, LostRequest, ModelInfo, RequestLostError
+from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, LostRequest, RequestLostError
+from megatron_stare.rollout.fleet import LOST, Fleet
 from megatron_stare.rollout.retries import Retries
-from megatron_stare.workers import Workers
 
 LATER_S = 1e-3  # a timer may go off a tick before its time, and nothing else would wake a pool of one replica
 WAIT_S = 0.1  # a replica that is at work is asked this often whether it takes more
@@ -59,16 +59,14 @@ class Dispatch:
         held: whether replicas may not be asked for tokens now; `hold` waits for those that are being asked.
     """
 
-    def __init__(
-        self, workers: Workers, infos: Sequence[ModelInfo], held: Callable[[], bool], retries: Retries
-    ) -> None:
-        self._workers, self._held, self._retries = workers, held, retries
+    def __init__(self, fleet: Fleet, held: Callable[[], bool], retries: Retries) -> None:
+        self._fleet, self._held, self._retries = fleet, held, retries
         self._wake_ups: set[asyncio.TimerHandle] = set()
         self._going_on = asyncio.Event()  # set when what held the replicas ends
         self.loop = asyncio.get_running_loop()
         self.servings: list[Serving] = []  # in the order in which they were opened
         self.asked: dict[str, tuple[Serving, GenerateRequest, asyncio.Future[GenerateResult]]] = {}
-        self.replicas = [_Replica(number, info.capacity) for number, info in enumerate(infos)]
+        self.replicas = [_Replica(number, info.capacity) for number, info in enumerate(fleet.infos)]
         self.together = any(replica.capacity is None for replica in self.replicas)
         self.pumps = [asyncio.create_task(self._pump(replica)) for replica in self.replicas]
 
@@ -82,10 +80,17 @@ class Dispatch:
         for serving in self.servings:
             serving.assign()
 
+    @property
+    def serving(self) -> list[_Replica]:
+        """The replicas that may be asked."""
+        return [replica for replica in self.replicas if self._fleet.serves(replica.number)]
+
     def place(self, request: GenerateRequest, params: SamplingParams) -> bool:
         """Gives a request to a replica with room, if there is one for it."""
         now = self.loop.time()
-        rooms = [self._retries.room(r.number, r.capacity or 0, r.under_way, now) for r in self.replicas]
+        rooms: list[int | None] = [None] * len(self.replicas)
+        for r in self.serving:
+            rooms[r.number] = self._retries.room(r.number, r.capacity or 0, r.under_way, now)
         best = self._retries.choose(request.rid, rooms, now)
         if best is not None:
             self.give(self.replicas[best], [request], params)
@@ -104,8 +109,9 @@ class Dispatch:
                 pass
 
     def go_on(self) -> None:
-        """What held the replicas has ended."""
+        """What held the replicas has ended. One that has come back meanwhile is given requests."""
         self._going_on.set()
+        self.assign()
 
     async def stop(self) -> None:
         """Ends the pumps."""
@@ -128,22 +134,53 @@ class Dispatch:
             while self._held():
                 self._going_on.clear()
                 await self._going_on.wait()
+            if not self._fleet.serves(replica.number):
+                self._lost_all(replica, "its engine was lost in a weight update")
+                self.assign()
+                continue
             async with replica.turn:
                 new, params = replica.next_call() if replica.assigned else ([], params)
-                handle = self._workers.start_on(replica.number, "advance", new, params, WAIT_S)
-                results = await self._workers.result(handle)
+                gone, results = await self._advanced(replica.number, new, params)
             for result in results:
                 if isinstance(result, LostRequest):
+                    before = self._retries.in_a_row(replica.number)
                     self._lost(replica, result)
+                    counts = self._retries.in_a_row(replica.number) > before
+                    if result.gone or self._fleet.lost_request(replica.number, result.reason, counts):
+                        gone = gone or result.reason
                 else:
                     self._retries.answered(result.rid, replica.number)
+                    self._fleet.answered(replica.number)
                     _, _, answer = self.asked.pop(result.rid)
                     if not answer.cancelled():
                         answer.set_result(result)
                 replica.under_way -= 1
+            if gone:
+                self._fleet.lose(replica.number, gone)
+                self._fleet.require_serving()
+                self._lost_all(replica, gone)
             if not replica.under_way:
                 replica.work.clear()
             self.assign()
+
+    async def _advanced(
+        self, replica: int, new: Sequence[GenerateRequest], params: SamplingParams | None
+    ) -> tuple[str, Sequence[GenerateResult | LostRequest]]:
+        """Why the replica is lost, "" where it is there; and what it has finished."""
+        workers = self._fleet.workers
+        try:
+            return "", await workers.result(workers.start_on(replica, "advance", new, params, WAIT_S))
+        except LOST as error:
+            return error.what, []
+
+    def _lost_all(self, replica: _Replica, why: str) -> None:
+        """Has all that a lost replica had made again."""
+        for rid in self._retries.under_way(replica.number):
+            self._lost(replica, LostRequest(rid, why))
+        replica.assigned.clear()
+        replica.under_way = 0
+        replica.work.clear()
+        self._retries.renew(replica.number)
 
     def _lost(self, replica: _Replica, lost: LostRequest) -> None:
         """Has a request made again. Where it was made as often as allowed, whoever waits for it is told."""
@@ -239,8 +276,8 @@ class Serving:
 
     def assign(self) -> None:
         """Gives replicas what waits here and they have room for."""
-        replicas = self.dispatch.replicas
         if self.dispatch.together:
+            replicas = self.dispatch.serving
             waiting = len(self.again) + len(self._waiting)
             if not waiting or waiting < self._live:
                 return

@@ -60,15 +60,21 @@ class LostRequest:
 
     reason: what became of it, and where.
     late: its limit passed.
+    gone: whoever was to answer it is lost, with all else that it had.
     """
 
     rid: str
     reason: str
     late: bool = False
+    gone: bool = False
 
 
 class RequestLostError(UserError):
     """A response did not come."""
+
+
+class EngineLostError(UserError):
+    """What an engine speaks for has ended, does not answer any more, or holds other weights than it was given."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +164,9 @@ class Engine(ABC):
     def model_info(self) -> ModelInfo:
         """What the engine holds; answers in every state."""
 
+    def check(self) -> None:  # noqa: B027 - an engine in process is there as long as its worker
+        """Raises EngineLostError where the engine can do nothing more."""
+
     @abstractmethod
     def close(self) -> None:
         """Frees the model; the engine is DEAD. Closing twice is allowed."""
@@ -227,6 +236,10 @@ class ServedEngine(Engine):
             EngineStateError: the engine gave no route, or no session is open.
         """
         raise EngineStateError("weights that nobody was given a route for cannot have been brought by ranks")
+
+    def drop_weight_update(self) -> None:
+        """Gives the open update up, whatever has come of it; the engine is DIRTY. Nothing where none is open."""
+        raise EngineStateError("an update that ranks did not bring cannot be given up")
 
     @abstractmethod
     def memory_mb(self) -> float | None:

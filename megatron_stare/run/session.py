@@ -115,7 +115,7 @@ class Session:
                     return_experts=config.moe.routing_replay,
                 ),
                 self.source.state,
-                self.monitor.progress,
+                self._progress,
                 colocation.release,
             )
             stack.callback(self.samples.close)
@@ -185,9 +185,19 @@ class Session:
         export_policy(self.ranks, self.dir.path / "hf", Path(self.config.model.path), self.state.step)
         self.monitor.finish()
 
+    def _progress(self, done: int, wanted: int) -> None:
+        self._tell_news()
+        self.monitor.progress(done, wanted)
+
+    def _tell_news(self) -> None:
+        """What became of engines, to who watches."""
+        for line in self.engines.news():
+            self.monitor.note(line)
+
     def _published(self, version: int) -> None:
         """The weights of this version are what comes next is sampled by, so the run stands at this step."""
         self.state.step, self.state.data = version, self.rollouts.state()
+        self._tell_news()
 
     def _save_if_due(self) -> None:
         """Writes the checkpoint that is due after the step the run stands at."""
@@ -209,7 +219,7 @@ class Session:
             with self.phase("eval"):
                 record = evaluate(
                     evaluation.prompts,
-                    partial(self.trajectories, evaluation, answered(evaluation, self.monitor.progress)),
+                    partial(self.trajectories, evaluation, answered(evaluation, self._progress)),
                     step=step,
                     greedy=task.config.eval.greedy,
                     samples=task.samples,

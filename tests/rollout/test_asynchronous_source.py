@@ -29,7 +29,7 @@ from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.group_sampling import EveryGroup, InformativeGroups
 from megatron_stare.rollout.rollout_source import Rollouts
 from megatron_stare.rollout.state import EngineState
-from megatron_stare.workers import Workers
+from megatron_stare.workers import WorkerLostError, Workers
 
 MODEL = str(Path(__file__).parents[2] / "assets" / "tiny-adder")
 CONFIG = Config.model_validate({"model": {"path": MODEL}, "rollout": {"max_new_tokens": 24}})
@@ -252,6 +252,82 @@ def test_an_error_is_that_of_the_step_that_waits_for_it() -> None:
         assert len(found.next(2).trajectories) == 4
         with pytest.raises(DataError, match="had enough"):
             found.next(3)
+
+
+def test_a_hold_does_not_outlive_the_error_that_it_met() -> None:
+    """What was begun has failed: whoever wanted the engines for himself is told, and steps may begin as before."""
+    broken = threading.Event()
+
+    def asked() -> None:
+        if broken.is_set():
+            raise DataError("the engine has had enough")
+
+    with source([TokenByToken(None, all_of_length(2), asked)], 1) as found:
+        found.publish(WEIGHTS, 0)
+        found.next(1)
+        broken.set()
+        found.publish(WEIGHTS, 1)
+        with pytest.raises(DataError, match="had enough"), found.quiet():
+            raise AssertionError("the engines are nobody's")
+        assert not found._held
+
+
+class Mortal(TokenByToken):
+    """Is lost in the `fatal` call of the update to version 4."""
+
+    def __init__(self, fatal: str, *settings: Any) -> None:
+        super().__init__(*settings)
+        self._fatal, self.lost, self._to, self.asked_of = fatal, False, -1, set[str]()
+
+    def advance(self, new: Sequence[GenerateRequest], params: SamplingParams, wait_s: float) -> list[GenerateResult]:
+        assert not self.lost, "asked for tokens after it was lost"
+        self.asked_of |= {request.rid for request in new}
+        return super().advance(new, params, wait_s)
+
+    def begin_weight_update(self, version: int, prove: bool) -> None:
+        self._to = version
+        self._die_in("begin_weight_update")
+        super().begin_weight_update(version, prove)
+
+    def update_weights(self, number: int, bucket: Any) -> None:
+        self._die_in("update_weights")
+
+    def end_weight_update(self) -> dict[str, str]:
+        self._die_in("end_weight_update")
+        return super().end_weight_update()
+
+    def _die_in(self, call: str) -> None:
+        if call == self._fatal and self._to == 4:
+            self.lost = True
+            raise WorkerLostError("a rollout engine process died")
+
+
+@pytest.mark.parametrize("fatal", ["begin_weight_update", "update_weights", "end_weight_update"])
+def test_a_replica_lost_in_a_weight_update_gives_what_it_had_to_the_other(fatal: str) -> None:
+    """With responses of it under way, of steps ahead: every prompt is in its batch once, none older than the bound; the
+    update has reached the other one."""
+    lost = Mortal(fatal, 3, lambda cursor, sample: 3 if cursor < 8 else 10**9)  # it never ends those of step 5
+    left = Mortal("", 3, all_of_length(3))
+    weights = SimpleNamespace(layouts=(), buckets=lambda checksums=True: iter([(0, []), (1, [])]), checksums=dict)
+    with source([lost, left], 2, steps=9) as found:
+        found.publish(weights, 0)
+        for step in range(1, 10):
+            batch = found.next(step)
+            assert [(t.prompt.cursor, t.sample_index) for t in batch.trajectories] == [
+                (cursor, sample) for cursor in (2 * step - 2, 2 * step - 1) for sample in range(2)
+            ]
+            assert max(ages(batch, step)) <= 2
+            if step == 4:
+                found._wait(at_work(lost))
+            found.publish(weights, step)
+        assert lost.lost and left.version == 9
+        assert lost.asked_of & left.asked_of  # made again by the other
+
+
+async def at_work(replica: Any) -> None:
+    """Waits until it has responses under way."""
+    while not replica.made:
+        await asyncio.sleep(0)
 
 
 def test_sampling_that_cuts_the_support_is_refused() -> None:

@@ -81,6 +81,7 @@ class SGLangReplica(Replica):
                 server_flags(config),
                 Way(config.sglang.sync, config.runtime.timeout_s, config.model.path, config.sglang.sync_folder),
                 seen_here() if self._process is not None else Place(),
+                config.restarts.probe_s,
             )
             stack.pop_all()  # the engine's from here on
             return engine
