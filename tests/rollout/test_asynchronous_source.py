@@ -20,10 +20,9 @@ from megatron_stare.batch import SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_queue import PromptQueue
 from megatron_stare.environments.single_turn import SingleTurn
-from megatron_stare.errors import DataError, WeightVersionError
-from megatron_stare.records.trajectory import Trajectory
+from megatron_stare.errors import DataError
 from megatron_stare.rewards.verifier_pool import Verdict
-from megatron_stare.rollout.asynchronous_source import AsynchronousSource, ages_of, check_ages
+from megatron_stare.rollout.asynchronous_source import AsynchronousSource
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, ModelInfo
 from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.group_sampling import EveryGroup, InformativeGroups
@@ -269,16 +268,3 @@ def test_closing_gives_up_what_is_under_way() -> None:
         found.publish(WEIGHTS, 0)
     assert not never.made  # aborted, not forgotten
     found.close()  # once more
-
-
-def test_tokens_of_a_wrong_age_are_refused() -> None:
-    def of(*versions: tuple[int, int]) -> Trajectory:
-        return SimpleNamespace(versions=versions)  # type: ignore[return-value]
-
-    ages = ages_of([of((3, 5), (-1, 9), (4, 2)), of((4, 1), (5, 0))], 5)
-    assert ages == {2: 5, 1: 3}
-    check_ages(ages, 2, 6)
-    with pytest.raises(WeightVersionError, match="step 6 trains on, but there are 5 tokens of age 2"):
-        check_ages(ages, 1, 6)
-    with pytest.raises(WeightVersionError, match="1 tokens of age -1"):
-        check_ages({-1: 1, 0: 4}, 3, 6)
