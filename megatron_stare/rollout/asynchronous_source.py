@@ -124,6 +124,7 @@ class AsynchronousSource(RolloutSource):
         self._thread.join()
 
     def _serve(self, threads: int) -> None:
+        """The thread: waits for whatever the loop's tasks wait for; unblocked for good by `close`."""
         torch.set_num_threads(threads)
         asyncio.set_event_loop(self._loop)
         try:
@@ -137,7 +138,8 @@ class AsynchronousSource(RolloutSource):
         return future.result()
 
     def _wait_showing(self, step: int) -> Collected:
-        """A step's trajectories; progress is told meanwhile, in the caller's thread."""
+        """A step's trajectories. Waits for news of the step, and tells progress in the caller's thread; unblocked by
+        each trajectory that is finished, and at last by `_taken`, whatever it ends with."""
         news: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
         self._watched = step, news
         try:
@@ -174,6 +176,8 @@ class AsynchronousSource(RolloutSource):
         return not self._held and self.version >= step - 1 - self._staleness
 
     async def _collect(self, step: int, settled: asyncio.Event) -> Collected:
+        """Makes a step's batch. Waits as Groups.collect does; whatever it ends with lets the next step begin."""
+
         def progress(done: int, wanted: int) -> None:
             self._counts[step] = done, wanted
             if self._watched and self._watched[0] == step:
@@ -213,6 +217,8 @@ class AsynchronousSource(RolloutSource):
         return self._before[min(self._before)] if self._before else dict(self._prompts())
 
     async def _hold(self) -> None:
+        """Lets no step begin. Waits for the last verdicts of those that have; unblocked by them, or by the first
+        error."""
         async with self._changed:
             self._held = True
         await asyncio.gather(*self._ahead.values())
@@ -223,6 +229,7 @@ class AsynchronousSource(RolloutSource):
             self._changed.notify_all()
 
     async def _cancel(self) -> None:
+        """Ends every task of the loop. Waits until they are cancelled: for the call that a replica is answering."""
         tasks: Sequence[asyncio.Task[Any]] = [*self._ahead.values(), *([self._making] if self._making else [])]
         for task in tasks:
             task.cancel()

@@ -131,7 +131,7 @@ class Dispatch:
         self._going_on.set()
 
     async def stop(self) -> None:
-        """Ends the pumps."""
+        """Ends the pumps. Waits until they are cancelled, and for no replica."""
         for wake_up in self._wake_ups:
             wake_up.cancel()
         for pump in self.pumps:
@@ -143,7 +143,8 @@ class Dispatch:
 
         Waits for an assignment where nothing is under way, else for the replica; unblocked by what it has finished, or
         after WAIT_S where it can say that nothing is, so that it is given more meanwhile. Where replicas are held it
-        waits for the end of that.
+        waits for the end of that, and after each answer for one turn of the loop, in which those who were answered ask
+        for more.
         """
         params = None
         while True:

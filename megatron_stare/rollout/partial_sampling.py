@@ -57,7 +57,8 @@ class PartialGroups(Groups):
     async def collect(
         self, rollouts: Rollouts, params: SamplingParams, progress: Progress, settled: Callable[[], None]
     ) -> Collected:
-        """See Groups. Waits for round after round, each for its last token and its last verdict."""
+        """See Groups. Waits for round after round, each for its last token and last verdict; unblocked by them, or by
+        the first error. What was kept is then of no use, and the run ends."""
         dropped: list[Group] = []
         rounds, refills = 0, 1
         self._refill(params.step)

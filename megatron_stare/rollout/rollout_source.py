@@ -156,7 +156,8 @@ class Rollouts:
         made, given_up = 0, False
 
         async def one(number: int, serving: Serving, judge: Judge) -> None:
-            """One trajectory, from its prompt to its verdict."""
+            """One trajectory, from its prompt to its verdict. Waits for its environment, which waits for tokens, and
+            then for the verifier; unblocked by them, by a cut, or by cancellation once there is enough."""
             nonlocal made, given_up
             response = responses[number]
             prompt = response.prompt

@@ -46,7 +46,7 @@ class SynchronousSource(RolloutSource):
         self.metrics: Mapping[str, float] = {}  # of the last batch
 
     def next(self, step: int) -> RolloutBatch:
-        """See RolloutSource.
+        """See RolloutSource. Waits for the step's last verdict; unblocked by it, or by the first error.
 
         Raises:
             WeightVersionError: a token was sampled by other weights than it may be.
