@@ -72,11 +72,13 @@ class RunState:
 
 @dataclass(frozen=True)
 class Staged:
-    """A checkpoint that is being written: its place, the folder that is written until then, and its run state."""
+    """A checkpoint that is being written: its place, the folder that is written until then, and its run state, of which
+    `kept` is a file of its own."""
 
     final: Path
     folder: Path
     state: str
+    kept: bytes
 
 
 class RunDir:
@@ -171,11 +173,9 @@ class RunDir:
         try:
             folder = _unfinished(final)
             folder.mkdir(parents=True)
-            if state.kept:
-                (folder / KEPT).write_bytes(state.kept)
         except OSError as error:
             raise _not_written(final, error) from error
-        return Staged(final, folder.resolve(), state.to_json())
+        return Staged(final, folder.resolve(), state.to_json(), state.kept)
 
     def complete(self, staged: Staged, keep: int) -> Path:
         """Makes a checkpoint of what was staged, once all ranks have written their part, and forgets all but the
@@ -186,6 +186,8 @@ class RunDir:
         """
         try:
             (staged.folder / RUN_STATE).write_text(staged.state)
+            if staged.kept:
+                (staged.folder / KEPT).write_bytes(staged.kept)
             _sync(staged.folder)
             if staged.final.exists():
                 _forget(staged.final)

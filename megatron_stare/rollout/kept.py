@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import safetensors.torch
@@ -21,6 +21,12 @@ from megatron_stare.records.trajectory import Trajectory
 from megatron_stare.rollout.under_way import Answer, UnderWay
 
 COLUMNS = {"tokens": torch.int32, "log_probs": torch.float32, "loss_mask": torch.bool}
+# of a trajectory, what is a number or a text; `numbers` and `pieces` are given to those that are trained on
+PLAIN = [
+    each.name
+    for each in fields(Trajectory)
+    if each.name not in {*COLUMNS, "prompt", "sample_index", "experts", "numbers", "pieces"}
+]
 
 
 class _Writer:
@@ -37,7 +43,9 @@ class _Writer:
         where: dict[str, Any] = {"length": len(columns["tokens"])}
         if experts is not None:
             where["experts"] = f"experts.{len(self._experts)}"
-            self._experts[where["experts"]] = experts.contiguous()
+            self._experts[where["experts"]] = experts.clone(
+                memory_format=torch.contiguous_format
+            )  # views of one tensor are refused
         return where
 
     def tensors(self) -> dict[str, Tensor]:
@@ -109,15 +117,12 @@ def _response(response: UnderWay, columns: _Writer) -> dict[str, Any]:
         for answer in response.answers
     ]
     done = response.trajectory
-    finished = done and {
-        **columns.add(done.experts, tokens=done.tokens, log_probs=done.log_probs, loss_mask=done.loss_mask),
-        "versions": done.versions,
-        "finish_reason": done.finish_reason,
-        "text": done.text,
-        "reward": done.reward,
-        "reward_status": done.reward_status,
-        "answer_at": done.answer_at,
-    }
+    finished = None
+    if done is not None:
+        finished = {
+            **columns.add(done.experts, tokens=done.tokens, log_probs=done.log_probs, loss_mask=done.loss_mask),
+            **{name: getattr(done, name) for name in PLAIN},
+        }
     return {
         "sample_index": response.sample_index,
         "step": response.step,
@@ -131,22 +136,18 @@ def _read_response(prompt: Prompt, tree: dict[str, Any], columns: _Reader) -> Un
     response = UnderWay(prompt, tree["sample_index"], tree["step"], context=tree["context"])
     for each in tree["answers"]:
         tokens, log_probs, experts = columns.next(each, "tokens", "log_probs")
-        versions = tuple((version, n) for version, n in each["versions"])
+        versions = tuple((v, n) for v, n in each["versions"])
         response.answers.append(Answer(tokens, log_probs, versions, each["finish_reason"], each["text"], experts))
-    if done := tree["trajectory"]:
+    if (done := tree["trajectory"]) is not None:
         tokens, log_probs, loss_mask, experts = columns.next(done, *COLUMNS)
+        plain = {name: done[name] for name in PLAIN} | {"versions": tuple((v, n) for v, n in done["versions"])}
         response.trajectory = Trajectory(
             prompt=prompt,
             sample_index=response.sample_index,
             tokens=tokens,
             log_probs=log_probs,
             loss_mask=loss_mask,
-            versions=tuple((version, n) for version, n in done["versions"]),
-            finish_reason=done["finish_reason"],
-            text=done["text"],
-            reward=done["reward"],
-            reward_status=done["reward_status"],
             experts=experts,
-            answer_at=done["answer_at"],
+            **plain,
         )
     return response

@@ -10,9 +10,12 @@ import pytest
 from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_queue import PromptQueue
 from megatron_stare.errors import ConfigError, DataError
+from megatron_stare.rollout.ages import Ages
+from megatron_stare.rollout.asynchronous_source import AsynchronousSource
 from megatron_stare.rollout.group_sampling import EveryGroup, InformativeGroups
-from megatron_stare.rollout.make_source import check_staleness, make_groups
+from megatron_stare.rollout.make_source import check_staleness, make_groups, make_source
 from megatron_stare.rollout.partial_sampling import PartialGroups
+from megatron_stare.rollout.synchronous_source import SynchronousSource
 
 MODEL = str(Path(__file__).parents[2] / "assets" / "tiny-adder")
 CORRECTED = {"name": "stare", "correction": {"mode": "truncate"}}
@@ -82,6 +85,24 @@ def test_how_many_groups_are_under_way(sections: dict[str, Any], under_way: int,
     groups = make_groups(config(CORRECTED, **sections), queue)
     assert isinstance(groups, PartialGroups)
     assert (groups._most, groups._groups, groups._tokens, groups._refills) == (under_way, 8, 16, refills)
+
+
+@pytest.mark.parametrize(
+    ("sections", "kind", "ages"),
+    [
+        ({}, SynchronousSource, None),
+        ({"rollout": MASK}, SynchronousSource, None),  # every token is of the newest weights
+        ({"partial": CUT}, SynchronousSource, Ages(None, None)),
+        ({"partial": CUT, "rollout": {**MASK, "stale_from": 3}}, SynchronousSource, Ages(None, 3)),
+        ({"rollout": {"staleness": 2}}, AsynchronousSource, Ages(2, None)),
+        ({"rollout": {"staleness": 2, **MASK}}, AsynchronousSource, Ages(2, 1)),
+    ],
+)
+def test_what_is_done_about_older_tokens(sections: dict[str, Any], kind: type, ages: Ages | None) -> None:
+    nothing: Any = None
+    source = make_source(config(CORRECTED, **sections), nothing, nothing, nothing, nothing, nothing, nothing)
+    source.close()
+    assert isinstance(source, kind) and source._ages == ages
 
 
 def test_a_run_that_cuts_nothing_takes_nothing_that_was_cut() -> None:

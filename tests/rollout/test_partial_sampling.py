@@ -337,16 +337,24 @@ def test_what_is_kept_comes_back_bit_for_bit() -> None:
     experts = torch.arange(2 * 3 * 2, dtype=torch.uint8).view(2, 3, 2)
     done = sampled_trajectory(prompt, 0, [4, 9], [-0.5, -0.25], version=2)
     done.loss_mask, done.text, done.reward, done.reward_status = torch.tensor([True, False]), "ünï\n", None, "timeout"
+    done.finish_reason, done.answer_at, done.experts = "length", 3, experts[:1]
     cut = UnderWay(prompt, 1, 3, context="abc", replica=1)
     cut.answers = [
         Answer(torch.tensor([3, 2**31 - 1], dtype=torch.int32), log_probs[:2], ((1, 2),), "stop", "x", experts),
         Answer(torch.tensor([8, 9], dtype=torch.int32), log_probs[2:], ((1, 1), (2, 1))),
     ]
-    groups: list[Any] = [[UnderWay(prompt, 0, 2, trajectory=done), cut], [UnderWay(replace(prompt, cursor=8), 0, 4)]]
+    silent = UnderWay(
+        replace(prompt, cursor=8), 1, 4, trajectory=sampled_trajectory(replace(prompt, cursor=8), 1, [], [])
+    )
+    groups: list[Any] = [
+        [UnderWay(prompt, 0, 2, trajectory=done), cut],
+        [UnderWay(replace(prompt, cursor=8), 0, 4), silent],
+    ]
     data = to_bytes(groups)
     back = from_bytes(data)
-    assert [[each.prompt for each in group] for group in back] == [[prompt, prompt], [replace(prompt, cursor=8)]]
-    (finished, continued), (begun,) = back
+    assert [[each.prompt for each in group] for group in back] == [[prompt] * 2, [replace(prompt, cursor=8)] * 2]
+    (finished, continued), (begun, nothing) = back
+    assert nothing.trajectory is not None and len(nothing.trajectory) == 0
     assert finished.trajectory is not None
     for name, value in vars(done).items():
         assert same(value, getattr(finished.trajectory, name)), name
