@@ -235,6 +235,19 @@ def test_a_replica_that_lost_a_request_is_not_waited_for() -> None:
     assert asyncio.run(play(True)) == {"continues": 0, "a": 1, "more": 1}
 
 
+def test_a_replica_that_lost_a_request_is_not_preferred() -> None:
+    """Until it has answered one: it has room, but for one at a time."""
+
+    async def play() -> list[int]:
+        async with scene(capacity=4) as it:
+            await it.ask("a", replica=0)
+            await it.answer(0, "a", lost=True)  # which is asked of the other
+            await it.ask("continues", replica=0)
+            return [it.where["a"], it.where["continues"]]
+
+    assert asyncio.run(play()) == [1, 1]
+
+
 def test_a_request_that_is_given_up_leaves_its_line() -> None:
     async def play() -> Sequence[str]:
         async with scene() as it:
