@@ -59,7 +59,8 @@ from megatron_stare.rewards.verifier_pool import VerifierPool
 from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.group_sampling import EveryGroup
 from megatron_stare.rollout.model_folder import load_tokenizer
-from megatron_stare.rollout.rollout_source import Rollouts, SynchronousSource
+from megatron_stare.rollout.rollout_source import Rollouts
+from megatron_stare.rollout.synchronous_source import SynchronousSource
 from megatron_stare.weights.checksum import tensor_checksum
 from megatron_stare.weights.outlet import Outlet
 from megatron_stare.weights.stream import Bucket

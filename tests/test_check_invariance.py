@@ -55,8 +55,10 @@ def test_thresholds_per_rank_are_caught() -> None:
         ("gspo", {"context": 2, "tensor": 2}, {"budget": 64, "packed": True}),  # one ratio a response
         ("grpo_s", {"context": 2, "pipeline": 2}, {"budget": 40, "packed": False}),
         ("stare", {"context": 4}, {"budget": 64, "packed": True}),
+        # quantiles, N and denominators of sequences without the tokens that are masked for their age
+        ("stare", {"context": 2, "data": 2}, {"budget": 40, "packed": True, "stale": True}),
     ],
-    ids=["cp2-tp2", "cp2-pp2-padded", "cp4"],
+    ids=["cp2-tp2", "cp2-pp2-padded", "cp4", "stale-cp2-dp2"],
 )
 def test_sequences_on_several_ranks_train_as_on_one(
     tmp_path: Path, algorithm: str, layout: dict[str, int], cut: dict[str, Any]

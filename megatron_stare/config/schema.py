@@ -12,6 +12,7 @@ from megatron_stare.config.data_section import DataConfig
 from megatron_stare.config.limits_section import LimitsConfig
 from megatron_stare.config.memory_section import MemoryConfig
 from megatron_stare.config.moe_section import MoeConfig
+from megatron_stare.config.partial_section import PartialConfig
 from megatron_stare.config.performance_section import PerformanceConfig, Section
 from megatron_stare.config.restarts_section import RestartsConfig
 from megatron_stare.config.reward_section import RewardConfig
@@ -178,6 +179,14 @@ class RolloutConfig(Section):
     threads: int = Field(1, ge=1, description="CPU threads of an engine")
     staleness: int | None = Field(
         None, ge=0, description="engines sample ahead of training, from weights at most this many steps old; null: not"
+    )
+    stale_tokens: Literal["correct", "mask"] = Field(
+        "correct",
+        description="tokens of older weights than those a step trains are weighed by algorithm.correction, or carry no "
+        "loss and stay in the context",
+    )
+    stale_from: int = Field(
+        1, ge=1, description="`stale_tokens: mask` masks tokens of weights that are at least this many steps older"
     )
     prove_every: int = Field(
         1, ge=1, description="weight syncs until values are proven by checksums again; else names and counts alone"
@@ -386,6 +395,7 @@ class Config(Section):
     batch: BatchConfig = BatchConfig()
     statistics: StatisticsConfig = StatisticsConfig()
     rollout: RolloutConfig = RolloutConfig()
+    partial: PartialConfig = PartialConfig()
     sglang: SGLangConfig = SGLangConfig()
     agreement: AgreementConfig = AgreementConfig()
     data: DataConfig = DataConfig()

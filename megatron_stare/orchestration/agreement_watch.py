@@ -51,7 +51,7 @@ class AgreementWatch:
         self._has_log_probs = not config.skips_log_prob_pass
         self._trainers, self._engines = trainers, engines
         self._temperature = config.rollout.temperature
-        self._ahead = bool(config.rollout.staleness)
+        self._older = bool(config.rollout.staleness) or config.partial.tokens is not None
         self._routes_apart = run.shape.experts > 0 and not config.moe.routing_replay
         self._trend = Trend(config.agreement.window)
         self._newest: dict[str, float] = {}
@@ -85,7 +85,7 @@ class AgreementWatch:
 
     def after_log_probs(self, step: int) -> dict[str, float]:
         """The metrics of a rollout batch whose log-probs the trainer has just computed, and of the canary before it. A
-        batch that was sampled ahead of training is not judged: the canary, which the newest weights compute, is.
+        batch with tokens of older weights is not judged: the canary, which the newest weights compute, is.
 
         Raises:
             AgreementError: the log-probs differ by more than a limit, and what is to blame; or by ever more.
@@ -95,7 +95,7 @@ class AgreementWatch:
         if not self._has_log_probs:
             return dict(self._newest)
         sampled, where = self._trainers.compare(), f"step {step}"
-        if self._ahead and set(sampled.of_version) - {step - 1}:  # older weights' log-probs differ as policies do
+        if self._older and set(sampled.of_version) - {step - 1}:  # older weights' log-probs differ as policies do
             return {**agreement_metrics(sampled, step), **self._newest}
         if passed := self._limits.passed(sampled):
             verdict = rollout_verdict(sampled, self._trainers.compare(1.0), self._temperature, self._limits)

@@ -25,7 +25,7 @@ from megatron_stare.weights.outlet import Route
 class GenerateRequest:
     """Tokens wanted: a response, or the next part of one.
 
-    `prompt_cursor`, `sample_index` and the position in the response key its sampling noise (sampling.py).
+    `prompt_cursor`, `sample_index`, `noise_step` and the position in the response key its sampling noise (sampling.py).
     """
 
     rid: str  # unique among the requests under way
@@ -34,6 +34,8 @@ class GenerateRequest:
     sample_index: int
     start: int = 0  # tokens of the response that are among `input_ids`
     max_new_tokens: int | None = None  # at most as many as the sampling parameters allow; None: as many
+    noise_step: int | None = None  # the step that the response was begun in; None: that of the sampling parameters
+    replica: int | None = None  # that had what stands before it, and may still hold its keys and values
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class GenerateResult:
     prompt_tokens: int
     text: str = ""  # of the tokens; the engine's worker decodes it, see model_folder.with_text
     experts: Tensor | None = None  # [m, L, K] of the first m tokens, input and output; see records/routing.py
+    replica: int | None = None  # that answered; who hands the requests out fills it in
 
     @property
     def completion_tokens(self) -> int:

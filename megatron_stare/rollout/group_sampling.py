@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from megatron_stare.batch import Prompt, SamplingParams
-from megatron_stare.config.schema import BatchConfig
+from megatron_stare.errors import DataError
 from megatron_stare.metric import Metric
 from megatron_stare.records.trajectory import Trajectory
 from megatron_stare.rollout.rollout_source import Collected, Progress, PromptStream, Rollouts
@@ -62,6 +62,16 @@ class Groups(ABC):
         Args:
             settled: called once no more prompts will be taken, nor given back, where that is known before the end.
         """
+
+    def kept(self) -> bytes:
+        """What a checkpoint must hold of prompts that were taken and not trained on, between two steps; most keep
+        none."""
+        return b""
+
+    def restore(self, kept: bytes) -> None:
+        """Goes on with what `kept` gave. Raises DataError where that cannot be."""
+        if kept:
+            raise DataError("the checkpoint keeps responses that were under way, and this run cuts none")
 
 
 class EveryGroup(Groups):
@@ -182,10 +192,3 @@ def informative(group: Sequence[Trajectory]) -> bool:
 def tokens_of(trajectories: Sequence[Trajectory]) -> int:
     """Tokens of the responses."""
     return sum(len(trajectory) for trajectory in trajectories)
-
-
-def make_groups(batch: BatchConfig, prompts: ReturnablePrompts) -> Groups:
-    """What the configuration asks for."""
-    if batch.generate_prompts is None:
-        return EveryGroup(prompts, batch.prompts, batch.samples_per_prompt)
-    return InformativeGroups(prompts, batch.prompts, batch.samples_per_prompt, batch.generate_prompts, batch.max_rounds)

@@ -71,6 +71,10 @@ class Retries:
             return 0
         return (1 if standing.lost_in_a_row else capacity) - under_way
 
+    def trusted(self, replica: int, now: float) -> bool:
+        """Whether a replica has lost nothing since it last answered; it may have no room for all that."""
+        return now >= self._standings[replica].avoided_until and not self._standings[replica].lost_in_a_row
+
     def choose(self, rid: str, rooms: Sequence[int | None], now: float) -> int | None:
         """The replica with the most room among those that should be asked; None: none of them has any.
 

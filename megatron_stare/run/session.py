@@ -31,8 +31,7 @@ from megatron_stare.resolved import ResolvedRun
 from megatron_stare.rewards.known_answers import open_pool
 from megatron_stare.rewards.verdicts import Verdicts, verdicts
 from megatron_stare.rewards.verifier_pool import TooManyFailuresError, VerifierPool
-from megatron_stare.rollout.group_sampling import make_groups
-from megatron_stare.rollout.make_source import make_source
+from megatron_stare.rollout.make_source import make_groups, make_source
 from megatron_stare.rollout.model_folder import token_texts
 from megatron_stare.rollout.rollout_source import Progress, Rollouts, check_versions
 from megatron_stare.run.evaluate import evaluate
@@ -106,10 +105,12 @@ class Session:
             self.monitor.gauges.append(lambda: colocation.metrics)
             self.monitor.gauges.append(lambda: self.engines.metrics)
             self.monitor.gauges.append(lambda: self.samples.metrics)
+            self.groups = make_groups(config, self.source)
+            self.groups.restore(self.state.kept)
             self.samples = make_source(
                 config,
                 self._rollouts(self.task.verifier, inputs.environment),
-                make_groups(config.batch, self.source),
+                self.groups,
                 lambda step: replace(
                     self.task.sampling(step, config.run.seed, self.stop_ids),
                     return_experts=config.moe.routing_replay,
@@ -204,7 +205,7 @@ class Session:
         run = self.config.run
         if self.state.step == run.steps or (run.checkpoint_every and self.state.step % run.checkpoint_every == 0):
             with self.phase("checkpoint"), self.colocation.saving():
-                self.checkpoints.save(self.state)
+                self.checkpoints.save(replace(self.state, kept=self.groups.kept()))
 
     def _evaluate_if_due(self) -> None:
         """Evaluates the newest weights on the held-out problems where that is due - before, after and in between - and

@@ -20,10 +20,9 @@ from megatron_stare.batch import SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_queue import PromptQueue
 from megatron_stare.environments.single_turn import SingleTurn
-from megatron_stare.errors import DataError, WeightVersionError
-from megatron_stare.records.trajectory import Trajectory
+from megatron_stare.errors import DataError
 from megatron_stare.rewards.verifier_pool import Verdict
-from megatron_stare.rollout.asynchronous_source import AsynchronousSource, ages_of, check_ages
+from megatron_stare.rollout.asynchronous_source import AsynchronousSource
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, ModelInfo
 from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.group_sampling import EveryGroup, InformativeGroups
@@ -136,12 +135,13 @@ def source(
     dynamic: bool = False,
     seed: int = 0,
     sampling: Any = params,
+    masked_from: int | None = None,
 ):
     """With two groups a step, of two samples each."""
     queue = PromptQueue(Numbered())
     groups = InformativeGroups(queue, 2, 2, 1, 9) if dynamic else EveryGroup(queue, 2, 2)
     made = Rollouts(EnginePool(Fleet(replicas, seed)), SingleTurn(CONFIG, TOKENIZER), judged)
-    found = AsynchronousSource(made, groups, sampling, queue.state, staleness, steps)
+    found = AsynchronousSource(made, groups, sampling, queue.state, staleness, steps, masked_from=masked_from)
     try:
         yield found
     finally:
@@ -167,6 +167,12 @@ async def whatever_may_be(found: AsynchronousSource, steps: int) -> None:
         await found._changed.wait_for(lambda: len(found._ahead) >= steps)
     await asyncio.gather(*found._ahead.values())
     for _ in range(200):
+        await asyncio.sleep(0)
+
+
+async def stuck(slow: TokenByToken, responses: int) -> None:
+    """Waits until it has so many responses, each with three tokens of its weights."""
+    while len(slow.made) < responses or any(made[-3:].count(slow.version) < 3 for _, made in slow.made.values()):
         await asyncio.sleep(0)
 
 
@@ -199,18 +205,29 @@ def test_stalled_engines_go_on_with_the_weights_of_then(bound: int) -> None:
     of a response with each version finish it with the last that it may have."""
     slow = TokenByToken(64, lambda cursor, sample: 3 * min(cursor // 2 + 1, bound + 1), per_version=3)
 
-    async def stuck(responses: int) -> None:
-        while len(slow.made) < responses or any(made[-3:].count(slow.version) < 3 for _, made in slow.made.values()):
-            await asyncio.sleep(0)
-
     with source([slow], bound, steps=15) as found:
         found.publish(WEIGHTS, 0)
         for step in range(1, 16):
             batch = found.next(step)
-            found._wait(stuck(4 * (min(step + bound, 15) - step)))
+            found._wait(stuck(slow, 4 * (min(step + bound, 15) - step)))
             assert cursors(batch) == [2 * step - 2, 2 * step - 1]
             for trajectory in batch.trajectories:
                 assert trajectory.versions == tuple((v, 3) for v in range(max(0, step - 1 - bound), step))
+            found.publish(WEIGHTS, step)
+
+
+def test_stale_tokens_may_be_masked() -> None:
+    """Responses that grow by three tokens a version, over as many versions as the bound allows."""
+    slow = TokenByToken(64, lambda cursor, sample: 3 * min(cursor // 2 + 1, 3), per_version=3)
+    with source([slow], 2, steps=6, masked_from=2) as found:
+        found.publish(WEIGHTS, 0)
+        for step in range(1, 7):
+            batch = found.next(step)
+            found._wait(stuck(slow, 4 * (min(step + 2, 6) - step)))
+            ages = step - 1 - batch.weight_versions
+            assert batch.loss_mask.tolist() == (ages < 2).tolist()
+            assert found.metrics["staleness/masked"] == pytest.approx(float((ages >= 2).double().mean()))
+            assert set(ages.tolist()) <= {0, 1, 2} and (step < 3 or set(ages.tolist()) == {0, 1, 2})
             found.publish(WEIGHTS, step)
 
 
@@ -345,16 +362,3 @@ def test_closing_gives_up_what_is_under_way() -> None:
         found.publish(WEIGHTS, 0)
     assert not never.made  # aborted, not forgotten
     found.close()  # once more
-
-
-def test_tokens_of_a_wrong_age_are_refused() -> None:
-    def of(*versions: tuple[int, int]) -> Trajectory:
-        return SimpleNamespace(versions=versions)  # type: ignore[return-value]
-
-    ages = ages_of([of((3, 5), (-1, 9), (4, 2)), of((4, 1), (5, 0))], 5)
-    assert ages == {2: 5, 1: 3}
-    check_ages(ages, 2, 6)
-    with pytest.raises(WeightVersionError, match="step 6 trains on, but there are 5 tokens of age 2"):
-        check_ages(ages, 1, 6)
-    with pytest.raises(WeightVersionError, match="1 tokens of age -1"):
-        check_ages({-1: 1, 0: 4}, 3, 6)

@@ -15,7 +15,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 import torch
 from torch import Tensor
 
-from invariance.case import Case, fixed_batch
+from invariance.case import Case
 from megatron_stare.batch import TokenBatch
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.export import export_gradients
@@ -61,7 +61,7 @@ def one_rank(config: Config, case: Case, rank: int, init: str, scores: Scores | 
 
 def _step(worker: Trainer, config: Config, case: Case, scores: Scores | None) -> dict[str, Any]:
     method = config.algorithm.method
-    batch = method.judge(fixed_batch(case.seed))
+    batch = method.judge(case.batch())
     plan = plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), plan_rules(resolve_run(config)))
     worker.compute_log_probs(batch.share(plan.samples_of(worker.data_rank())), plan)
     found: dict[str, Any] = {"given": {}, "selected": {}, "near": {}, "scores": None}
@@ -93,7 +93,7 @@ def _step(worker: Trainer, config: Config, case: Case, scores: Scores | None) ->
 
 def _moved(tokens: TokenBatch, case: Case) -> TokenBatch:
     """With the log-probs of an older policy, the same for a token wherever it lies."""
-    noise = torch.rand(int(fixed_batch(case.seed).response_lengths.sum()), generator=torch.Generator().manual_seed(0))
+    noise = torch.rand(int(case.batch().response_lengths.sum()), generator=torch.Generator().manual_seed(0))
     return replace(tokens, old_log_prob=tokens.old_log_prob + case.off_policy * (noise - 0.5)[tokens.index])
 
 
