@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -132,6 +133,34 @@ def test_ten_steps_agree_with_servers_of_two_ranks(start, sync):
         **{"run.steps": 10, "batch.prompts": 8, "batch.samples_per_prompt": 4},
     )
     agreed(run, 10)
+
+
+ON_TWO_NODES = ("parallel.tensor=2", "sglang.tensor_parallel=2", "sglang.nodes=2", f"sglang.agreement_limit={LIMIT}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["distributed", "tensor", "disk"])
+def test_steps_agree_with_a_server_on_two_nodes(start, tmp_path, sync):
+    """A process a node, each with one of the server's two ranks; both prove what they hold."""
+    folder = [f"sglang.sync_folder={tmp_path}"] if sync == "disk" else []
+    run = start(*ON_TWO_NODES, f"sglang.sync={sync}", *folder, **{"run.steps": 5})
+    agreed(run, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("node", [0, 1])
+def test_the_node_on_which_a_server_ended_is_named(start, node):
+    run, killed = start(*ON_TWO_NODES, "sglang.sync=distributed", **{"run.steps": 50}), False
+    for line in run.lines():
+        if is_step(line, 2) and not killed:
+            run.traces.look()
+            (one,) = (p for p in run.traces.processes() if f"--node-rank {node}" in " ".join(p.cmdline()))
+            os.killpg(one.pid, signal.SIGKILL)
+            killed = True
+    assert killed and run.process.wait() == 2, run.errors()
+    assert f"(node rank {node}) ended with -9; its last words:" in run.errors()
+    assert "Traceback (most recent call last)" not in run.errors().split("its last words:")[0]
+    assert run.traces.left() == []
 
 
 @pytest.mark.slow

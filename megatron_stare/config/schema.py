@@ -219,6 +219,10 @@ class SGLangConfig(Section):
     expert_parallel: int = Field(
         1, ge=1, description="groups of a server's ranks that hold whole experts, a divisor of tensor_parallel"
     )
+    attention_data_parallel: int = Field(
+        1, ge=1, description="groups of a server's ranks that attend to requests of their own, likewise a divisor"
+    )
+    nodes: int = Field(1, ge=1, description="nodes that a server's ranks lie on in equal parts, likewise a divisor")
     memory_fraction: float | None = Field(
         None, gt=0, lt=1, description="share of a GPU's memory for weights and key/value cache; null: SGLang's choice"
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_stare.batch import SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
+from megatron_stare.rollout.beside import Beside
 from megatron_stare.rollout.engine import Engine, GenerateRequest, GenerateResult, LostRequest, ModelInfo, ServedEngine
 from megatron_stare.rollout.model_folder import load_tokenizer, with_text
 from megatron_stare.rollout.replicas import make_replica
@@ -20,10 +21,14 @@ from megatron_stare.weights.stream_plan import BucketLayout
 
 
 class EngineWorker:
-    """Holds one engine: replica `number` of the run. Made in two steps, so that all replicas start together."""
+    """Holds one engine: replica `number` of the run. Made in two steps, so that all replicas start together.
 
-    def __init__(self, config: Config, number: int) -> None:
-        self._replica = make_replica(config, number)
+    Args:
+        beside: the replica's other nodes, where it has any.
+    """
+
+    def __init__(self, config: Config, number: int, beside: Beside | None = None) -> None:
+        self._replica = make_replica(config, number) if beside is None else make_replica(config, number, beside)
         self._model_path = config.model.path
         self._brought_up: Engine | None = None
         self._layouts: Sequence[BucketLayout] = ()

@@ -8,7 +8,6 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,14 @@ from megatron_stare.orchestration.groups import TrainerGroup, plan_rules
 from megatron_stare.performance import environment
 from megatron_stare.process_settings import shared_environment
 from megatron_stare.resolved import ResolvedRun
+from megatron_stare.rollout.beside import Beside
 from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.health import RestartRule
-from megatron_stare.rollout.replicas import replica_count
+from megatron_stare.rollout.replicas import make_part, replica_count, replica_nodes
 from megatron_stare.rollout.retries import RequestRule
 from megatron_stare.workers import Handle, WorkerLostError, Workers
+
+LOOPBACK = "127.0.0.1"
 
 
 class InlineWorkers(Workers):
@@ -103,12 +105,24 @@ class InlineRunner:
         return TrainerGroup(workers, plan_rules(run))
 
     def _engines(self, config: Config) -> EnginePool:
-        make = partial(EngineWorker, config)
-        workers = InlineWorkers([make(number) for number in range(replica_count(config))], make)
+        beside = [self._beside(config, number) for number in range(replica_count(config))]
+
+        def make(number: int) -> EngineWorker:
+            return EngineWorker(config, number, beside[number])
+
+        workers = InlineWorkers([make(number) for number in range(len(beside))], make)
         self._started.append(workers)  # servers that were started
         rules = RequestRule.of(config), RestartRule.of(config)
         self._started.append(pool := EnginePool(workers, config.rollout.prove_every, *rules))
         return pool
+
+    def _beside(self, config: Config, number: int) -> Beside | None:
+        nodes = range(1, replica_nodes(config))
+        if not nodes:
+            return None
+        parts = InlineWorkers([make_part(config, number, node) for node in nodes])
+        self._started.append(parts)
+        return Beside(parts, LOOPBACK, (LOOPBACK,) * len(nodes))
 
     def close(self) -> None:
         while self._started:

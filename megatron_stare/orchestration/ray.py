@@ -47,7 +47,7 @@ class Actor:
     def __init__(self) -> None:
         self._worker: Any = None
 
-    def build(self, kind: type, pickled: bytes) -> None:
+    def build(self, kind: Callable[..., Any], pickled: bytes) -> None:
         """Makes the worker of its pickled arguments. They are read here, where an error is the worker's own: a method
         of the user's, say, that this node does not have. Ray would lose what it says."""
         self._worker = kind(*pickle.loads(pickled))
@@ -127,7 +127,11 @@ class RayWorkers(Workers):
         self._actors = [self._actors[number] for number in order]
         self._makers = [self._makers[number] for number in order]
 
-    def build(self, kind: type, arguments: Sequence[tuple[Any, ...]]) -> None:
+    def peers(self, numbers: Sequence[int]) -> RayPeers:
+        """Some of them, for a worker that speaks to them."""
+        return RayPeers([self._actors[number] for number in numbers], self._what, self._timeout_s)
+
+    def build(self, kind: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> None:
         """Makes every actor's worker, of its arguments."""
         self._built = [(kind, pickle.dumps(each)) for each in arguments]
         self.wait([actor.build.remote(*each) for actor, each in zip(self._actors, self._built, strict=True)])
@@ -154,6 +158,33 @@ def _end(actors: Sequence[Any], limit_s: float) -> None:
         ray.get([actor.close.remote() for actor in actors], timeout=limit_s)
     for actor in actors:
         ray.kill(actor)
+
+
+class RayPeers(Workers):
+    """Workers as another one has them: it calls them, and they end with whoever started them."""
+
+    def __init__(self, actors: Sequence[Any], what: str, timeout_s: float) -> None:
+        self._actors, self._what, self._timeout_s = list(actors), what, timeout_s
+
+    def __len__(self) -> int:
+        return len(self._actors)
+
+    def start_on(self, worker: int, method: str, *args: Any) -> Handle:
+        return self._actors[worker].method.remote(method, *args)
+
+    def wait(
+        self, handles: Sequence[Handle], on_done: Callable[[int], None] | None = None, timeout_s: float | None = None
+    ) -> list[Any]:
+        return get(handles, self._what, self._timeout_s if timeout_s is None else timeout_s, on_done)
+
+    async def result(self, handle: Handle) -> Any:
+        return (await asyncio.to_thread(self.wait, [handle]))[0]
+
+    def share(self, value: Any) -> Handle:
+        return ray.put(value)
+
+    def close(self) -> None:
+        """They are not this worker's."""
 
 
 def get(
@@ -301,7 +332,8 @@ def leave_ray() -> None:
 
 
 class Reservation:
-    """The GPUs of a plan, held for this run: a bundle for the ranks of a node, and one for each replica apart.
+    """The GPUs of a plan, held for this run: a bundle for the ranks of a node, and one for each part apart of a
+    replica.
 
     Args:
         wait_s: until the cluster has set them aside, seconds.
@@ -312,11 +344,11 @@ class Reservation:
 
     def __init__(self, plan: Plan, resource: str, wait_s: float) -> None:
         self.plan, self._resource = plan, resource
-        apart = () if plan.demand.shared else plan.replicas
+        apart = () if plan.demand.shared else plan.parts
         holders = list(dict.fromkeys(plan.ranks))
         self._of_node = {node: number for number, node in enumerate(holders)}
         bundles = [{resource: plan.ranks.count(node)} for node in holders]
-        bundles += [{resource: plan.demand.replica_gpus} for _ in apart]
+        bundles += [{resource: plan.demand.part_gpus} for _ in apart]
         where = [{NODE_LABEL: node.id} for node in (*holders, *apart)]
         self._group = placement_group(bundles, strategy="PACK", bundle_label_selector=where)
         deadline = time.monotonic() + wait_s
@@ -338,11 +370,11 @@ class Reservation:
         """Ray's options of the actor of a rank."""
         return {**self._takes(1), **self._bundle(self._of_node[self.plan.ranks[number]])}
 
-    def replica(self, number: int) -> dict[str, Any]:
-        """Ray's options of the actor of a replica. One that shares takes nothing: its ranks hold the GPUs."""
+    def part(self, number: int) -> dict[str, Any]:
+        """Ray's options of the actor of a part of a replica. One that shares takes nothing: its ranks hold the GPUs."""
         if self.plan.demand.shared:
-            return {**self._takes(0), **self._bundle(self._of_node[self.plan.replicas[number]])}
-        return {**self._takes(self.plan.demand.replica_gpus), **self._bundle(len(self._of_node) + number)}
+            return {**self._takes(0), **self._bundle(self._of_node[self.plan.parts[number]])}
+        return {**self._takes(self.plan.demand.part_gpus), **self._bundle(len(self._of_node) + number)}
 
     def _takes(self, gpus: int) -> dict[str, Any]:
         return {"num_gpus": gpus} if self._resource == GPU else {"resources": {self._resource: gpus} if gpus else {}}

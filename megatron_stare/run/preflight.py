@@ -18,7 +18,7 @@ from megatron_stare.performance import check_device_performance, check_performan
 from megatron_stare.process_settings import check_environment, check_ports
 from megatron_stare.resolved import ResolvedRun, resolve_run
 from megatron_stare.rollout.make_source import check_staleness
-from megatron_stare.rollout.replicas import check_engine, replica_count
+from megatron_stare.rollout.replicas import check_engine, replica_count, replica_nodes
 from megatron_stare.tasks.task import evaluation_tasks
 from megatron_stare.weights.blocks import cut
 from megatron_stare.weights.check import check_folder
@@ -53,7 +53,7 @@ def check(config: Config) -> ResolvedRun:
     check_moe(config, shape)
     check_lengths(config, shape)
     check_engine(config, shape)
-    check_ports(config, replica_count(config))
+    check_ports(config, replica_count(config), replica_nodes(config))
     check_tasks(config, shape)
     return run
 

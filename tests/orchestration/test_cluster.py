@@ -16,6 +16,7 @@ import ray
 import torch
 from safetensors.torch import load_file
 from support.cluster import FAKE, Nodes, joined, left_behind, simulated
+from support.parts import First, Part
 from support.replicas import TOKENIZER, judged
 from support.runs import ROOT, metrics, model, train
 
@@ -23,11 +24,13 @@ from megatron_stare.batch import Prompt, SamplingParams
 from megatron_stare.config.load import load_config
 from megatron_stare.config.schema import Config
 from megatron_stare.environments.single_turn import SingleTurn
+from megatron_stare.errors import ConfigError
 from megatron_stare.orchestration.engine_worker import EngineWorker
-from megatron_stare.orchestration.placed import check_ranks, check_replicas, rank_order, shown
+from megatron_stare.orchestration.placed import Spot, check_ranks, check_replicas, rank_order, shown
 from megatron_stare.orchestration.placement import Demand, PlacementError, plan
 from megatron_stare.orchestration.ray import Reservation, WorkerLostError, cluster_nodes, start_actors
 from megatron_stare.orchestration.ray_runner import planned
+from megatron_stare.rollout.beside import Beside
 from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.rollout_source import Rollouts
 from megatron_stare.rollout.state import EngineState
@@ -68,7 +71,7 @@ def test_actors_are_where_the_plan_has_them(two_nodes: Nodes, shared: bool) -> N
         spots = [spots[number] for number in order]
         check_ranks(found, spots)
         assert [spot.gpus for spot in spots] == [("0",), ("1",)]
-        started.append(engine := start_actors([reserved.replica(0)], 1, "engine", WAIT_S, {}, [shown(found, spots, 0)]))
+        started.append(engine := start_actors([reserved.part(0)], 1, "engine", WAIT_S, {}, [shown(found, spots, 0)]))
         (seen,) = reserved.spots(engine, WAIT_S)
         check_replicas(found, spots, [seen])
         assert (seen.node == spots[0].node) is shared
@@ -80,6 +83,58 @@ def test_actors_are_where_the_plan_has_them(two_nodes: Nodes, shared: bool) -> N
             workers.close()
         reserved.release()
         until_free(resource, 4)
+
+
+def test_the_parts_of_an_engine_are_on_several_nodes(two_nodes: Nodes) -> None:
+    """An engine of four GPUs on nodes of two, on those of the ranks. Its worker reaches that of the other node, with
+    no help of the driver's, and hears of its end."""
+    found = plan(Demand(4, tensor=2, replicas=1, replica_gpus=4, replica_nodes=2, shared=True), cluster_nodes(FAKE))
+    reserved = Reservation(found, FAKE, WAIT_S)
+    started = []
+    try:
+        started += [start_actors([reserved.part(number)], 1, "engine", WAIT_S) for number in range(2)]
+        seen = [spot for workers in started for spot in reserved.spots(workers, WAIT_S)]
+        check_replicas(found, [Spot(node.id) for node in found.ranks], seen)
+        first, part = started
+        part.build(Part, [(1,)])
+        first.build(First, [(Beside(part.peers([0]), "10.0.0.1", ("10.0.0.2",)),)])
+        assert first.call("asked") == [[f"1 on {found.parts[1].id}", "10.0.0.1", "10.0.0.2"]]
+        part.close()
+        with pytest.raises(WorkerLostError, match="a engine process died"):
+            first.call("asked")
+    finally:
+        for each in started:
+            each.close()
+        reserved.release()
+        until_free(FAKE, 4)
+
+
+@pytest.mark.slow
+def test_an_engine_of_eight_gpus_on_nodes_of_four() -> None:
+    """Beside a trainer of four; with one GPU taken it is refused, and every node named with what it has."""
+    layout = ("parallel.tensor=4", "rollout.engine=sglang", "sglang.tensor_parallel=8", "sglang.device=cuda")
+    asked = load_config(
+        str(ROOT / "configs/quickstart.yaml"), [*layout, "sglang.nodes=2", f"runtime.gpu_resource={FAKE}"]
+    )
+    with simulated(3, 4) as nodes, joined(nodes):
+        found = planned(asked, 0)
+        assert found is not None and len(set(found.parts)) == 2 and set(found.ranks).isdisjoint(found.parts)
+        reserved = Reservation(found, FAKE, WAIT_S)
+        try:
+            workers = start_actors([reserved.part(part) for part in range(2)], 1, "engine", WAIT_S)
+            check_replicas(found, [Spot(node.id) for node in found.ranks], reserved.spots(workers, WAIT_S))
+            workers.close()
+        finally:
+            reserved.release()
+            until_free(FAKE, 12)
+        taken = ray.util.placement_group([{FAKE: 1}])
+        assert taken.wait(WAIT_S)
+        (busy,) = (node for node in cluster_nodes(FAKE) if node.free == 3)
+        with pytest.raises(PlacementError, match="1 engine of 8 GPUs over 2 nodes") as refused:
+            planned(asked, 0)
+        assert f"{busy} has 3 of 4 free" in str(refused.value)
+        with pytest.raises(ConfigError, match=r"lay it over 2 nodes \(sglang.nodes\)"):
+            planned(load_config(str(ROOT / "configs/quickstart.yaml"), [*layout, f"runtime.gpu_resource={FAKE}"]), 0)
 
 
 def until_free(resource: str, gpus: int) -> None:

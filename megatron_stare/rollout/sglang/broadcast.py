@@ -20,6 +20,7 @@ import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from megatron_stare.rollout.sglang.client import ABORT_S, SGLangClient, everywhere
+from megatron_stare.rollout.sglang.place import Place
 from megatron_stare.rollout.sglang.protocol import SGLangError
 from megatron_stare.rollout.sglang.server_layout import ServerLayout
 from megatron_stare.rollout.sglang.sync import Bucket, WeightSync, meeting_device
@@ -30,11 +31,19 @@ JOIN_S = 120.0  # that all ranks are given to meet: one may have been lost since
 
 class BroadcastSync(WeightSync):
     """One broadcast a bucket, to all servers at once; the group is made at the first update and kept, until a broadcast
-    fails."""
+    fails.
 
-    def __init__(self, clients: Sequence[SGLangClient], timeout_s: float) -> None:
+    Args:
+        places: of the servers, whose ranks may be on several machines; None: each is on the one that answers.
+    """
+
+    def __init__(
+        self, clients: Sequence[SGLangClient], timeout_s: float, places: Sequence[Place] | None = None
+    ) -> None:
         super().__init__(clients)
         self._timeout_s = timeout_s
+        self._met = [client.url for client in self._clients]  # where ranks of the group are
+        self._met += [f"http://{address}" for place in places or () for address in place.others]
         self._store: TCPStore | None = None
         self._group: Any = None  # a process group of its backend's own class
         self._name = ""
@@ -49,7 +58,7 @@ class BroadcastSync(WeightSync):
         self._where = meeting_device(layouts)
         offsets, timeout = rank_offsets(layouts), timedelta(seconds=min(self._timeout_s, JOIN_S))
         world = offsets.pop()
-        address = address_facing([client.url for client in self._clients])
+        address = address_facing(self._met)
         # rank 0 holds the store; the servers' rendezvous waits for it
         self._store = bound_store(address, world, timeout)
         # drawn: a server that was not told to leave a former run's group refuses one of the same name

@@ -218,10 +218,15 @@ class SGLangClient:
         await self.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     async def checksums(self) -> list[dict[str, str]]:
-        """By tensor-parallel rank: SGLang's own checksum of every parameter the rank holds, by SGLang's name."""
+        """By tensor-parallel rank, of all nodes: SGLang's own checksum of every parameter the rank holds, by SGLang's
+        name. Every group of ranks that has requests of its own answers for all ranks: they must say the same."""
         answer = await self.post("/weights_checker", {"action": "checksum"})
-        ranks = {int(rank["parallelism_info"][0]["tp_rank"]): dict(rank["checksums"]) for rank in answer["ranks"]}
-        if sorted(ranks) != list(range(len(answer["ranks"]))):
+        ranks: dict[int, dict[str, str]] = {}
+        for each in answer["ranks"]:
+            number, found = int(each["parallelism_info"][0]["tp_rank"]), dict(each["checksums"])
+            if ranks.setdefault(number, found) != found:
+                raise SGLangError(f"rank {number} is said to hold two different sets of weights", where=self.url)
+        if sorted(ranks) != list(range(len(ranks))):
             raise SGLangError(f"{len(answer['ranks'])} checksums came for the ranks {sorted(ranks)}", where=self.url)
         return [ranks[number] for number in range(len(ranks))]
 

@@ -36,6 +36,7 @@ from megatron_stare.rollout.sglang.protocol import (
 )
 from megatron_stare.rollout.sglang.sender import Sent
 from megatron_stare.rollout.sglang.server import ServerProcess
+from megatron_stare.rollout.sglang.server_layout import ServerLayout
 from megatron_stare.rollout.sglang.server_outlet import ServerRoute, Way
 from megatron_stare.rollout.sglang.stop_probe import probe_stop
 from megatron_stare.rollout.sglang.sync import DTYPES, WeightSync
@@ -116,6 +117,7 @@ class SGLangEngine(ServedEngine):
         check_version(str(info["version"]), client.url)
         check_flags(info, flags, client.url)
         check_precision(info, client.url)
+        ServerLayout.of(info, client.url).require_family(self._shape, client.url)
         if not on_loopback(client.url) and not self._at_first(client.asks_for_key()):
             raise ConfigError(
                 "the server can be reached from other machines and asks nobody for a key: who can reach it could "
