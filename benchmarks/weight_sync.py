@@ -171,8 +171,9 @@ def transfer(
     """Seconds of what moves and loads the weights."""
     servers = make_sync(outlet.servers[0].way.method, clients, "", 600)
     start = time.perf_counter()
-    loop.run_until_complete(servers.open())
     exported = runner.trainers.export()
+    exported.prepare(outlet, prove=False)
+    loop.run_until_complete(servers.open())
     sent = Sent.by_all(exported.send_by(outlet, prove=False))
     loop.run_until_complete(servers.load(sent.folder))
     took = time.perf_counter() - start

@@ -35,6 +35,8 @@ class Exported(Protocol):
 
     def checksums(self) -> dict[str, str]: ...
 
+    def prepare(self, outlet: Outlet, prove: bool) -> None: ...
+
     def send_by(self, outlet: Outlet, prove: bool) -> list[Any]: ...
 
     def forget(self) -> None: ...
@@ -162,7 +164,10 @@ class EnginePool:
     def _update_weights(self, version: int, exported: Exported) -> None:
         passed, self._unproved = self._unproved, None  # None stays where this fails
         prove = passed is None or passed + 1 >= self._prove_every
-        routes = tuple(self._workers.call("begin_weight_update", version, prove))
+        begun = self._workers.start("begin_weight_update", version, prove)
+        if self._outlet is not None:  # as it will be, most likely: ranks gather while servers are asked to pause
+            exported.prepare(self._outlet, prove)
+        routes = tuple(self._workers.wait(begun))
         if None in routes:
             self._hand_over(exported, prove)
         else:
@@ -194,7 +199,8 @@ class EnginePool:
             with contextlib.suppress(Exception):  # the first error counts; a rank that is lost cannot be asked
                 exported.forget()
             raise
-        exported.forget()
+        if self._outlet.leaves_files:
+            exported.forget()
 
     @property
     def metrics(self) -> dict[str, float]:
