@@ -112,9 +112,9 @@ def engines(
         yield made
 
 
-def rolled_out(made: Sequence[SGLangEngine], rule: RequestRule, progress: Any = None) -> tuple[list[Any], Counter[str]]:
+def rolled_out(made: Sequence[SGLangEngine], rule: RequestRule, *progress: Any) -> tuple[list[Any], Counter[str]]:
     pool = EnginePool(Replicas(made), rule=rule)
-    found = Rollouts(pool, SingleTurn(CONFIG, TOKENIZER), judged).make(PROMPTS, SAMPLES, PARAMS, progress)
+    found = Rollouts(pool, SingleTurn(CONFIG, TOKENIZER), judged).make(PROMPTS, SAMPLES, PARAMS, *progress)
     return found, pool._requests
 
 
