@@ -227,7 +227,7 @@ class WeightStream:
             self.prepare(outlet, prove)
         assert self._prepared is not None
         (*_, started), self._prepared = self._prepared, None
-        in_turn, every = outlet.one_sender_at_a_time, range(len(self._stages))
+        in_turn, every = outlet.one_sender_at_a_time, list(range(len(self._stages)))
         stages = [{stage} for stage in sorted(set(self._stages))] if in_turn else [set(self._stages)]
         turns = [("send_weights", [rank for rank in every if self._stages[rank] in stage]) for stage in stages]
         if outlet.owners_send:
