@@ -282,10 +282,14 @@ class Weights:
     def checksums(self) -> dict[str, str]:
         return {"model.norm.weight": tensor_checksum(self._tensor)}
 
+    def prepare(self, outlet: Outlet, prove: bool) -> None:
+        """There is nothing to gather."""
+
     def send_by(self, outlet: Outlet, prove: bool) -> list[Any]:
-        connection = outlet.connect(0)
-        connection.begin(prove)
-        connection.send(Bucket(self.layouts[0], self._tensor))
+        connection, bucket = outlet.connect(0), Bucket(self.layouts[0], self._tensor)
+        connection.expect(prove, bucket)
+        connection.begin()
+        connection.send(bucket)
         told = connection.end()
         connection.close()
         return [told]

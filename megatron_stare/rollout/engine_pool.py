@@ -59,6 +59,8 @@ class Exported(Protocol):
 
     def checksums(self) -> dict[str, str]: ...
 
+    def prepare(self, outlet: Outlet, prove: bool) -> None: ...
+
     def send_by(self, outlet: Outlet, prove: bool) -> list[Any]: ...
 
     def forget(self) -> None: ...
@@ -231,6 +233,8 @@ class EnginePool:
 
     def _sent(self, version: int, exported: Exported, prove: bool) -> Collection[int] | None:
         """The replicas that took all weights; None: one was lost on the way, and the others lack what it stopped."""
+        if self._outlet is not None:  # as it will be, most likely: ranks gather while servers are asked to pause
+            exported.prepare(self._outlet, prove)
         routes = self._fleet.call("begin_weight_update", version, prove)
         if None in routes.values():
             return self._hand_over(exported, prove, routes)
@@ -240,7 +244,8 @@ class EnginePool:
             with contextlib.suppress(Exception):  # the first error counts; a rank that is lost cannot be asked
                 exported.forget()
             raise
-        exported.forget()
+        if took is None or (self._outlet is not None and self._outlet.leaves_files):
+            exported.forget()
         return took
 
     def _hand_over(self, exported: Exported, prove: bool, to: Collection[int]) -> Collection[int]:
