@@ -52,6 +52,11 @@ class InlineWorkers(Workers):
             self._workers.pop().close()
 
 
+def inline_engines(config: Config) -> InlineWorkers:
+    """All engines of a run, in this process."""
+    return InlineWorkers([EngineWorker(config, number) for number in range(replica_count(config))])
+
+
 class InlineRunner:
     """One rank, all engines, no other process. Preflight has refused a layout of more ranks."""
 
@@ -76,7 +81,7 @@ class InlineRunner:
         return TrainerGroup(workers, plan_rules(run))
 
     def _engines(self, config: Config) -> EnginePool:
-        workers = InlineWorkers([EngineWorker(config, number) for number in range(replica_count(config))])
+        workers = inline_engines(config)
         self._started.append(workers)  # servers that were started
         return EnginePool(workers, config.rollout.prove_every, RequestRule.of(config))
 
@@ -84,3 +89,25 @@ class InlineRunner:
         while self._started:
             self._started.pop().close()
         self._rendezvous.cleanup()
+
+
+class InlineEngines:
+    """As InlineRunner, of the engines alone."""
+
+    def __init__(self, config: Config) -> None:
+        os.environ.update(shared_environment(config))
+        self._workers = inline_engines(config)
+        try:
+            self.engines = EnginePool(self._workers, config.rollout.prove_every, RequestRule.of(config))
+        except BaseException:
+            self.close()
+            raise
+
+    def notes(self) -> list[str]:
+        return []
+
+    def share(self, value: Any) -> Handle:
+        return self._workers.share(value)
+
+    def close(self) -> None:
+        self._workers.close()

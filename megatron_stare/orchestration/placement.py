@@ -87,6 +87,8 @@ class Demand:
         return (ranks if self.shared else free - ranks) // self.replica_gpus
 
     def __str__(self) -> str:
+        if not self.ranks:
+            return f"{self.replicas} engine{'s' if self.replicas > 1 else ''} of {self.replica_gpus} GPUs"
         groups = f"{self.ranks} trainer ranks" + (f" in tensor groups of {self.tensor}" if self.tensor > 1 else "")
         if not self.replicas or not self.replica_gpus:
             return groups

@@ -38,6 +38,8 @@ class Verdict(Protocol):
     def status(self) -> Literal["ok", "timeout", "crash"]: ...
     @property
     def answer_at(self) -> int | None: ...
+    @property
+    def answer(self) -> str | None: ...
 
 
 class Judge(Protocol):
@@ -101,6 +103,17 @@ class Rollouts:
         """See `made`; in an event loop of its own."""
         return run_whole(self.made(prompts, samples, params, progress))
 
+    def make_each(
+        self,
+        wanted: Sequence[tuple[Prompt, int]],
+        params: SamplingParams,
+        verified: Callable[[Trajectory], None],
+        progress: Progress = lambda *_: None,
+    ) -> None:
+        """Makes trajectories of prompts, by their sample number, and hands over each as soon as it has its verdict."""
+        prompts = list({prompt.cursor: prompt for prompt, _ in wanted}.values())
+        run_whole(self.made(prompts, 0, params, progress, wanted=wanted, verified=verified))
+
     async def made(
         self,
         prompts: Sequence[Prompt],
@@ -108,6 +121,8 @@ class Rollouts:
         params: SamplingParams,
         progress: Progress = lambda *_: None,
         enough: Enough = lambda _: False,
+        wanted: Sequence[tuple[Prompt, int]] | None = None,
+        verified: Callable[[Trajectory], None] = lambda _: None,
     ) -> list[Trajectory]:
         """`samples` trajectories a prompt, in canonical order, verified as they come.
 
@@ -116,11 +131,13 @@ class Rollouts:
 
         Args:
             enough: once it says so, what is still being sampled is given up, and missing from what is returned.
+            wanted: of `prompts`, and in place of `samples` of each: prompt and sample number of every trajectory.
+            verified: is told each trajectory as it gets its verdict.
 
         Raises:
             DataError: an engine or an environment broke its contract.
         """
-        wanted = [(prompt, index) for prompt in prompts for index in range(samples)]
+        wanted = wanted or [(prompt, index) for prompt in prompts for index in range(samples)]
         found: list[Trajectory | None] = [None] * len(wanted)
         groups: dict[int, list[Trajectory]] = {prompt.cursor: [] for prompt in prompts}  # those that are verified
         sampling: dict[int, asyncio.Task[None]] = {}
@@ -146,7 +163,8 @@ class Rollouts:
             progress(made, len(wanted))
             verdict = await judge.of(trajectory.text, prompt.answer)
             trajectory.reward, trajectory.reward_status = verdict.reward, verdict.status
-            trajectory.answer_at = verdict.answer_at
+            trajectory.answer_at, trajectory.answer = verdict.answer_at, verdict.answer
+            verified(trajectory)
             group = groups[prompt.cursor]
             group.append(trajectory)
             if len(group) == samples and not given_up and enough(group):

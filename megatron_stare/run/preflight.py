@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 from megatron_stare.algorithms.method import Method
@@ -19,7 +20,7 @@ from megatron_stare.process_settings import check_environment, check_ports
 from megatron_stare.resolved import ResolvedRun, resolve_run
 from megatron_stare.rollout.make_source import check_staleness
 from megatron_stare.rollout.replicas import check_engine, replica_count
-from megatron_stare.tasks.task import evaluation_tasks
+from megatron_stare.tasks.task import Task, evaluation_tasks
 from megatron_stare.weights.blocks import cut
 from megatron_stare.weights.check import check_folder
 from megatron_stare.weights.torch_dist import TorchDist, is_checkpoint
@@ -216,12 +217,40 @@ def check_lengths(config: Config, shape: ModelShape) -> None:
 
 
 def check_tasks(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError where a response of an evaluation fits neither the model nor an engine. Nothing is trained on
-    it, so no micro-batch has to hold it."""
+    """See `check_task`, of what training evaluates."""
     for task in evaluation_tasks(config):
-        with task.blamed():
-            check_positions(task.config, shape)
-            check_engine(task.config, shape)
+        check_task(task, shape)
+
+
+def check_task(task: Task, shape: ModelShape) -> None:
+    """Raises ConfigError where a response of an evaluation fits neither the model nor an engine, or k is above its
+    responses. Nothing is trained on it, so no micro-batch has to hold it."""
+    with task.blamed():
+        check_positions(task.config, shape)
+        check_engine(task.config, shape)
+    task.check_ks()
+
+
+def check_checkpoint_of(path: Path, config: Config) -> ModelShape:
+    """Holds the weights that are to be evaluated against model.path.
+
+    Args:
+        path: a Hugging Face folder, or a distributed checkpoint.
+
+    Raises:
+        UserError: they are another model's, or not whole.
+    """
+    shape = read_shape(config.model.path)
+    if not is_checkpoint(path) and (theirs := read_shape(path)) != shape:
+        differing = [each.name for each in fields(shape) if getattr(theirs, each.name) != getattr(shape, each.name)]
+        said = ", ".join(f"{name} {getattr(theirs, name)}, not {getattr(shape, name)}" for name in differing[:3])
+        raise ConfigError(
+            f"{path} is another model than {config.model.path}: {said}",
+            where="--checkpoint",
+            fix=f"another checkpoint, or its own model: model.path={path}",
+        )
+    check_weights(str(path), shape)
+    return shape
 
 
 def check_positions(config: Config, shape: ModelShape) -> None:
