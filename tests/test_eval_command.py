@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -122,10 +123,30 @@ def test_what_is_written(whole: tuple[Path, dict[str, Any]]) -> None:
     }
 
 
+# the verifier of the quickstart, which waits for ever at its twentieth answer while there is a gate
+STOPS = """
+import os
+from megatron_stare.rewards.arithmetic_verifier import normal_answer, verify as judge
+
+answers = 0
+
+
+def verify(response, answer):
+    global answers
+    answers += 1
+    if answers == 20 and os.path.exists({gate!r}):
+        open({gate!r}).read()
+    return judge(response, answer)
+"""
+
+
 @pytest.mark.distributed
 def test_an_evaluation_that_is_killed_goes_on_where_it_stopped(whole: tuple[Path, dict[str, Any]], tmp_path) -> None:
-    out = tmp_path / "out"
-    command = [sys.executable, "-m", "megatron_stare.cli", "eval", QUICKSTART, *INLINE, *ASKED]
+    out, gate, stops = tmp_path / "out", tmp_path / "gate", tmp_path / "stops.py"
+    stops.write_text(STOPS.format(gate=str(gate)))
+    os.mkfifo(gate)
+    verifier = f"reward.verifier={stops}:verify"
+    command = [sys.executable, "-m", "megatron_stare.cli", "eval", QUICKSTART, *INLINE, *ASKED, verifier]
     process = subprocess.Popen(
         [*command, f"--checkpoint={MODEL}", f"--out={out}"],
         stdout=subprocess.DEVNULL,
@@ -135,16 +156,17 @@ def test_an_evaluation_that_is_killed_goes_on_where_it_stopped(whole: tuple[Path
     )
     assert process.stderr is not None
     for line in process.stderr:
-        if line.startswith("held-out: 16 of 64"):  # the second batch of eight was just decoded
+        if (found := re.match(r"held-out: (\d+) of 64", line)) and int(found[1]) >= 8:
             break
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stderr.close()
     before = (out / "responses.jsonl").read_bytes()
-    assert 8 <= before.count(b"\n") < 64
+    assert 8 <= before.count(b"\n") < 20
+    gate.unlink()
     (out / "responses.jsonl").write_bytes(before + b'{"task": "held-out", "gre')  # as if it was killed while it wrote
     told: list[tuple[int, int]] = []
-    record = evaluated(out, shown=lambda *seen: told.append(seen))["held-out"]
+    record = evaluated(out, verifier, shown=lambda *seen: told.append(seen))["held-out"]
     assert record == whole[1]
     assert (out / "responses.jsonl").read_bytes().startswith(before)
     assert sorted(responses(out), key=key) == sorted(responses(whole[0]), key=key)
@@ -252,7 +274,7 @@ def test_a_checkpoint_of_another_model_is_refused(capsys, monkeypatch, tmp_path:
     save_model(tmp_path / "other", "qwen2")
     capsys.readouterr()  # transformers' progress bar
     error = refused(capsys, f"--checkpoint={tmp_path / 'other'}")
-    assert "is another model than" in error and "family qwen2, not" in error and "model.path=" in error
+    assert "is another model than" in error and "layers 4, not 3" in error and "model.path=" in error
     shutil.copytree(MODEL, tmp_path / "cut")
     weights = (tmp_path / "cut/model.safetensors").read_bytes()
     (tmp_path / "cut/model.safetensors").write_bytes(weights[: len(weights) // 2])

@@ -108,11 +108,10 @@ class Rollouts:
         wanted: Sequence[tuple[Prompt, int]],
         params: SamplingParams,
         verified: Callable[[Trajectory], None],
-        progress: Progress = lambda *_: None,
     ) -> None:
         """Makes trajectories of prompts, by their sample number, and hands over each as soon as it has its verdict."""
         prompts = list({prompt.cursor: prompt for prompt, _ in wanted}.values())
-        run_whole(self.made(prompts, 0, params, progress, wanted=wanted, verified=verified))
+        run_whole(self.made(prompts, 0, params, wanted=wanted, verified=verified))
 
     async def made(
         self,

@@ -101,21 +101,23 @@ class Evaluator:
         known = dict(kept.known(greedy)) if kept is not None else {}
         wanted = [(prompt, index) for prompt in prompts for index in range(count)]
         missing = [(prompt, index) for prompt, index in wanted if (prompt.cursor, index) not in known]
-        here = len(wanted) - len(missing)
+        progress(len(wanted) - len(missing), len(wanted))
+        judged = 0
 
         def verified(trajectory: Trajectory) -> None:
+            nonlocal judged
             check_versions([trajectory], version)
             response = Response.of(trajectory)
             if kept is not None:
                 kept.add(response, greedy)
             known[response.prompt, response.sample] = response
+            judged += 1
+            progress(len(wanted) - len(missing) + judged, len(wanted))
 
         task = evaluation.task
         params = task.sampling(step, seed, self._stop_ids, greedy)
-        progress(here, len(wanted))
         if missing:
-            rollouts = self.rollouts(task.verifier, evaluation.environment)
-            rollouts.make_each(missing, params, verified, lambda done, _: progress(here + done, len(wanted)))
+            self.rollouts(task.verifier, evaluation.environment).make_each(missing, params, verified)
         return [known[prompt.cursor, index] for prompt, index in wanted]
 
     def rollouts(self, verifier: str, environment: Environment) -> Rollouts:

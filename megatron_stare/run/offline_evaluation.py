@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron_stare.config.engines_alone import engines_alone
 from megatron_stare.config.load import dump_yaml, with_absolute_paths
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, UserError, unknown_name
@@ -104,7 +105,7 @@ def read(config: Config, checkpoint: Path, tasks: Sequence[str]) -> Opened:
     found = Checkpoint.at(checkpoint)
     config = with_absolute_paths(config)
     shape = check_checkpoint_of(found.path, config)
-    config = _without_trainer(config, None if found.distributed else found.path)
+    config = engines_alone(config, None if found.distributed else str(found.path))
     chosen = _chosen(config, tasks)
     for task in chosen.values():
         check_task(task, shape)
@@ -129,11 +130,6 @@ def run(opened: Opened, out: Path, shown: Shown, note: Callable[[str], None]) ->
     config, step = opened.config, opened.checkpoint.step
     records: dict[str, dict[str, Any]] = {}
     with ClosingStack() as stack:
-        folder = EvaluationFolder(out, opened.what(), dump_yaml(config))
-        stack.callback(folder.close)
-        missing = {name: _missing(folder, name, each) for name, each in opened.evaluations.items()}
-        if kept := sum(each.wanted for each in missing.values()) - sum(each.left for each in missing.values()):
-            note(f"{kept} responses are in {out} already")
         pools: dict[str, VerifierPool] = {}
         for evaluation in opened.evaluations.values():
             verifier = evaluation.task.verifier
@@ -141,6 +137,11 @@ def run(opened: Opened, out: Path, shown: Shown, note: Callable[[str], None]) ->
                 with evaluation.task.blamed():
                     pools[verifier] = open_pool(verifier, config.reward, config.reward.workers)
                 stack.callback(pools[verifier].close)
+        folder = EvaluationFolder(out, opened.what(), dump_yaml(config))
+        stack.callback(folder.close)
+        missing = {name: _missing(folder, name, each) for name, each in opened.evaluations.items()}
+        if kept := sum(each.wanted for each in missing.values()) - sum(each.left for each in missing.values()):
+            note(f"{kept} responses are in {out} already")
         engines: EnginePool | None = None
         if any(each.left for each in missing.values()):
             runner = make_engines(config)
@@ -209,21 +210,6 @@ def make_engines(config: Config) -> EnginesAlone:
     from megatron_stare.orchestration.ray_runner import RayEngines
 
     return RayEngines(config)
-
-
-def _without_trainer(config: Config, folder: Path | None) -> Config:
-    """The configuration of engines that share nothing with a trainer, and nothing is trained on whose tokens.
-
-    Args:
-        folder: of Hugging Face, whose tokenizer and stop tokens go with its weights; None: those of model.path do.
-    """
-    changed: dict[str, Any] = {
-        "sglang": config.sglang.model_copy(update={"colocated": False}),
-        "moe": config.moe.model_copy(update={"routing_replay": False}),
-    }
-    if folder is not None:
-        changed["model"] = config.model.model_copy(update={"path": str(folder)})
-    return config.model_copy(update=changed)
 
 
 def _chosen(config: Config, names: Sequence[str]) -> dict[str, Task]:
