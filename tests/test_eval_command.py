@@ -60,34 +60,71 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return out, evaluated(out)["held-out"]
 
 
+# several runs, of each how many requests its engines were given at a time, by engine in the order of their first
+TRAIN = """
+from megatron_stare.cli import main
+from megatron_stare.rollout.local import LocalEngine
+
+given, submit = {{}}, LocalEngine.submit
+
+
+def counted(self, requests, params):
+    given.setdefault(id(self), []).append(len(requests))
+    submit(self, requests, params)
+
+
+LocalEngine.submit = counted
+told = []
+for command in {commands!r}:
+    given.clear()
+    assert main(command) == 0
+    told.append(dict(enumerate(given.values())))
+print(*told, sep="\\n")
+"""
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two runs of two steps, one evaluated after every step, the other never; in one process, to import once."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path, str]:
+    """Runs of two steps, in one process, to import once: evaluated after every step, never, and by engines of the
+    evaluation's own; and what they said."""
     folder = tmp_path_factory.mktemp("trained")
     small = [f"{name}={value}" for name, value in SMALL.items()]
     common = ["train", QUICKSTART, *small, *INLINE, "observability.sinks=[jsonl]"]
     commands = [
         [*common, f"run.dir={folder / 'with'}", *ASKED, "eval.every=1"],
         [*common, f"run.dir={folder / 'without'}", "eval.prompts=0"],
+        [*common, f"run.dir={folder / 'own'}", *ASKED, "eval.every=1", "eval.engines=1"],
     ]
-    script = f"from megatron_stare.cli import main\nfor command in {commands!r}:\n    assert main(command) == 0"
+    script = TRAIN.format(commands=commands)
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=folder, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S
     )
     assert done.returncode == 0, done.stderr
-    return folder / "with", folder / "without"
+    return folder / "with", folder / "without", folder / "own", done.stdout
 
 
-def test_training_is_the_same_with_and_without_evaluation(trained: tuple[Path, Path]) -> None:
-    evaluated, alone = (run_dir / "hf/model.safetensors" for run_dir in trained)
-    assert evaluated.read_bytes() == alone.read_bytes()
+def test_training_is_the_same_with_and_without_evaluation(trained: tuple[Path, Path, Path, str]) -> None:
+    evaluated, alone, own = (run_dir / "hf/model.safetensors" for run_dir in trained[:3])
+    assert evaluated.read_bytes() == alone.read_bytes() == own.read_bytes()
     assert evaluated.read_bytes() != (MODEL / "model.safetensors").read_bytes()
     steps = [json.loads(line)["step"] for line in (trained[0] / "eval.jsonl").read_text().splitlines()]
     assert steps == [0, 1, 2]
 
 
+def test_engines_of_the_evaluations_own_give_the_same_numbers(trained: tuple[Path, Path, Path, str]) -> None:
+    """And training's answer nothing but training's."""
+    of_training, _, own, said = trained
+    assert (own / "eval.jsonl").read_text() == (of_training / "eval.jsonl").read_text()
+    evaluation = [16 * 3, 16] * 3
+    assert said.splitlines()[-3:] == [
+        str({0: [evaluation[0], 16, 16, 48, 16, 16, 48, 16]}),
+        str({0: [16, 16]}),
+        str({0: evaluation, 1: [16, 16]}),
+    ]
+
+
 @pytest.mark.parametrize("checkpoint", ["hf", "", "checkpoints/step_000002"])
-def test_training_and_the_command_give_the_same_numbers(trained: tuple[Path, Path], tmp_path: Path, checkpoint) -> None:
+def test_training_and_the_command_give_the_same_numbers(trained: tuple[Path, ...], tmp_path: Path, checkpoint) -> None:
     """For the same weights, from an exported folder and from the distributed checkpoint, by run and by step."""
     ours = json.loads((trained[0] / "eval.jsonl").read_text().splitlines()[-1])
     found = evaluated(tmp_path / "out", checkpoint=trained[0] / checkpoint)["held-out"]

@@ -20,3 +20,13 @@ def engines_alone(config: Config, folder: str | None = None) -> Config:
     if folder is not None:
         changed["model"] = config.model.model_copy(update={"path": folder})
     return config.model_copy(update=changed)
+
+
+def evaluation_engines(config: Config) -> Config | None:
+    """The configuration of the engines that a run's evaluations have to themselves; None: there are none."""
+    if not config.eval.engines and not config.eval.urls:
+        return None
+    alone = engines_alone(config)
+    servers = alone.sglang.model_copy(update={"urls": config.eval.urls, "router": None})
+    rollout = alone.rollout.model_copy(update={"engines": config.eval.engines or 1})
+    return alone.model_copy(update={"sglang": servers, "rollout": rollout})

@@ -345,6 +345,10 @@ class EvalConfig(Section):
     seed: int = Field(
         20_240_917, ge=0, lt=2**31, description="keys the sampling noise of every evaluation, which is not the run's"
     )
+    engines: int = Field(
+        0, ge=0, description="engines that evaluations have to themselves, started beside rollout.engines; 0: none"
+    )
+    urls: list[str] = Field([], description="likewise, running servers, as sglang.urls")
     tasks: list[EvalTask] = Field(
         [], description="what is evaluated, see below; empty: the run's own task, on held-out problems"
     )
@@ -418,6 +422,8 @@ class Config(Section):
                         f"sglang.{name} is set, but rollouts come from the engine {self.rollout.engine!r}, which has "
                         "no servers: set rollout.engine=sglang, or leave it out"
                     )
+            if self.eval.urls:
+                raise ValueError(f"eval.urls names servers, and the engine {self.rollout.engine!r} has none")
         return self
 
     @model_validator(mode="after")

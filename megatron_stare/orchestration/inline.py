@@ -80,6 +80,10 @@ class InlineRunner:
         self._started.append(workers)
         return TrainerGroup(workers, plan_rules(run))
 
+    def engines_beside(self, config: Config) -> EnginePool:
+        """See Runner."""
+        return self._engines(config)
+
     def _engines(self, config: Config) -> EnginePool:
         workers = inline_engines(config)
         self._started.append(workers)  # servers that were started

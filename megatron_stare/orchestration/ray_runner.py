@@ -106,6 +106,16 @@ class RayRunner:
         """Where everything was placed; a line each."""
         return self._table
 
+    def engines_beside(self, config: Config) -> EnginePool:
+        """See Runner."""
+        count, environment = replica_count(config), shared_environment(config)
+        blind = [{VISIBLE: ""}] * count
+        workers = self._start(
+            [{}] * count, config.rollout.threads, "evaluation engine", config.runtime.timeout_s, environment, blind
+        )
+        workers.build(EngineWorker, [(config, number) for number in range(count)])
+        return EnginePool(workers, config.rollout.prove_every, RequestRule.of(config))
+
     def _placed(self, config: Config) -> tuple[RayWorkers, RayWorkers]:
         """Processes for ranks and replicas, in order, on the nodes and GPUs that they were to get."""
         settings = shared_environment(config)

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,6 +23,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, UserError, unknown_name
 from megatron_stare.interruption import ClosingStack
 from megatron_stare.models.shape import ModelShape
+from megatron_stare.orchestration.engines_alone_runner import make_engines
 from megatron_stare.orchestration.folder_weights import FolderWeights
 from megatron_stare.process_settings import check_environment, check_ports
 from megatron_stare.rewards.known_answers import open_pool
@@ -187,29 +188,6 @@ def _load(opened: Opened, engines: EnginePool, share: Callable[[Any], Handle], c
     dtype = getattr(torch, config.model.dtype)
     weights = FolderWeights(folder, opened.shape, dtype, config.rollout.sync_bucket_mb * 10**6, share)
     engines.update_weights(opened.checkpoint.step, weights)
-
-
-class EnginesAlone(Protocol):
-    """Engines without a trainer; see InlineEngines and RayEngines."""
-
-    engines: EnginePool
-
-    def notes(self) -> list[str]: ...
-
-    def share(self, value: Any) -> Handle: ...
-
-    def close(self) -> None: ...
-
-
-def make_engines(config: Config) -> EnginesAlone:
-    """Where runtime.runner says that they live; Ray is imported only there."""
-    if config.runtime.runner == "inline":
-        from megatron_stare.orchestration.inline import InlineEngines
-
-        return InlineEngines(config)
-    from megatron_stare.orchestration.ray_runner import RayEngines
-
-    return RayEngines(config)
 
 
 def _chosen(config: Config, names: Sequence[str]) -> dict[str, Task]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_stare.algorithms.method import Method
 from megatron_stare.algorithms.policy import PolicyGradient
+from megatron_stare.config.engines_alone import evaluation_engines
 from megatron_stare.config.load import with_absolute_paths
 from megatron_stare.config.schema import Config
 from megatron_stare.device_rules import check_device
@@ -19,7 +20,7 @@ from megatron_stare.performance import check_device_performance, check_performan
 from megatron_stare.process_settings import check_environment, check_ports
 from megatron_stare.resolved import ResolvedRun, resolve_run
 from megatron_stare.rollout.make_source import check_staleness
-from megatron_stare.rollout.replicas import check_engine, replica_count
+from megatron_stare.rollout.replicas import check_engine, replica_count, replica_gpus
 from megatron_stare.tasks.task import Task, evaluation_tasks
 from megatron_stare.weights.blocks import cut
 from megatron_stare.weights.check import check_folder
@@ -56,6 +57,7 @@ def check(config: Config) -> ResolvedRun:
     check_engine(config, shape)
     check_ports(config, replica_count(config))
     check_tasks(config, shape)
+    check_evaluation_engines(config, shape)
     return run
 
 
@@ -229,6 +231,21 @@ def check_task(task: Task, shape: ModelShape) -> None:
         check_positions(task.config, shape)
         check_engine(task.config, shape)
     task.check_ks()
+
+
+def check_evaluation_engines(config: Config, shape: ModelShape) -> None:
+    """Raises ConfigError for engines of the evaluation's own that could not run."""
+    if (engines := evaluation_engines(config)) is None:
+        return
+    if config.eval.engines and config.eval.urls:
+        raise ConfigError("engines are to be started, and others attached to", where="eval.engines", fix="set one")
+    if config.eval.engines and replica_gpus(engines):
+        raise ConfigError(
+            "engines of the evaluation's own are started where the command runs, and not placed on GPUs",
+            where="eval.engines",
+            fix="start servers yourself and name them in eval.urls, or evaluate with those of training: eval.engines=0",
+        )
+    check_engine(engines, shape)
 
 
 def check_checkpoint_of(path: Path, config: Config) -> ModelShape:

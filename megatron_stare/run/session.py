@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+from megatron_stare.config.engines_alone import evaluation_engines
 from megatron_stare.data.prompt_queue import PromptQueue
 from megatron_stare.errors import UserError
 from megatron_stare.interruption import ClosingStack, Standing, raise_if_received, stopped_at
@@ -26,6 +27,7 @@ from megatron_stare.orchestration.training_source import TrainingSource
 from megatron_stare.resolved import ResolvedRun
 from megatron_stare.rewards.known_answers import open_pool
 from megatron_stare.rewards.verifier_pool import VerifierPool
+from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.group_sampling import make_groups
 from megatron_stare.rollout.make_source import make_source
 from megatron_stare.rollout.model_folder import token_texts
@@ -100,6 +102,15 @@ class Session:
             self.monitor.gauges.append(lambda: self.engines.metrics)
             self.monitor.gauges.append(lambda: self.samples.metrics)
             self.evaluator = Evaluator(self.engines, self.verifiers, config.reward, self.stop_ids)
+            self.own_engines: EnginePool | None = None
+            self.own_version: int | None = None  # of the weights that those hold
+            if inputs.evaluations and (alone := evaluation_engines(config)):
+                self.own_engines = runner.engines_beside(alone)
+                pools = {}  # the training's are asked from another thread meanwhile
+                for verifier in {evaluation.task.verifier for evaluation in inputs.evaluations}:
+                    pools[verifier] = open_pool(verifier, config.reward, config.reward.workers)
+                    stack.callback(pools[verifier].close)
+                self.own_evaluator = Evaluator(self.own_engines, pools, config.reward, self.stop_ids)
             self.samples = make_source(
                 config,
                 self.evaluator.rollouts(self.task.verifier, inputs.environment),
@@ -200,9 +211,23 @@ class Session:
             task = evaluation.task
             if step in evaluated_steps(self.dir.path, task.name):
                 continue
-            with self.phase("eval"), self.rollouts.quiet():
-                found = self.evaluator.evaluate(evaluation, step, self.samples.version, self.monitor.progress)
+            with self.phase("eval"), self._evaluated_by() as evaluator:
+                found = evaluator.evaluate(evaluation, step, self.samples.version, self.monitor.progress)
             self.monitor.evaluation(found.record)
+
+    @contextlib.contextmanager
+    def _evaluated_by(self) -> Iterator[Evaluator]:
+        """Engines that hold the newest weights: the evaluation's own, which are given them, while training's may go on
+        sampling; or training's, which do nothing else meanwhile."""
+        if self.own_engines is None:
+            with self.rollouts.quiet():
+                yield self.evaluator
+            return
+        if self.own_version != self.samples.version:
+            self.own_engines.update_weights(self.samples.version, self.trainer.weights())
+            self.own_version = self.samples.version
+            self.colocation.synced()
+        yield self.own_evaluator
 
 
 def make_runner(run: ResolvedRun) -> Runner:
