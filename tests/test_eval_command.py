@@ -311,11 +311,23 @@ def test_a_checkpoint_of_another_model_is_refused(capsys, monkeypatch, tmp_path:
     save_model(tmp_path / "other", "qwen2")
     capsys.readouterr()  # transformers' progress bar
     error = refused(capsys, f"--checkpoint={tmp_path / 'other'}")
-    assert "is another model than" in error and "layers 4, not 3" in error and "model.path=" in error
+    assert "is another model than" in error and "layers 4, not 3" in error and "fix: another" in error
     shutil.copytree(MODEL, tmp_path / "cut")
     weights = (tmp_path / "cut/model.safetensors").read_bytes()
     (tmp_path / "cut/model.safetensors").write_bytes(weights[: len(weights) // 2])
     assert "cut short" in refused(capsys, f"--checkpoint={tmp_path / 'cut'}")
+
+
+def test_a_checkpoint_says_what_model_it_is_of(capsys, monkeypatch, trained, tmp_path: Path) -> None:
+    """Its tensors fit a model whose positions are rotated otherwise; what it would say is not what it learnt."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(MODEL, tmp_path / "other")
+    config = json.loads((MODEL / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] *= 2
+    (tmp_path / "other/config.json").write_text(json.dumps(config))
+    for checkpoint in (trained[0], trained[0] / "hf"):
+        error = refused(capsys, f"--checkpoint={checkpoint}", f"model.path={tmp_path / 'other'}")
+        assert "is another model than" in error and "rope_theta" in error
 
 
 def test_a_folder_with_something_else_in_it_is_left_alone(capsys, monkeypatch, tmp_path: Path) -> None:

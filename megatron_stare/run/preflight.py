@@ -24,6 +24,7 @@ from megatron_stare.rollout.replicas import check_engine, replica_count, replica
 from megatron_stare.tasks.task import Task, evaluation_tasks
 from megatron_stare.weights.blocks import cut
 from megatron_stare.weights.check import check_folder
+from megatron_stare.weights.convert import companions_of
 from megatron_stare.weights.torch_dist import TorchDist, is_checkpoint
 from megatron_stare.weights.torch_dist_check import check_checkpoint
 
@@ -258,16 +259,24 @@ def check_checkpoint_of(path: Path, config: Config) -> ModelShape:
         UserError: they are another model's, or not whole.
     """
     shape = read_shape(config.model.path)
-    if not is_checkpoint(path) and (theirs := read_shape(path)) != shape:
+    if (theirs := _shape_beside(path)) not in (None, shape):
         differing = [each.name for each in fields(shape) if getattr(theirs, each.name) != getattr(shape, each.name)]
         said = ", ".join(f"{name} {getattr(theirs, name)}, not {getattr(shape, name)}" for name in differing[:3])
         raise ConfigError(
             f"{path} is another model than {config.model.path}: {said}",
             where="--checkpoint",
-            fix=f"another checkpoint, or its own model: model.path={path}",
+            fix="another checkpoint, or as model.path the model that this one is of",
         )
     check_weights(str(path), shape)
     return shape
+
+
+def _shape_beside(path: Path) -> ModelShape | None:
+    """Of the model that weights say they are of; None: they say nothing."""
+    try:
+        return read_shape(companions_of(path) if is_checkpoint(path) else path)
+    except ConfigError:  # of Megatron-LM, say, or of a run whose model is gone
+        return None
 
 
 def check_positions(config: Config, shape: ModelShape) -> None:
