@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support import sglang_servers as servers
 from support.leftovers import Traces
-from support.runs import ROOT, environment
+from support.runs import ROOT, environment, model, train
 
 MODEL = ROOT / "assets/tiny-adder"
 COMMAND = [sys.executable, "-m", "megatron_stare.cli", "eval", str(ROOT / "configs/quickstart.yaml")]
@@ -43,13 +43,13 @@ def responses(out: Path) -> dict[tuple[int, int], dict[str, Any]]:
     return found
 
 
-def evaluate(out: Path, *settings: str) -> dict[str, Any]:
-    """The record of an evaluation that ends well."""
+def evaluate(out: Path, *settings: str, said: str = "avg@8") -> dict[str, Any]:
+    """The record of an evaluation that ends well. Of what is set twice the later counts."""
     done = subprocess.run(
         [*COMMAND, *ASKED, *settings, f"--out={out}"], env=environment(), capture_output=True, text=True, timeout=1800
     )
     assert done.returncode == 0, done.stderr
-    assert "avg@8" in done.stdout
+    assert said in done.stdout
     return json.loads((out / "results.json").read_text())["held-out"]
 
 
@@ -108,8 +108,40 @@ def test_servers_that_are_attached_to(tmp_path: Path) -> None:
     assert abs(found[0]["pass1"] - here["pass1"]) < 0.08  # other noise, the same weights
 
 
+@real
+def test_training_evaluates_on_servers_of_the_evaluations_own(tmp_path: Path) -> None:
+    """What those say is what they say to the command of the same weights, which they were given beside training's."""
+    asked = ("eval.prompts=16", "eval.samples=4", "eval.greedy=false")
+    run, served = tmp_path / "run", ("rollout.engine=sglang", f"sglang.python={servers.PYTHON}", "sglang.seeds=true")
+    with servers.running(seeds=True) as engine, pytest.MonkeyPatch.context() as patch:
+        assert engine.process is not None
+        url = engine.process.url
+        patch.setenv("SGLANG_API_KEY", engine.process.api_key)
+        alone = ("runtime.runner=inline", "parallel.tensor=1", f"sglang.start_timeout_s={servers.START_S}")
+        done = train(model(), f"run.dir={run}", *alone, *served, *asked, f"eval.urls=[{url}]", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        settings = (*served, *asked, f"sglang.urls=[{url}]", "runtime.runner=inline", f"--checkpoint={run}")
+        found = evaluate(tmp_path / "out", *settings, said="avg@4")
+    base, after = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
+    assert (after["step"], found["step"]) == (2, 2)
+    assert (after["correct"], after["samples"]) == (found["correct"], found["samples"])
+    assert base["samples"] != after["samples"]
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_engines_on_ray_answer_as_those_in_this_process(tmp_path: Path) -> None:
     inline = evaluate(tmp_path / "inline", "runtime.runner=inline")
     assert evaluate(tmp_path / "ray", "runtime.runner=ray", "rollout.engines=2") == inline
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_training_on_ray_evaluates_on_engines_of_the_evaluations_own(tmp_path: Path) -> None:
+    records = []
+    for name, engines in (("shared", 0), ("own", 2)):
+        run = tmp_path / name
+        done = train(model(), f"run.dir={run}", "eval.every=1", f"eval.engines={engines}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        records.append((run / "eval.jsonl").read_text())
+    assert records[0] == records[1] and records[0].count("\n") == 3

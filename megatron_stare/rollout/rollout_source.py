@@ -98,20 +98,16 @@ class Rollouts:
     verify: Callable[[int], contextlib.AbstractAsyncContextManager[Judge]]
 
     def make(
-        self, prompts: Sequence[Prompt], samples: int, params: SamplingParams, progress: Progress = lambda *_: None
+        self,
+        prompts: Sequence[Prompt],
+        samples: int,
+        params: SamplingParams,
+        progress: Progress = lambda *_: None,
+        wanted: Sequence[tuple[Prompt, int]] | None = None,
+        verified: Callable[[Trajectory], None] = lambda _: None,
     ) -> list[Trajectory]:
         """See `made`; in an event loop of its own."""
-        return run_whole(self.made(prompts, samples, params, progress))
-
-    def make_each(
-        self,
-        wanted: Sequence[tuple[Prompt, int]],
-        params: SamplingParams,
-        verified: Callable[[Trajectory], None],
-    ) -> None:
-        """Makes trajectories of prompts, by their sample number, and hands over each as soon as it has its verdict."""
-        prompts = list({prompt.cursor: prompt for prompt, _ in wanted}.values())
-        run_whole(self.made(prompts, 0, params, wanted=wanted, verified=verified))
+        return run_whole(self.made(prompts, samples, params, progress, wanted=wanted, verified=verified))
 
     async def made(
         self,
@@ -130,7 +126,7 @@ class Rollouts:
 
         Args:
             enough: once it says so, what is still being sampled is given up, and missing from what is returned.
-            wanted: of `prompts`, and in place of `samples` of each: prompt and sample number of every trajectory.
+            wanted: prompt and sample number of every trajectory that is made; None: all of them.
             verified: is told each trajectory as it gets its verdict.
 
         Raises:

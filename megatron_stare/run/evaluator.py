@@ -117,7 +117,8 @@ class Evaluator:
         task = evaluation.task
         params = task.sampling(step, seed, self._stop_ids, greedy)
         if missing:
-            self.rollouts(task.verifier, evaluation.environment).make_each(missing, params, verified)
+            rollouts = self.rollouts(task.verifier, evaluation.environment)
+            rollouts.make(prompts, count, params, wanted=missing, verified=verified)
         return [known[prompt.cursor, index] for prompt, index in wanted]
 
     def rollouts(self, verifier: str, environment: Environment) -> Rollouts:
