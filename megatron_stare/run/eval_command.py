@@ -62,7 +62,7 @@ def _run(args: argparse.Namespace) -> None:
     refuse_missing(args.checkpoint)
     tasks = [name.strip() for name in args.tasks.split(",")] if args.tasks is not None else []
     opened = read(config, args.checkpoint, tasks)
-    out = args.out or default_out(config, args.checkpoint)
+    out = args.out or default_out(config, opened.checkpoint.path)
     records = run(opened, out, _shown, _say)
     if args.json:
         print(json.dumps({"checkpoint": str(opened.checkpoint.path), "out": str(out), "tasks": records}, indent=2))

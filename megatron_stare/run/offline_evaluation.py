@@ -68,7 +68,7 @@ class Checkpoint:
 
     def identity(self) -> dict[str, Any]:
         """What tells it from other weights at the same place: its files, their sizes and when they were written."""
-        files = sorted(file for file in self.path.iterdir() if file.suffix in (".safetensors", ".distcp", ".metadata"))
+        files = sorted(file for file in self.path.iterdir() if file.suffix in (".safetensors", ".distcp"))
         held = [(file.name, (found := file.stat()).st_size, found.st_mtime_ns) for file in files]
         return {"path": str(self.path), "step": self.step, "files": _digest(held)}
 
