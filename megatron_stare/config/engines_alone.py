@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_stare.config.schema import Config
+from megatron_stare.config.schema import Config, SGLangConfig
+
+# settings of servers that were started elsewhere, as far as they say how a run treats them
+_OF_OTHERS = ("dtype", "sync", "sync_folder", "seeds", "agreement_limit", "canary_prompts")
 
 
 def engines_alone(config: Config, folder: str | None = None) -> Config:
@@ -27,6 +30,8 @@ def evaluation_engines(config: Config) -> Config | None:
     if not config.eval.engines and not config.eval.urls:
         return None
     alone = engines_alone(config)
-    servers = alone.sglang.model_copy(update={"urls": config.eval.urls, "router": None})
+    # of those that training attaches to, and of how it starts its own, nothing holds for these
+    given = {name: getattr(alone.sglang, name) for name in _OF_OTHERS} if config.eval.urls else dict(alone.sglang)
+    servers = SGLangConfig(**given | {"urls": config.eval.urls, "router": None})
     rollout = alone.rollout.model_copy(update={"engines": config.eval.engines or 1})
     return alone.model_copy(update={"sglang": servers, "rollout": rollout})

@@ -246,7 +246,11 @@ def check_evaluation_engines(config: Config, shape: ModelShape) -> None:
             where="eval.engines",
             fix="start servers yourself and name them in eval.urls, or evaluate with those of training: eval.engines=0",
         )
-    check_engine(engines, shape)
+    try:
+        check_engine(engines, shape)
+    except ConfigError as error:
+        where = (error.where or "eval.engines").replace("sglang.urls", "eval.urls")
+        raise ConfigError(error.what, where=where, fix=error.fix) from error
 
 
 def check_checkpoint_of(path: Path, config: Config) -> ModelShape:
