@@ -6,13 +6,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.runs import ROOT
 
 from megatron_stare.batch import Prompt
+from megatron_stare.config.load import load_config
+from megatron_stare.errors import WeightVersionError
 from megatron_stare.evaluation.estimates import wilson_interval
 from megatron_stare.evaluation.response import Response
 from megatron_stare.records.trajectory import sampled_trajectory
+from megatron_stare.rollout.rollout_source import Rollouts
 from megatron_stare.run.evaluate import evaluate
-from megatron_stare.run.evaluator import answered
+from megatron_stare.run.evaluator import Evaluator, answered
+from megatron_stare.tasks.task import Evaluation, Task
 
 PROBLEMS = [Prompt(i, str(i), f"{i}+{i}=", str(2 * i)) for i in range(10)]
 # by problem: what the verifier says of the sampled answer and of the greedy one; None: it failed, in either way
@@ -150,3 +155,21 @@ def test_the_bar_of_an_evaluation_counts_all_of_its_answers() -> None:
             progress(done, wanted)
     assert [done for done, _ in told] == [*range(21), *range(20, 31)]
     assert {total for _, total in told} == {30}
+
+
+def test_a_token_that_other_weights_sampled_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is not kept: it would be counted when the command goes on."""
+    config = load_config(ROOT / "configs/quickstart.yaml", ["eval.prompts=2", "eval.greedy=false"])
+    evaluation = Evaluation(Task(config), PROBLEMS[:2], None)  # type: ignore[arg-type]
+    kept: list[Response] = []
+    keeper = SimpleNamespace(known=lambda greedy: {}, add=lambda response, greedy: kept.append(response))
+
+    def make(self: Rollouts, prompts: Any, count: int, params: Any, *, wanted: Any, verified: Any) -> None:
+        for (prompt, index), version in zip(wanted, (4, 3), strict=True):
+            verified(sampled_trajectory(prompt, index, [2], [-1.0], version=version))
+
+    monkeypatch.setattr(Rollouts, "make", make)
+    evaluator = Evaluator(SimpleNamespace(), {}, config.reward, (1,))  # type: ignore[arg-type]
+    with pytest.raises(WeightVersionError, match="holds version 4, but the rollout was sampled by version 3"):
+        evaluator.evaluate(evaluation, 4, 4, kept=keeper)
+    assert [response.prompt for response in kept] == [0]
