@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,24 +38,11 @@ class FolderWeights:
         bucket_bytes: int,
         share: Callable[[Any], Handle],
     ) -> None:
-        self._sizes = {name: entry.shape for name, entry in check_folder(folder, shape).items()}
-        self._folder, self._dtype = HfFolder(folder), dtype
-        self._bucket_bytes, self._share = bucket_bytes, share
+        sizes = {name: entry.shape for name, entry in check_folder(folder, shape).items()}
+        self.layouts = _laid_out(sizes, dtype, bucket_bytes)
+        self._folder, self._share = HfFolder(folder), share
         self._checksums: dict[str, str] = {}
         self._connection: Connection | None = None
-
-    @cached_property
-    def layouts(self) -> tuple[BucketLayout, ...]:
-        """What each bucket holds."""
-        parts: list[list[Slot]] = [[]]
-        for name, size in self._sizes.items():
-            start = parts[-1][-1].start + parts[-1][-1].numel if parts[-1] else 0
-            slot = Slot(name, size, start)
-            if parts[-1] and (start + slot.numel) * self._dtype.itemsize > self._bucket_bytes:
-                parts.append([])
-                slot = Slot(name, size, 0)
-            parts[-1].append(slot)
-        return tuple(BucketLayout(self._dtype, tuple(slots)) for slots in parts)
 
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
         """Each bucket where engines can take it from; nobody else has a part in it."""
@@ -89,3 +75,16 @@ class FolderWeights:
             for name, room in bucket.tensors():
                 room.copy_(self._folder.slice(name)[:])
             yield bucket
+
+
+def _laid_out(sizes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, bucket_bytes: int) -> tuple[BucketLayout, ...]:
+    """What each bucket holds: the tensors in the order of their names."""
+    parts: list[list[Slot]] = [[]]
+    for name, size in sizes.items():
+        start = parts[-1][-1].start + parts[-1][-1].numel if parts[-1] else 0
+        slot = Slot(name, size, start)
+        if parts[-1] and (start + slot.numel) * dtype.itemsize > bucket_bytes:
+            parts.append([])
+            slot = Slot(name, size, 0)
+        parts[-1].append(slot)
+    return tuple(BucketLayout(dtype, tuple(slots)) for slots in parts)
