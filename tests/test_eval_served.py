@@ -112,16 +112,15 @@ def test_servers_that_are_attached_to(tmp_path: Path) -> None:
 def test_training_evaluates_on_servers_of_the_evaluations_own(tmp_path: Path) -> None:
     """What those say is what they say to the command of the same weights, which they were given beside training's."""
     asked = ("eval.prompts=16", "eval.samples=4", "eval.greedy=false")
-    run, served = tmp_path / "run", ("rollout.engine=sglang", f"sglang.python={servers.PYTHON}", "sglang.seeds=true")
+    run, served = tmp_path / "run", ("rollout.engine=sglang", "sglang.seeds=true", "runtime.runner=inline")
+    started = (f"sglang.python={servers.PYTHON}", f"sglang.start_timeout_s={servers.START_S}", "parallel.tensor=1")
     with servers.running(seeds=True) as engine, pytest.MonkeyPatch.context() as patch:
         assert engine.process is not None
         url = engine.process.url
         patch.setenv("SGLANG_API_KEY", engine.process.api_key)
-        alone = ("runtime.runner=inline", "parallel.tensor=1", f"sglang.start_timeout_s={servers.START_S}")
-        done = train(model(), f"run.dir={run}", *alone, *served, *asked, f"eval.urls=[{url}]", cwd=tmp_path)
+        done = train(model(), f"run.dir={run}", *started, *served, *asked, f"eval.urls=[{url}]", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        settings = (*served, *asked, f"sglang.urls=[{url}]", "runtime.runner=inline", f"--checkpoint={run}")
-        found = evaluate(tmp_path / "out", *settings, said="avg@4")
+        found = evaluate(tmp_path / "out", *served, *asked, f"sglang.urls=[{url}]", f"--checkpoint={run}", said="avg@4")
     base, after = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
     assert (after["step"], found["step"]) == (2, 2)
     assert (after["correct"], after["samples"]) == (found["correct"], found["samples"])
