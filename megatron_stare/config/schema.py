@@ -333,7 +333,9 @@ class EvalTask(Section):
     verifier: str | None = Field(None, description="as reward.verifier")
     environment: str | None = Field(None, description="as rollout.environment")
     prompts: int | None = Field(None, ge=1, description="problems; null: eval.prompts, and where that is 0, all")
-    samples: int = Field(1, ge=1, description="responses a problem; its result is their mean (avg@k)")
+    samples: int | None = Field(None, ge=1, description="as eval.samples")
+    k: list[int] | None = Field(None, description="as eval.k")
+    offline: bool = Field(False, description="leave it out of training: `megatron-stare eval` alone asks it")
     temperature: float | None = Field(None, gt=0, description="as rollout.temperature")
     top_p: float = Field(
         1.0, gt=0, le=1, description="only the likeliest tokens are drawn, as few as together have this probability"
@@ -345,11 +347,22 @@ class EvalTask(Section):
 
 
 class EvalConfig(Section):
-    """Pass@1 on held-out problems, before and after training and in between."""
+    """Results on held-out problems, before and after training and in between; see docs/evaluation.md."""
 
     prompts: int = Field(0, ge=0, description="problems; 0: no evaluation, unless there are tasks")
     every: int = Field(0, ge=0, description="steps between evaluations; 0: only before and after")
     greedy: bool = Field(True, description="also decode greedily")
+    samples: int = Field(1, ge=1, description="responses a problem; its result is their mean (avg@k)")
+    k: list[int] = Field(
+        [], description="of pass@k and maj@k, none above `samples`; empty: the powers of two up to it, and it"
+    )
+    seed: int = Field(
+        20_240_917, ge=0, lt=2**31, description="keys the sampling noise of every evaluation, which is not the run's"
+    )
+    engines: int = Field(
+        0, ge=0, description="engines that evaluations have to themselves, started beside rollout.engines; 0: none"
+    )
+    urls: list[str] = Field([], description="likewise, running servers, as sglang.urls")
     tasks: list[EvalTask] = Field(
         [], description="what is evaluated, see below; empty: the run's own task, on held-out problems"
     )
@@ -428,6 +441,8 @@ class Config(Section):
                         f"sglang.{name} is set, but rollouts come from the engine {self.rollout.engine!r}, which has "
                         "no servers: set rollout.engine=sglang, or leave it out"
                     )
+            if self.eval.urls:
+                raise ValueError(f"eval.urls names servers, and the engine {self.rollout.engine!r} has none")
         return self
 
     @model_validator(mode="after")

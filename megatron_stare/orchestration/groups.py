@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.batch import MicroBatchPlan
+from megatron_stare.config.schema import Config
 from megatron_stare.megatron.dump import write_batch
 from megatron_stare.models import cost_of
 from megatron_stare.ops.plan import PlanRules, plan_mini_batches
@@ -193,6 +194,14 @@ class Runner(Protocol):
 
     def notes(self) -> list[str]:
         """Where ranks and engines were placed, a line each; none where there was nothing to choose."""
+        ...
+
+    def engines_beside(self, config: Config) -> EnginePool:
+        """More engines, of this configuration, which take none of a cluster's GPUs. They end with the runner.
+
+        Raises:
+            UserError: one does not come up.
+        """
         ...
 
     def close(self) -> None: ...

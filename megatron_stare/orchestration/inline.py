@@ -81,6 +81,15 @@ class InlineWorkers(Workers):
             workers.pop().close()
 
 
+def inline_engines(config: Config, beside: Sequence[Beside | None] = ()) -> InlineWorkers:
+    """All engines of a run, in this process, and how each is made anew. beside: of each, its other nodes."""
+
+    def make(number: int) -> EngineWorker:
+        return EngineWorker(config, number, beside[number] if beside else None)
+
+    return InlineWorkers([make(number) for number in range(replica_count(config))], make)
+
+
 class InlineRunner:
     """One rank, all engines, no other process. Preflight has refused a layout of more ranks."""
 
@@ -104,13 +113,13 @@ class InlineRunner:
         self._started.append(workers)
         return TrainerGroup(workers, plan_rules(run))
 
+    def engines_beside(self, config: Config) -> EnginePool:
+        """See Runner."""
+        return self._engines(config)
+
     def _engines(self, config: Config) -> EnginePool:
         beside = [self._beside(config, number) for number in range(replica_count(config))]
-
-        def make(number: int) -> EngineWorker:
-            return EngineWorker(config, number, beside[number])
-
-        workers = InlineWorkers([make(number) for number in range(len(beside))], make)
+        workers = inline_engines(config, beside)
         self._started.append(workers)  # servers that were started
         rules = RequestRule.of(config), RestartRule.of(config)
         self._started.append(pool := EnginePool(workers, config.rollout.prove_every, *rules))
@@ -128,3 +137,25 @@ class InlineRunner:
         while self._started:
             self._started.pop().close()
         self._rendezvous.cleanup()
+
+
+class InlineEngines:
+    """As InlineRunner, of the engines alone."""
+
+    def __init__(self, config: Config) -> None:
+        os.environ.update(shared_environment(config))
+        self._workers = inline_engines(config)
+        try:
+            self.engines = EnginePool(self._workers, config.rollout.prove_every, RequestRule.of(config))
+        except BaseException:
+            self.close()
+            raise
+
+    def notes(self) -> list[str]:
+        return []
+
+    def share(self, value: Any) -> Handle:
+        return self._workers.share(value)
+
+    def close(self) -> None:
+        self._workers.close()

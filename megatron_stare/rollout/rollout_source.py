@@ -40,6 +40,8 @@ class Verdict(Protocol):
     def status(self) -> Literal["ok", "timeout", "crash"]: ...
     @property
     def answer_at(self) -> int | None: ...
+    @property
+    def answer(self) -> str | None: ...
 
 
 class Judge(Protocol):
@@ -99,10 +101,16 @@ class Rollouts:
     verify: Callable[[int], contextlib.AbstractAsyncContextManager[Judge]]
 
     def make(
-        self, prompts: Sequence[Prompt], samples: int, params: SamplingParams, progress: Progress = lambda *_: None
+        self,
+        prompts: Sequence[Prompt],
+        samples: int,
+        params: SamplingParams,
+        progress: Progress = lambda *_: None,
+        wanted: Sequence[tuple[Prompt, int]] | None = None,
+        verified: Callable[[Trajectory], None] = lambda _: None,
     ) -> list[Trajectory]:
         """See `made`; in an event loop of its own."""
-        return run_whole(self.made(prompts, samples, params, progress))
+        return run_whole(self.made(prompts, samples, params, progress, wanted=wanted, verified=verified))
 
     async def made(
         self,
@@ -111,6 +119,8 @@ class Rollouts:
         params: SamplingParams,
         progress: Progress = lambda *_: None,
         enough: Enough = lambda _: False,
+        wanted: Sequence[tuple[Prompt, int]] | None = None,
+        verified: Callable[[Trajectory], None] = lambda _: None,
     ) -> list[Trajectory]:
         """`samples` trajectories a prompt, in canonical order, verified as they come.
 
@@ -119,12 +129,15 @@ class Rollouts:
 
         Args:
             enough: once it says so, what is still being sampled is given up, and missing from what is returned.
+            wanted: prompt and sample number of every trajectory that is made; None: all of them.
+            verified: is told each trajectory as it gets its verdict.
 
         Raises:
             DataError: an engine or an environment broke its contract.
         """
-        begun = [UnderWay(prompt, index, params.step) for prompt in prompts for index in range(samples)]
-        await self.carry_on(begun, params, progress, enough)
+        asked = wanted or [(prompt, index) for prompt in prompts for index in range(samples)]
+        begun = [UnderWay(prompt, index, params.step) for prompt, index in asked]
+        await self.carry_on(begun, params, progress, enough, verified=verified)
         made = [each.trajectory for each in begun if each.trajectory is not None]
         return sorted(made, key=lambda t: (t.prompt.cursor, t.sample_index))
 
@@ -135,6 +148,7 @@ class Rollouts:
         progress: Progress = lambda *_: None,
         enough: Enough = lambda _: False,
         tokens: int | None = None,
+        verified: Callable[[Trajectory], None] = lambda _: None,
     ) -> None:
         """Makes responses that are under way, or have not been begun, to their end and their verdict, or until each has
         grown by so many tokens.
@@ -145,6 +159,7 @@ class Rollouts:
             responses: of whole groups, where `enough` is given.
             enough: as in `made`.
             tokens: that are sampled of a response; what is not finished then is cut. None: to its end.
+            verified: is told each trajectory as it gets its verdict.
 
         Raises:
             DataError: an engine or an environment broke its contract.
@@ -183,8 +198,9 @@ class Rollouts:
             progress(made, len(responses))
             verdict = await judge.of(trajectory.text, prompt.answer)
             trajectory.reward, trajectory.reward_status = verdict.reward, verdict.status
-            trajectory.answer_at = verdict.answer_at
+            trajectory.answer_at, trajectory.answer = verdict.answer_at, verdict.answer
             response.finish(trajectory)
+            verified(trajectory)
             group = groups[prompt.cursor]
             group.append(trajectory)
             if len(group) == wanted[prompt.cursor] and not given_up and enough(group):

@@ -19,6 +19,7 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.models import read_shape
 from megatron_stare.run.memory_check import check_memory
 from megatron_stare.run.preflight import check
+from megatron_stare.tasks.task import evaluation_tasks
 from megatron_stare.weights.check import expected
 
 FOLDER = ROOT / "configs/recipes"
@@ -112,7 +113,20 @@ def test_a_recipe_is_what_was_published(name: str) -> None:
     found = (*said, *lengths, config.optimizer.warmup_steps, config.model.dtype, config.parallel.world_size)
     assert found == PUBLISHED[name]
     assert (config.optimizer.lr, config.optimizer.clip_grad, rollout.temperature) == (1e-6, 1.0, 1.0)
-    assert {task.samples for task in config.eval.tasks} == {32}
+    assert [(task.name, task.samples) for task in evaluation_tasks(config)] == [("aime24", 32), ("aime25", 32)]
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_the_final_evaluation_is_what_was_published(name: str) -> None:
+    """avg@32 of the small sets and avg@4 of the large ones, at temperature 1 and top-p 0.7; training asks two alone,
+    every ten steps."""
+    tasks = evaluation_tasks(loaded(name), offline=True)
+    samples = {"aime24": 32, "aime25": 32, "amc23": 32, "math500": 4, "minerva": 4, "olympiadbench": 4}
+    assert {task.name: task.samples for task in tasks} == samples
+    assert {(task.config.rollout.temperature, task.top_p, task.config.eval.greedy) for task in tasks} == {
+        (1, 0.7, False)
+    }
+    assert loaded(name).eval.every == 10
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
