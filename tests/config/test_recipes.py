@@ -1,4 +1,5 @@
-"""Every recipe is what was published of it, passes preflight on a model of its size, and fits the GPUs it names."""
+"""Every recipe is what was published of it, passes preflight on a model of its size, and fits the GPUs it names. An
+ablation is a recipe but for a setting of its method."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -21,8 +23,9 @@ from megatron_stare.run.memory_check import check_memory
 from megatron_stare.run.preflight import check
 from megatron_stare.weights.check import expected
 
-FOLDER = ROOT / "configs/recipes"
+FOLDER, ABLATIONS = ROOT / "configs/recipes", ROOT / "configs/ablations"
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+CELLS = sorted(path.stem for path in ABLATIONS.glob("*.yaml"))
 LAYERS = sorted(FOLDER.glob("*/*.yaml"))
 ARCHITECTURES = ROOT / "assets/architectures"
 # parameters as published in the index of each model's weights
@@ -63,9 +66,20 @@ WEIGHTS = {  # STARE's W and M, steps
 }
 
 
+# STARE's ablations: what differs from the recipe of Qwen2.5-Math-7B
+ABLATED: dict[str, dict[str, Any]] = {
+    **{f"operator_{name.lower()}": {"variant": name} for name in ("O1", "O2", "O3", "O4", "C1", "C2", "C3", "C4")},
+    "gate_sample": {"gate": "sample"},
+    "gate_token": {"gate": "token"},
+    "fixed_threshold": {"rare_below": 0.1},
+    "adaptive": {"adaptive": True},
+    "no_gate": {"entropy_target": None},
+}
+
+
 @functools.cache
 def loaded(name: str) -> Config:
-    return load_config(f"recipes/{name}.yaml", [])
+    return load_config(f"{'ablations' if name in CELLS else 'recipes'}/{name}.yaml", [])
 
 
 @pytest.fixture(scope="module")
@@ -129,14 +143,48 @@ def test_the_baseline_differs_in_weights_and_gate_alone(name: str) -> None:
         assert getattr(method, setting) == getattr(grpo.algorithm.method, setting), setting
 
 
+def test_every_cell_of_the_ablations_has_its_file() -> None:
+    assert {*CELLS} == ABLATED.keys() | {"operator_none"}
+    none, grpo = loaded("operator_none"), loaded("short_cot_qwen2.5_math_7b_grpo")
+    assert none.algorithm == grpo.algorithm and none.run.steps == 4000
+
+
+@pytest.mark.parametrize("name", ABLATED)
+def test_an_ablation_differs_in_what_it_ablates_alone(name: str) -> None:
+    cell, recipe = (loaded(each).model_dump(mode="json") for each in (name, "short_cot_qwen2.5_math_7b"))
+    assert cell["run"].pop("name") == "ablation-" + name.removeprefix("operator_").replace("_", "-")
+    recipe["run"].pop("name")
+    recipe["run"]["steps"] = 4000
+    recipe["algorithm"] |= ABLATED[name]
+    assert cell == recipe
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_an_ablation_passes_preflight(name: str, models: Path) -> None:
+    """Its memory is the recipe's."""
+    run = check(load_config(f"ablations/{name}.yaml", on(models, loaded(name))))
+    assert run.config.algorithm == loaded(name).algorithm
+
+
+def test_variants_of_a_recipe_differ_in_what_they_name_alone() -> None:
+    for name, of, changed in (
+        ("stapo_v1_qwen3_8b", "stapo_qwen3_8b", {"version": "v1", "quantile": 0.8}),
+        ("gtpo_qwen2.5_7b_eq6", "gtpo_qwen2.5_7b", {"normalise": "separate"}),
+    ):
+        one, other = (loaded(each).model_dump(mode="json") for each in (name, of))
+        assert other["run"].pop("name") != one["run"].pop("name")
+        assert one == {**other, "algorithm": {**other["algorithm"], **changed}}
+
+
 def test_the_methods_of_the_other_papers() -> None:
-    stapo, gtpo, grpo_s = (loaded(name).algorithm for name in ("stapo_qwen3_8b", "gtpo_qwen2.5_7b", RECIPES[1]))
+    names = ("stapo_qwen3_8b", "gtpo_qwen2.5_7b", "gtpo_qwen2.5_7b_grpo_s")
+    stapo, gtpo, grpo_s = (loaded(name).algorithm for name in names)
     assert (stapo.name, gtpo.name, grpo_s.name) == ("stapo", "gtpo", "grpo_s")
     assert (stapo.method.tau_p, stapo.method.quantile) == (0.002, 0.75)  # type: ignore[attr-defined]
     assert (gtpo.method.alpha1, gtpo.method.alpha2) == (1.0, 0.1)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("path", LAYERS + [FOLDER / f"{name}.yaml" for name in RECIPES], ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [*LAYERS, *FOLDER.glob("*.yaml"), *ABLATIONS.glob("*.yaml")], ids=lambda p: p.stem)
 def test_every_value_has_its_source_or_is_said_to_be_ours(path: Path) -> None:
     """On its line, in the comment above it, or for the whole file at its top."""
     mark = re.compile(r"\[[RPTN]\]|silent: our choice|assumed")
