@@ -126,7 +126,7 @@ class Stare(Grpo):
 
     def gates(self, batch: TokenBatch, statistics: Statistics, state: State) -> Tensor:
         """0-dim or [N] float64: 1 where the weights act."""
-        if self.gate == "batch":
+        if self.gate == "batch" or self.entropy_target is None:
             return state["gate"]
         if self.gate == "token":
             entropy = batch.entropy.detach().to(torch.float64)
