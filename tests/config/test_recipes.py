@@ -36,6 +36,8 @@ PARAMETERS = {
     "qwen2.5-32b": 32_763_876_352,
     "r1-distill-qwen-1.5b": 1_777_088_000,
     "qwen3-8b-base": 8_190_735_360,
+    "qwen3-1.7b-base": 1_720_574_976,  # whose embedding is tied and counts once
+    "qwen3-14b-base": 14_768_307_200,
 }
 ARCHITECTURE = {
     "Qwen2.5-Math-7B": "qwen2.5-math-7b",
@@ -44,6 +46,8 @@ ARCHITECTURE = {
     "Qwen2.5-32B": "qwen2.5-32b",
     "DeepSeek-R1-Distill-Qwen-1.5B": "r1-distill-qwen-1.5b",
     "Qwen3-8B-Base": "qwen3-8b-base",
+    "Qwen3-1.7B-Base": "qwen3-1.7b-base",
+    "Qwen3-14B-Base": "qwen3-14b-base",
 }
 # prompts a round, prompts, prompts an optimizer step, samples, prompt tokens, response tokens, warm-up in optimizer
 # steps, dtype, GPUs
@@ -54,6 +58,13 @@ PUBLISHED = {
     "short_cot_qwen2.5_32b": (*STARE, 1024, 7168, 0, "float16", 32),
     "long_cot_r1_distill_1.5b": (*STARE, 1024, 15360, 0, "float16", 16),
     "long_cot_qwen3_8b": (*STARE, 1024, 15360, 0, "float16", 16),
+    "stapo_qwen3_1.7b": (None, 256, 64, 8, 1024, 15360, 40, "bfloat16", 16),
+    "stapo_qwen3_14b": (None, 256, 64, 8, 1024, 15360, 40, "bfloat16", 16),
+    "justrl_r1_distill_1.5b": (None, 256, 64, 8, 1024, 15360, 40, "bfloat16", 32),
+    "dapo_qwen2.5_32b": (1536, 512, 32, 16, 2048, 20480, 160, "bfloat16", 32),
+    "twenty_entropy_qwen3_14b": (1536, 512, 32, 16, 2048, 20480, 160, "bfloat16", 16),
+    "kl_cov_qwen2.5_7b": (768, 256, 32, 8, 2048, 8192, 0, "bfloat16", 16),
+    "gtpo_qwen2.5_32b": (None, 128, None, 16, 2048, 4096, 0, "bfloat16", 32),
     "stapo_qwen3_8b": (None, 256, 64, 8, 1024, 15360, 40, "bfloat16", 16),
     "gtpo_qwen2.5_7b": (None, 128, None, 16, 2048, 4096, 0, "bfloat16", 16),
 }
@@ -126,7 +137,7 @@ def test_a_recipe_is_what_was_published(name: str) -> None:
     found = (*said, *lengths, config.optimizer.warmup_steps, config.model.dtype, config.parallel.world_size)
     assert found == PUBLISHED[name]
     assert (config.optimizer.lr, config.optimizer.clip_grad, rollout.temperature) == (1e-6, 1.0, 1.0)
-    assert {task.samples for task in config.eval.tasks} == {32}
+    assert {task.samples for task in config.eval.tasks} == {1 if config.algorithm.name == "dapo" else 32}
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -182,12 +193,22 @@ def test_the_methods_of_the_other_papers() -> None:
     assert (stapo.name, gtpo.name, grpo_s.name) == ("stapo", "gtpo", "grpo_s")
     assert (stapo.method.tau_p, stapo.method.quantile) == (0.002, 0.75)  # type: ignore[attr-defined]
     assert (gtpo.method.alpha1, gtpo.method.alpha2) == (1.0, 0.1)  # type: ignore[attr-defined]
+    for name in ("justrl_r1_distill_1.5b", "dapo_qwen2.5_32b", "twenty_entropy_qwen3_14b"):
+        config = loaded(name)
+        method: Any = config.algorithm.method
+        assert (method.clip_low, method.clip_high, method.dual_clip) == (0.2, 0.28, 10.0)
+        assert config.optimizer.weight_decay == 0.1
+        overlong = None if config.algorithm.name == "justrl" else (20480, 4096, 1.0)
+        assert overlong == (method.overlong and (*vars(method.overlong).values(),))
+    assert loaded("justrl_r1_distill_1.5b").batch.micro_batch_tokens == 32768
+    assert loaded("kl_cov_qwen2.5_7b").optimizer.weight_decay == 0.0
+    assert loaded("gtpo_qwen2.5_32b_grpo_s").algorithm.name == "grpo_s"
 
 
 @pytest.mark.parametrize("path", [*LAYERS, *FOLDER.glob("*.yaml"), *ABLATIONS.glob("*.yaml")], ids=lambda p: p.stem)
 def test_every_value_has_its_source_or_is_said_to_be_ours(path: Path) -> None:
     """On its line, in the comment above it, or for the whole file at its top."""
-    mark = re.compile(r"\[[RPTN]\]|silent: our choice|assumed")
+    mark = re.compile(r"\[[RPTNJ8]\]|silent: our choice|assumed")
     lines = path.read_text().splitlines()
     if any("very value is our choice" in line for line in lines if line.startswith("#")):
         return
