@@ -137,6 +137,17 @@ def quadrants(batch: TokenBatch, phi: Tensor) -> dict[str, Tensor]:
     return dict(zip(QUADRANTS, (plus & ~rare, plus & rare, minus & ~rare, minus & rare), strict=True))
 
 
+def sensitivity_of(batch: TokenBatch) -> Tensor:
+    """[N] Phi of the tokens of a batch. Raises ValueError without sum_p2 and sum_p2_log_p."""
+    return sensitivity(batch.old_log_prob.detach(), batch.entropy, _second_moment_of(batch))
+
+
+def _second_moment_of(batch: TokenBatch) -> Tensor:
+    if batch.sum_p2 is None or batch.sum_p2_log_p is None:
+        raise ValueError("the entropy sensitivity needs sum_p2 and sum_p2_log_p of every token")
+    return second_moment(batch.sum_p2, batch.sum_p2_log_p, batch.entropy)
+
+
 def sensitivity_requests(batch: TokenBatch, push: Tensor) -> Mapping[str, Request]:
     """What `EntropyForecast.of` needs of the whole batch.
 
@@ -145,10 +156,7 @@ def sensitivity_requests(batch: TokenBatch, push: Tensor) -> Mapping[str, Reques
         push: [N] slope of the objective (minus the loss) in every token's log-prob: what the method makes of the
             advantage, divided as its aggregation divides. A / N is the plain policy gradient.
     """
-    if batch.sum_p2 is None or batch.sum_p2_log_p is None:
-        raise ValueError("the entropy sensitivity needs sum_p2 and sum_p2_log_p of every token")
-    s2 = second_moment(batch.sum_p2, batch.sum_p2_log_p, batch.entropy)
-    phi = sensitivity(batch.old_log_prob.detach(), batch.entropy, s2)
+    s2, phi = _second_moment_of(batch), sensitivity_of(batch)
     plain = -batch.advantage * phi
     asked: dict[str, Request] = {
         "sensitivity/tokens": Count(batch.loss_mask),

@@ -5,7 +5,7 @@ Shape legend: N response positions of this rank, n those of a micro-batch, as in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -79,6 +79,15 @@ class Objective:
         if self.is_log_prob_pass:
             tokens = replace(tokens, old_log_prob=log_prob.detach(), entropy=entropy.detach())
         return tokens
+
+    def selected(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """[N] int8, `Method.selected` of the positions that stand in these micro-batches, 0 elsewhere; by the log-probs
+        of the log-prob pass."""
+        found = torch.zeros_like(self.tokens.loss_mask, dtype=torch.int8)
+        for micro in micro_batches:
+            seen = self.tokens_of(self.tokens.old_log_prob[micro.span], self.tokens.entropy[micro.span], micro)
+            found[micro.span] = self.method.selected(seen, self.statistics_of(micro))
+        return found
 
     def statistics_of(self, micro: MicroBatch) -> Statistics:
         """What the method reads for a micro-batch."""

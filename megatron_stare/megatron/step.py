@@ -136,8 +136,7 @@ class Step:
         self._objective = self._make_objective(0)
         if tokens.sum_p2 is not None and (first := self._objective) is not None:
             # of several updates the first: only its policy is that of the log-prob pass
-            micro_batches, temperature = self.batch.mini_batch(0).micro_batches, self._policy.head.temperature
-            found = forecast(first.tokens, micro_batches, first.loss, temperature, self.group)
+            found = forecast(first, self.batch.mini_batch(0).micro_batches, self._policy.head, self.group)
             self.measured = replace(self.measured, forecast=found)
 
     def update(

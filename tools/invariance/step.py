@@ -109,6 +109,9 @@ def _selections(worker: Trainer) -> tuple[dict[str, set[int]], dict[str, set[int
             close = request.mask & ((request.key - threshold.value).abs() <= NEAR)
             selected[name] = set(request.index[chosen].tolist())
             near[name] = set(request.index[close].tolist())
+    if not selected:  # a method whose sets rest on no order, such as those below a fixed bound
+        codes = worker.method.selected(tokens, statistics)
+        selected = {f"set {code}": set(tokens.index[codes == code].tolist()) for code in (1, -1, 2, -2)}
     return selected, near
 
 
