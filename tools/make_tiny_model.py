@@ -1,4 +1,4 @@
-"""Makes the starting model of a task that ships: a tiny Qwen2 that solves its problems some of the time.
+"""Makes the starting model of a task that ships: a tiny Qwen that solves its problems some of the time.
 
 Random weights and a tokenizer of the task's own words are written as a Hugging Face folder, loaded through this
 project's Megatron path, trained there on demonstrations with a supervised loss, and exported again. Some demonstrations
@@ -24,7 +24,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Megatron's fused functions 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_stare.batch import Prompt
 from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
@@ -132,20 +132,26 @@ def make_tokenizer(task: Task) -> PreTrainedTokenizerFast:
 
 
 def write_random_model(path: Path, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> None:
-    config = Qwen2Config(
-        vocab_size=len(tokenizer) // 8 * 8 + 8,  # like published models, a few more rows than the tokenizer has tokens
-        hidden_size=args.hidden,
-        intermediate_size=args.hidden * 8 // 3,
-        num_hidden_layers=args.layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(path)
+    sizes = {
+        "vocab_size": len(tokenizer) // 8 * 8 + 8,  # like published models, more rows than the tokenizer has tokens
+        "hidden_size": args.hidden,
+        "intermediate_size": args.hidden * 8 // 3,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if TASKS[
+        args.task
+    ].apart:  # transformers reads any qwen2's tokenizer as Qwen2's own, which cuts numbers into digits
+        model: Any = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=args.hidden // 4))
+    else:
+        model = Qwen2ForCausalLM(Qwen2Config(**sizes))
+    model.save_pretrained(path)
     tokenizer.save_pretrained(path)
 
 

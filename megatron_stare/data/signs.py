@@ -1,9 +1,9 @@
 """The task of long chains: find the three signs that lead from a number to a total. Generated, never stored.
 
-'45 8 5 2 = 50 :' asks for the signs of 45 + 8 - 5 + 2 = 50. A response is a short guess, '+ - +', or a search that
-works one attempt after another out, each sign with the running total behind it, and says 'wait' after a miss:
-'- 37 + 42 + 44 wait + 53 - 48 + 50'. What stands after the last 'wait' counts. A small model cannot see the signs, but
-can check an attempt, so a longer response is right more often.
+'33 8 5 2 = 38 :' asks for the signs of 33 + 8 - 5 + 2 = 38. A response is a short guess, '+8 -5 +2', or a search that
+works one attempt after another out, with the running total behind every step, and says 'wait' after a miss:
+'+8 41 +5 46 -2 44 wait +8 41 -5 36 +2 38'. What stands after the last 'wait' counts. A small model cannot see the
+signs, but can check an attempt, so a longer response is right more often.
 
 Problem i of a stream is a pure function of (seed, split, i). Training and held-out problems cannot overlap: which split
 a problem belongs to is a fixed hash of it. Prompts go to rollout through `SignsPrompts`; demonstrations go to the
@@ -21,17 +21,23 @@ from megatron_stare.data.streams import Split, counter_hash
 REFLECTION = "wait"
 """Stands between an attempt that missed and the next."""
 
-VOCABULARY = (*map(str, range(1, 100)), "+", "-", "=", ":", REFLECTION)
+VOCABULARY = (
+    *map(str, range(1, 69)),
+    *(f"{sign}{operand}" for sign in "+-" for operand in range(1, 10)),
+    "=",
+    ":",
+    REFLECTION,
+)
 """Every word of prompts and demonstrations, which spaces part."""
 
 SIGNS: tuple[tuple[int, int, int], ...] = tuple(product((1, -1), repeat=3))
 """The eight ways to sign three operands."""
 
-PROBLEMS: dict[Split, int] = {"train": 29_392, "eval": 3_408}
+PROBLEMS: dict[Split, int] = {"train": 11_725, "eval": 1_395}
 """How many there are of each split; reorderings are one problem."""
 
 _EVAL_ONE_IN = 10
-_STARTS = range(25, 75)  # totals are then 1 to 98
+_STARTS = range(25, 45)  # totals are then 1 to 68
 _OPERANDS = tuple(permutations(range(1, 10), 3))
 
 
@@ -45,17 +51,17 @@ class Problem:
 
     @property
     def text(self) -> str:
-        """The prompt: '45 8 5 2 = 50 :'."""
+        """The prompt: '33 8 5 2 = 38 :'."""
         return f"{self.answer} :"
 
     @property
     def answer(self) -> str:
-        """The problem itself, as any signs that make it true are right: '45 8 5 2 = 50'."""
+        """The problem itself, as any signs that make it true are right: '33 8 5 2 = 38'."""
         return f"{self.start} {' '.join(map(str, self.operands))} = {self.total}"
 
     @property
     def name(self) -> str:
-        """What it shares with its reorderings: '45 2 5 8 = 50'."""
+        """What it shares with its reorderings: '33 2 5 8 = 38'."""
         return Problem(self.start, tuple(sorted(self.operands)), self.total).answer  # type: ignore[arg-type]
 
     def totals(self, signs: tuple[int, int, int]) -> list[int]:
@@ -86,7 +92,7 @@ def split_of(problem: Problem) -> Split:
 
 
 def demonstration(problem: Problem, seed: int, short_rate: float, give_up_rate: float) -> str:
-    """A response to learn from: a guess or a search, whose attempts come in any order and never twice.
+    """A response to learn from: a guess or a search. Attempts go round the eight, in the order of SIGNS, from any one.
 
     Args:
         problem: what is solved.
@@ -99,21 +105,22 @@ def demonstration(problem: Problem, seed: int, short_rate: float, give_up_rate: 
         if not 0 <= rate <= 1:
             raise ValueError(f"{name} is a probability, got {rate}")
     key = (seed, problem.start, *problem.operands, problem.total)
-    order = sorted(range(len(SIGNS)), key=lambda attempt: counter_hash(*key, attempt))
-    if _chance(*key, len(SIGNS)) < short_rate:
-        right = next(SIGNS[i] for i in order if problem.totals(SIGNS[i])[-1] == problem.total)
-        return " ".join(map(_sign, right))
+    first = counter_hash(*key, 0) % len(SIGNS)
+    order = [*SIGNS[first:], *SIGNS[:first]]
+    if _chance(*key, 1) < short_rate:
+        right = next(signs for signs in order if problem.totals(signs)[-1] == problem.total)
+        return " ".join(_steps(problem, right))
     attempts = []
-    for number, i in enumerate(order):
-        totals = problem.totals(SIGNS[i])
-        attempts.append(" ".join(f"{_sign(sign)} {total}" for sign, total in zip(SIGNS[i], totals, strict=True)))
-        if totals[-1] == problem.total or _chance(*key, len(SIGNS) + 1 + number) < give_up_rate:
+    for number, signs in enumerate(order):
+        totals = problem.totals(signs)
+        attempts.append(" ".join(f"{step} {total}" for step, total in zip(_steps(problem, signs), totals, strict=True)))
+        if totals[-1] == problem.total or _chance(*key, 2 + number) < give_up_rate:
             break
     return f" {REFLECTION} ".join(attempts)
 
 
-def _sign(sign: int) -> str:
-    return "+" if sign > 0 else "-"
+def _steps(problem: Problem, signs: tuple[int, int, int]) -> list[str]:
+    return [f"{sign * operand:+d}" for sign, operand in zip(signs, problem.operands, strict=True)]
 
 
 def _chance(*counters: int) -> float:

@@ -5,46 +5,54 @@ from __future__ import annotations
 import re
 
 _PROBLEM = re.compile(r"([0-9]+)((?: [0-9]+)+) = (-?[0-9]+)")
-_ATTEMPT = re.compile(r"(?:[+-]\s*(?:[0-9]+\s*)?)+")
+_STEP = re.compile(r"([+-][0-9]+)(?:\s+[0-9]+)?(?:\s+|$)")
 
 KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
-    ("+ - +", "45 8 5 2 = 50", 1.0),
-    ("+ 53 - 48 + 50", "45 8 5 2 = 50", 1.0),
-    ("- 37 + 42 + 44 wait + 53 - 48 + 50", "45 8 5 2 = 50", 1.0),
-    ("+ 53 - 48 + 50 wait - 37 + 42 + 44", "45 8 5 2 = 50", 0.0),
-    ("+ 53 - 48 + 50 wait", "45 8 5 2 = 50", 0.0),
-    ("+ + +", "45 8 5 2 = 50", 0.0),
-    ("+ -", "45 8 5 2 = 50", 0.0),
+    ("+8 -5 +2", "33 8 5 2 = 38", 1.0),
+    ("+8 41 -5 36 +2 38", "33 8 5 2 = 38", 1.0),
+    ("+8 41 +5 46 -2 44 wait +8 41 -5 36 +2 38", "33 8 5 2 = 38", 1.0),
+    ("+8 41 -5 36 +2 38 wait +8 41 +5 46 -2 44", "33 8 5 2 = 38", 0.0),
+    ("+8 41 -5 36 +2 38 wait", "33 8 5 2 = 38", 0.0),
+    ("+8 +5 +2", "33 8 5 2 = 38", 0.0),
+    ("+5 36", "33 8 5 2 = 38", 0.0),
+    ("-5 +8 +2", "33 8 5 2 = 38", 0.0),
 )
 
 
 def verify(response: str, answer: str) -> float:
-    """1.0 if the signs after the last 'wait' lead from the first number over the operands to the total, else 0.0.
+    """1.0 if the steps after the last 'wait' lead from the first number to the total, else 0.0.
 
-    Nothing but the signs, as many as there are operands, and a number behind any of them may stand there. The numbers
-    are not checked: whoever misreckons finds the signs by luck alone.
+    A step is an operand with its sign, and perhaps a number behind it. Every operand must be there once, in the
+    problem's order, and nothing else. The numbers behind are not checked: whoever misreckons is right by luck alone.
 
     Args:
-        answer: the problem, such as '45 8 5 2 = 50'.
+        answer: the problem, such as '33 8 5 2 = 38'.
 
     Raises:
         ValueError: `answer` is no such problem.
     """
     problem = _PROBLEM.fullmatch(answer)
     if not problem:
-        raise ValueError(f"{answer[:80]!r} is no problem of the form '45 8 5 2 = 50'")
-    operands = [int(word) for word in problem[2].split()]
-    start = answer_start(response)
-    signs = re.findall("[+-]", response[start:]) if start >= 0 else []
-    if len(signs) != len(operands):
+        raise ValueError(f"{answer[:80]!r} is no problem of the form '33 8 5 2 = 38'")
+    operands = problem[2].split()
+    steps = _last_attempt(response)[1]
+    if [step[1:] for step in steps] != operands:  # as text: a policy can write more digits than int() accepts
         return 0.0
-    total = int(problem[1]) + sum(x if sign == "+" else -x for sign, x in zip(signs, operands, strict=True))
-    return float(total == int(problem[3]))
+    return float(int(problem[1]) + sum(map(int, steps)) == int(problem[3]))
 
 
 def answer_start(response: str) -> int:
     """Where the attempt after the last 'wait' begins, characters from the start; -1 if none stands there."""
-    start = response.rfind("wait")
-    start = 0 if start < 0 else start + len("wait")
+    start, steps = _last_attempt(response)
+    return start if steps else -1
+
+
+def _last_attempt(response: str) -> tuple[int, list[str]]:
+    """Where what stands after the last 'wait' begins, and its steps: none if it is not made of steps alone."""
+    start = response.rfind("wait") + len("wait") if "wait" in response else 0
     start += len(response[start:]) - len(response[start:].lstrip())
-    return start if _ATTEMPT.fullmatch(response, start) else -1
+    at, steps = start, []
+    while match := _STEP.match(response, at):
+        steps.append(match[1])
+        at = match.end()
+    return start, steps if at == len(response) else []
