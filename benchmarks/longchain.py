@@ -37,7 +37,7 @@ METHODS = {
         "algorithm.dual_clip=10",
     ],
 }
-GROWS = {"length": "response/length_mean", "reflections": "reflection/all"}  # means over a step's responses
+GROWS = {"length": "response/length_mean", "reflections": "response/reflections"}  # means over a step's responses
 T_975 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's quantile by number of seeds
 
 

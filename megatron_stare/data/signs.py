@@ -97,7 +97,7 @@ def demonstration(problem: Problem, seed: int, short_rate: float, give_up_rate: 
     Args:
         problem: what is solved.
         seed: picks the response, together with the problem.
-        short_rate: probability of a guess, of signs that are right.
+        short_rate: probability of a guess; its signs are right, any that are as likely.
         give_up_rate: probability that a search ends at an attempt that missed; else it ends at the first that is
             right.
     """
@@ -108,8 +108,8 @@ def demonstration(problem: Problem, seed: int, short_rate: float, give_up_rate: 
     first = counter_hash(*key, 0) % len(SIGNS)
     order = [*SIGNS[first:], *SIGNS[:first]]
     if _chance(*key, 1) < short_rate:
-        right = next(signs for signs in order if problem.totals(signs)[-1] == problem.total)
-        return " ".join(_steps(problem, right))
+        right = [signs for signs in SIGNS if problem.totals(signs)[-1] == problem.total]
+        return " ".join(_steps(problem, right[first % len(right)]))
     attempts = []
     for number, signs in enumerate(order):
         totals = problem.totals(signs)
