@@ -2,8 +2,8 @@
 
 '33 8 5 2 = 38 :' asks for the signs of 33 + 8 - 5 + 2 = 38. A response is a short guess, '+8 -5 +2', or a search that
 works one attempt after another out, with the running total behind every step, and says 'wait' after a miss:
-'+8 41 +5 46 -2 44 wait +8 41 -5 36 +2 38'. What stands after the last 'wait' counts. A small model cannot see the
-signs, but can check an attempt, so a longer response is right more often.
+'+8 41 +5 46 -2 44 wait +8 41 -5 36 +2 38'. What stands after the last 'wait' counts. A guess
+is right by luck and a search once it is not given up, so a longer response is right more often.
 
 Problem i of a stream is a pure function of (seed, split, i). Training and held-out problems cannot overlap: which split
 a problem belongs to is a fixed hash of it. Prompts go to rollout through `SignsPrompts`; demonstrations go to the
@@ -97,7 +97,7 @@ def demonstration(problem: Problem, seed: int, short_rate: float, give_up_rate: 
     Args:
         problem: what is solved.
         seed: picks the response, together with the problem.
-        short_rate: probability of a guess; its signs are right, any that are as likely.
+        short_rate: probability of a guess, of any signs.
         give_up_rate: probability that a search ends at an attempt that missed; else it ends at the first that is
             right.
     """
@@ -108,8 +108,7 @@ def demonstration(problem: Problem, seed: int, short_rate: float, give_up_rate: 
     first = counter_hash(*key, 0) % len(SIGNS)
     order = [*SIGNS[first:], *SIGNS[:first]]
     if _chance(*key, 1) < short_rate:
-        right = [signs for signs in SIGNS if problem.totals(signs)[-1] == problem.total]
-        return " ".join(_steps(problem, right[first % len(right)]))
+        return " ".join(_steps(problem, SIGNS[first]))
     attempts = []
     for number, signs in enumerate(order):
         totals = problem.totals(signs)

@@ -75,11 +75,10 @@ def test_how_many_problems_there_are():
     assert SignsPrompts.counts == PROBLEMS
 
 
-def test_guesses_are_right_and_any_right_one_is_guessed():
-    two_ways = Problem(40, (3, 1, 2), 40)  # 3 - 1 - 2 and -3 + 1 + 2
-    seen = Counter(demonstration(two_ways, seed, 1.0, 0.5) for seed in range(200))
-    assert set(seen) == {"+3 -1 -2", "-3 +1 +2"}
-    assert min(seen.values()) > 60
+def test_a_guess_has_any_signs():
+    seen = Counter(demonstration(EXAMPLE, seed, 1.0, 0.5) for seed in range(400))
+    assert len(seen) == len(SIGNS) and min(seen.values()) > 25
+    assert {"+8 +5 +2", "+8 -5 +2", "-8 -5 -2"} < set(seen)
 
 
 def test_a_search_reckons_right_and_ends_at_the_first_attempt_that_hits():
@@ -104,12 +103,12 @@ def test_a_search_reckons_right_and_ends_at_the_first_attempt_that_hits():
 
 def test_rates_are_rates_and_demonstrations_repeat():
     problems = [draw_problem(1, "train", i) for i in range(3000)]
-    texts = [demonstration(p, 5, 0.6, 0.25) for p in problems]
-    assert texts == [demonstration(p, 5, 0.6, 0.25) for p in problems]
+    texts = [demonstration(p, 5, 0.4, 0.25) for p in problems]
+    assert texts == [demonstration(p, 5, 0.4, 0.25) for p in problems]
     searches = [
         (p, text) for p, text in zip(problems, texts, strict=True) if any(word[0].isdigit() for word in text.split())
     ]
-    assert 1 - len(searches) / 3000 == pytest.approx(0.6, abs=0.03)
+    assert 1 - len(searches) / 3000 == pytest.approx(0.4, abs=0.03)
     misses = sum(len(attempts_of(text)) - int(verify(text, p.answer)) for p, text in searches)
     given_up = sum(verify(text, p.answer) == 0 for p, text in searches)
     assert given_up / misses == pytest.approx(0.25, abs=0.03)
