@@ -80,7 +80,7 @@ TASKS = {
         demonstrate=lambda problem, i, args: signs.demonstration(problem, i, args.short_rate, args.give_up_rate),
         words=signs.VOCABULARY,
         apart=True,
-        steps=3500,
+        steps=3000,
         hidden=64,
     ),
 }
@@ -107,8 +107,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="supervised steps; default: the task's")
     parser.add_argument("--batch", type=int, default=64, help="demonstrations a step")
     parser.add_argument("--wrong-rate", type=float, default=0.25, help="arithmetic: demonstrations with a wrong sum")
-    parser.add_argument("--short-rate", type=float, default=0.4, help="signs: demonstrations that guess")
-    parser.add_argument("--give-up-rate", type=float, default=0.6, help="signs: misses after which a search ends")
+    parser.add_argument("--short-rate", type=float, default=0.6, help="signs: demonstrations that guess")
+    parser.add_argument("--give-up-rate", type=float, default=0.2, help="signs: misses after which a search ends")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--hidden", type=int, help="default: the task's")

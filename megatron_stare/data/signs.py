@@ -97,7 +97,7 @@ def demonstration(problem: Problem, seed: int, short_rate: float, give_up_rate: 
     Args:
         problem: what is solved.
         seed: picks the response, together with the problem.
-        short_rate: probability of a guess, of any signs.
+        short_rate: probability of a guess: all signs alike, towards the total.
         give_up_rate: probability that a search ends at an attempt that missed; else it ends at the first that is
             right.
     """
@@ -108,7 +108,7 @@ def demonstration(problem: Problem, seed: int, short_rate: float, give_up_rate: 
     first = counter_hash(*key, 0) % len(SIGNS)
     order = [*SIGNS[first:], *SIGNS[:first]]
     if _chance(*key, 1) < short_rate:
-        return " ".join(_steps(problem, SIGNS[first]))
+        return " ".join(_steps(problem, SIGNS[0] if problem.total > problem.start else SIGNS[-1]))
     attempts = []
     for number, signs in enumerate(order):
         totals = problem.totals(signs)
