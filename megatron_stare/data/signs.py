@@ -1,9 +1,9 @@
 """The task of long chains: find the three signs that lead from a number to a total. Generated, never stored.
 
-'33 8 5 2 = 38 :' asks for the signs of 33 + 8 - 5 + 2 = 38. A response is a short guess, '+8 -5 +2', or a search that
+'33 8 5 2 = 38 :' asks for the signs of 33 + 8 - 5 + 2 = 38. A response is a short guess, '+8 +5 +2', or a search that
 works one attempt after another out, with the running total behind every step, and says 'wait' after a miss:
 '+8 41 +5 46 -2 44 wait +8 41 -5 36 +2 38'. What stands after the last 'wait' counts. A guess
-is right by luck and a search once it is not given up, so a longer response is right more often.
+is right by luck, a search unless it is given up, so a longer response is right more often.
 
 Problem i of a stream is a pure function of (seed, split, i). Training and held-out problems cannot overlap: which split
 a problem belongs to is a fixed hash of it. Prompts go to rollout through `SignsPrompts`; demonstrations go to the
