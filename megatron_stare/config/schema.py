@@ -386,6 +386,9 @@ class ObservabilityConfig(Section):
     measured_every: int = Field(
         10, ge=0, description="steps between measurements of what a forecast came to, a forward pass each; 0: never"
     )
+    reflection_words: list[str] = Field(
+        [], description="words counted in every response, such as [wait, alternatively]: metric `response/reflections`"
+    )
     sinks: list[str] = Field(
         ["jsonl", "tensorboard", "console", "report"],
         description="what the run's reports go to: 'jsonl', 'tensorboard', 'console', 'report' or a class path "
@@ -394,6 +397,13 @@ class ObservabilityConfig(Section):
     metrics: list[str] = Field(
         [], description="functions of a step's batch whose numbers are logged too: paths my_pkg.my_metric"
     )
+
+    @field_validator("reflection_words")
+    @classmethod
+    def _words_can_be_counted(cls, value: list[str]) -> list[str]:
+        if not all(word.strip() for word in value):
+            raise ValueError("an empty word stands everywhere")
+        return value
 
     @field_validator("sinks", "metrics")
     @classmethod

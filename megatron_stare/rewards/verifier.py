@@ -35,6 +35,7 @@ VERIFIERS = {
     "math": "megatron_stare.rewards.math_verifier.verify",
     "math_verify": "megatron_stare.rewards.math_verify_verifier.verify",
     "numeric": "megatron_stare.rewards.numeric_verifier.verify",
+    "signs": "megatron_stare.rewards.signs_verifier.verify",
 }
 
 _WHERE = "reward.verifier"

@@ -53,6 +53,7 @@ _EVALUATED = (
     ("reflection/backtracking", "words a response"),
 )
 _MORE = (  # only where some run recorded them
+    ("response/reflections", "Reflection", "words a response, of observability.reflection_words"),
     ("group/degenerate", "Groups that teach nothing", "share whose rewards are all equal"),
     ("response/truncated", "Responses cut off", "share, at the length limit"),
     ("optimizer/lr", "Learning rate", "of the schedule"),
