@@ -54,13 +54,20 @@ class FolderWeights:
         """Of every tensor that was given out, by name; "" where none were computed."""
         return self._checksums
 
+    def prepare(self, outlet: Outlet, prove: bool) -> None:
+        """Nothing is gathered ahead: a file is read as it is sent."""
+
     def send_by(self, outlet: Outlet, prove: bool) -> list[Any]:
         """Sends all buckets from this process, the one sender. Returns what it tells the engines."""
         self._connection = outlet.connect(0)
-        self._connection.begin(prove)
+        self._connection.expect(prove, None)
+        self._connection.begin()
         for bucket in self._read():
             self._connection.send(bucket)
-        return [self._connection.end()]
+        told = [self._connection.end()]
+        if not outlet.leaves_files:
+            self.forget()
+        return told
 
     def forget(self) -> None:
         """Removes what was left for the engines to fetch, and lets go of the way to them."""

@@ -21,7 +21,7 @@ from megatron_stare.process_settings import shared_environment
 from megatron_stare.resolved import ResolvedRun
 from megatron_stare.rollout.beside import Beside
 from megatron_stare.rollout.engine_pool import EnginePool
-from megatron_stare.rollout.health import RestartRule
+from megatron_stare.rollout.health import NO_RESTARTS, RestartRule
 from megatron_stare.rollout.replicas import make_part, replica_count, replica_nodes
 from megatron_stare.rollout.retries import RequestRule
 from megatron_stare.workers import Handle, WorkerLostError, Workers
@@ -146,7 +146,7 @@ class InlineEngines:
         os.environ.update(shared_environment(config))
         self._workers = inline_engines(config)
         try:
-            self.engines = EnginePool(self._workers, config.rollout.prove_every, RequestRule.of(config))
+            self.engines = EnginePool(self._workers, config.rollout.prove_every, RequestRule.of(config), NO_RESTARTS)
         except BaseException:
             self.close()
             raise

@@ -91,7 +91,7 @@ class RayWorkers(Workers):
         self._actors = [make() for make in makers]
         self._what = what
         self._timeout_s = timeout_s
-        self._built: list[tuple[type, bytes]] = []  # what every actor hosts, and its arguments
+        self._built: list[tuple[Callable[..., Any], bytes]] = []  # what every actor hosts, and its arguments
         self._closing = threading.Lock()
         self._closed = False
 

@@ -30,7 +30,7 @@ from megatron_stare.process_settings import port_share, shared_environment
 from megatron_stare.resolved import ResolvedRun
 from megatron_stare.rollout.beside import Beside
 from megatron_stare.rollout.engine_pool import EnginePool
-from megatron_stare.rollout.health import RestartRule
+from megatron_stare.rollout.health import NO_RESTARTS, RestartRule
 from megatron_stare.rollout.replicas import make_part, replica_count, replica_gpus, replica_nodes
 from megatron_stare.rollout.retries import RequestRule
 from megatron_stare.workers import Handle, Workers
@@ -233,7 +233,7 @@ class RayEngines:
             spots: list[dict[str, Any]] = [{}] * replicas
             if demand.gpus and (where := planned(config, runtime.placement_s, demand)) is not None:
                 self._reserved = Reservation(where, runtime.gpu_resource, runtime.placement_s)
-                spots = [self._reserved.replica(number) for number in range(replicas)]
+                spots = [self._reserved.part(number) for number in range(replicas)]
             environment, limit = shared_environment(config), runtime.timeout_s
             own = () if self._reserved else [{VISIBLE: ""}] * replicas  # what takes no GPU is shown none
             self._started = start_actors(spots, config.rollout.threads, "rollout engine", limit, environment, own)
@@ -242,7 +242,7 @@ class RayEngines:
                 check_replicas(self._reserved.plan, (), seen)
                 self._table = table(self._reserved.plan, (), seen)
             self._started.build(EngineWorker, [(config, number) for number in range(replicas)])
-            self.engines = EnginePool(self._started, config.rollout.prove_every, RequestRule.of(config))
+            self.engines = EnginePool(self._started, config.rollout.prove_every, RequestRule.of(config), NO_RESTARTS)
         except BaseException:
             self.close()
             raise

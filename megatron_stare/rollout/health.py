@@ -69,6 +69,9 @@ class RestartRule:
         return cls(most, asked.window_s, asked.back_off_s, asked.losses)
 
 
+NO_RESTARTS = RestartRule(most=0)  # where nobody would give a replica that comes back the weights it needs
+
+
 @dataclass(frozen=True)
 class Transition:
     """A replica has come from one state to another. `why`: to be told to who watches; "": it goes without saying."""

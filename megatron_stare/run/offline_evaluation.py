@@ -30,7 +30,7 @@ from megatron_stare.rewards.known_answers import open_pool
 from megatron_stare.rewards.verifier_pool import VerifierPool
 from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.model_folder import load_tokenizer, stop_token_ids
-from megatron_stare.rollout.replicas import replica_count
+from megatron_stare.rollout.replicas import replica_count, replica_nodes
 from megatron_stare.run.evaluation_folder import EvaluationFolder
 from megatron_stare.run.evaluator import Evaluator
 from megatron_stare.run.preflight import check_checkpoint_of, check_task
@@ -107,6 +107,13 @@ def read(config: Config, checkpoint: Path, tasks: Sequence[str]) -> Opened:
     config = with_absolute_paths(config)
     shape = check_checkpoint_of(found.path, config)
     config = engines_alone(config, None if found.distributed else str(found.path))
+    if replica_nodes(config) > 1:
+        raise ConfigError(
+            "an evaluation starts engines of one node alone",
+            where="sglang.nodes",
+            fix="start the servers yourself and name them in sglang.urls, or set sglang.nodes=1 on GPUs that hold the "
+            "model",
+        )
     chosen = _chosen(config, tasks)
     for task in chosen.values():
         check_task(task, shape)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_stare.batch import Prompt, SamplingParams
-from megatron_stare.config.schema import Config, EvalTask
+from megatron_stare.config.eval_section import EvalTask
+from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_source import held_out
 from megatron_stare.environments.environment import Environment, make_environment
 from megatron_stare.errors import ConfigError, UserError
