@@ -117,6 +117,9 @@ def test_a_server_whose_groups_of_ranks_have_requests_of_their_own():
         with pytest.raises(ConfigError, match=message):
             check_servers(config(device="cuda", tensor_parallel=4, attention_data_parallel=groups), shape)
     check_servers(config(device="cuda", tensor_parallel=4, attention_data_parallel=2), replace(qwen3, heads=6))
+    replayed = asked.model_copy(update={"moe": MoeConfig(routing_replay=True)})
+    with pytest.raises(ConfigError, match="never held against the trainer's"):
+        check_servers(replayed, MOE)
 
 
 def test_what_groups_with_requests_of_their_own_keep_on_a_gpu():

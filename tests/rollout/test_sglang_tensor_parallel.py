@@ -112,6 +112,22 @@ def test_at_prove_every_five_it_is_caught_at_the_next_proof(engines):
     servers.sync(engine, 36, tensors)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_groups_of_ranks_with_requests_of_their_own(tmp_path, family):
+    """Two groups of a rank each, which share feed-forward layers or experts; requests go to either."""
+    widths = {"intermediate_size": 64} | ({"moe_intermediate_size": 64} if family == "qwen3_moe" else {})
+    save_model(tmp_path, family, **widths)
+    layout = {"tensor_parallel": 2, "attention_data_parallel": 2, "expert_parallel": 2 if family == "qwen3_moe" else 1}
+    with servers.running(tmp_path, device="cpu", sync="distributed", **layout) as engine:
+        for version in (1, 2):
+            servers.sync(engine, version, servers.weights(tmp_path))
+        assert engine.model_info().state is EngineState.HEALTHY
+        asked = [(3, 4 + n, 5, 6)[: 3 + n % 2] for n in range(6)]
+        for tokens, found in zip(asked, engine.prompt_log_probs(asked), strict=True):
+            wanted = expected_log_probs(tmp_path, tokens)
+            torch.testing.assert_close(torch.tensor(found), wanted, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama_tied_llama3"])  # that has one key head
 def test_ranks_of_every_family_hold_what_is_expected(tmp_path, family):
     widths = {"intermediate_size": 64} | ({"moe_intermediate_size": 64} if family == "qwen3_moe" else {})

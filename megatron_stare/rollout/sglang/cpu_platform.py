@@ -49,7 +49,10 @@ def register_hooks() -> None:
         ("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", murmur_hash32),
         ("sglang.srt.managers.load_snapshot.shm_path_for", _path_of_loads),
         ("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _not_pinned),  # the table of routed experts
-        ("sglang.srt.layers.dp_attention.memcpy", copied_rows),  # of tokens, between groups with requests of their own
+        # between groups with requests of their own
+        ("sglang.srt.layers.dp_attention.memcpy", copied_rows),
+        ("sglang.srt.distributed.parallel_state.GroupCoordinator.all_gather_into_tensor", _gathered),
+        ("sglang.srt.distributed.parallel_state.GroupCoordinator.reduce_scatter_tensor", _reduced),
         ("torch.cuda.synchronize", _nothing_under_way),  # 0.5.22's checksums wait for a GPU
     ):
         HookRegistry.register(target, own, HookType.REPLACE)
@@ -63,6 +66,16 @@ def _plain_kernels() -> None:
 
 def _not_pinned(buffer: object, granularity: object = None) -> None:
     """Leaves host memory as it is: there is no GPU that would copy from it."""
+
+
+def _gathered(ranks: Any, output: Tensor, of: Tensor) -> None:
+    """As SGLang gathers where its CPU engine is; elsewhere it asks for an operator that is CUDA's."""
+    ranks._all_gather_into_tensor(output, of)
+
+
+def _reduced(ranks: Any, output: Tensor, of: Tensor) -> None:
+    """See _gathered."""
+    ranks._reduce_scatter_tensor(output, of)
 
 
 def _padded_on_a_cpu(original: Callable[..., None], batch: object, runner: Any) -> None:

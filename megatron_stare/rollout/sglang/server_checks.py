@@ -126,6 +126,13 @@ def _check_cuts(config: Config, shape: ModelShape, options: ServerOptions) -> No
             fix="use a divisor of sglang.tensor_parallel",
         )
     ServerLayout(options.device, tensor, expert, data).require_family(shape, "sglang.attention_data_parallel")
+    if data > 1 and config.moe.routing_replay:
+        raise ConfigError(
+            "the experts that a server names were never held against the trainer's where its groups of ranks have "
+            "requests of their own (sglang.attention_data_parallel)",
+            where="moe.routing_replay",
+            fix="set it to false, or use tensor and expert parallelism alone",
+        )
     attending = tensor // data  # ranks, to the same requests
     if shape.heads % attending:
         raise ConfigError(
