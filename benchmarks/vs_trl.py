@@ -54,7 +54,12 @@ SWEEP: dict[str, dict[str, Any]] = {
 }
 # the quickstart's own, as scripts/quickstart.sh starts them
 METHODS = {
-    "grpo": ["algorithm=grpo", "algorithm.aggregation=token_mean", "algorithm.clip_high=0.28", "algorithm.dual_clip=10"],
+    "grpo": [
+        "algorithm=grpo",
+        "algorithm.aggregation=token_mean",
+        "algorithm.clip_high=0.28",
+        "algorithm.dual_clip=10",
+    ],
     "stare": [],
 }
 
