@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,10 @@ from torch import Tensor
 from megatron_stare.rollout.sglang.broadcast import BroadcastSync
 from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
 from megatron_stare.rollout.sglang.disk_sync import DiskSync
+from megatron_stare.rollout.sglang.methods import make_sync
 from megatron_stare.rollout.sglang.sender import Sent
 from megatron_stare.rollout.sglang.server_layout import ServerLayout
 from megatron_stare.rollout.sglang.sync import Bucket, WeightSync
-from megatron_stare.rollout.sglang.tensor_sync import TensorSync
 from megatron_stare.rollout.sglang.update import ServersUpdate
 from megatron_stare.weights.stream_plan import BucketLayout
 
@@ -71,22 +71,29 @@ class Servers:
             `update`: one of nothing, from the pause to the resumed servers; `session`, opened and closed; `request`: a
             bucket of few bytes, `disk_request` a folder of them; `body_mb`: 10^6 bytes in the body of a request.
         """
-        update = ServersUpdate(self._clients, self._broadcast, 0, proven={})
-        found = {"update": self._took(update.begin()) + self._took(update.end(Sent()))}
+        empty, sync = ServersUpdate(self._clients, self._broadcast, 0, proven={}), self.sync(method)
+        found = {"update": self._took(empty.begin()) + self._took(empty.end(Sent()))}
         found["session"] = self._took(self._sent(self._broadcast, []))
-        if method == "distributed":
-            found["request"] = (self._took(self._sent(self._broadcast, [self._few] * 5)) - found["session"]) / 5
-        elif method == "tensor":
-            sync = TensorSync(self._clients)
-            found["request"] = (self._took(self._sent(sync, [self._few] * 5)) - found["session"]) / 5
+        if isinstance(sync, DiskSync):
+            found["disk_request"] = self._took(self._sent(sync, [self._few])) - found["session"]
+            sync.forget()
+            return found
+        found["request"] = (self._took(self._sent(sync, [self._few] * 5)) - found["session"]) / 5
+        if method == "tensor":
             some = self._took(self._sent(sync, [self._some])) - found["session"] - found["request"]
             found["body_mb"] = some / (sum(tensor.nbytes for _, tensor in self._some) / 1e6)
-        else:
-            with tempfile.TemporaryDirectory() as folder:
-                disk = DiskSync(self._clients, self._model, Path(folder) / "weights")
-                found["disk_request"] = self._took(self._sent(disk, [self._few])) - found["session"]
-                disk.forget()
         return found
+
+    def sync(self, method: str) -> WeightSync:
+        """This process's end of a method."""
+        return self._broadcast if method == "distributed" else make_sync(method, self._clients, self._model, 600)
+
+    def update(self, sync: WeightSync, version: int) -> ServersUpdate:
+        """The servers' end of an update that is proven."""
+        return ServersUpdate(self._clients, sync, version)
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self._loop.run_until_complete(work)
 
     async def _sent(self, sync: WeightSync, buckets: Sequence[Bucket]) -> None:
         await sync.open()

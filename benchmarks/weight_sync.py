@@ -7,22 +7,24 @@ speed meets all:
 - "plain": torch.distributed's broadcast, of the buckets' sizes, from one process to as many others as the servers have
   ranks, with nothing around it;
 - "checksums": the servers' own pass over the weights they hold, all at once, which every proved sync waits for;
-- "bare" (`distributed` alone): what SGLang's endpoints take for the same buckets from one process that has them ready,
-  without a trainer, a gather or a proof: no sync by these endpoints is faster;
+- "bare": what SGLang's endpoints take for a broadcast of the same buckets from one process that has them ready, without
+  a trainer, a gather or a proof; a sync by these endpoints cannot be faster;
+
+and by each of the three ways of syncing
+
 - "transfer": sessions opened, the ranks' gather, the buckets sent, loaded into the model, sessions closed;
-- "proved": a whole sync, as a run does it between two steps, from the pause to the resumed servers.
+- "proved": a whole sync, from the pause to the resumed servers: of `distributed` by the run's engines, as between two
+  steps; of the others the servers' end is this process, which saves two calls of Ray.
 
 What the object store and the driver carry of it is read from Ray's counter of bytes that were ever put there, and from
 the driver's sockets and its memory. The constants of benchmarks/sync_model.py are measured in the same turns.
 
-    python benchmarks/weight_sync.py                 # needs scripts/setup_sglang.sh; five minutes
-    python benchmarks/weight_sync.py --sync disk     # one of the three, whose rows replace those of before
+    python benchmarks/weight_sync.py        # needs scripts/setup_sglang.sh; four minutes
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import re
@@ -30,6 +32,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +51,13 @@ from tiny import save_tiny
 from megatron_stare.config.schema import Config
 from megatron_stare.orchestration.ray_runner import RayRunner
 from megatron_stare.resolved import resolve_run
-from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
-from megatron_stare.rollout.sglang.methods import make_sync
+from megatron_stare.rollout.sglang.client import SGLangClient
 from megatron_stare.rollout.sglang.sender import Sent
 from megatron_stare.rollout.sglang.server_outlet import SGLangOutlet
 
 RESULT = Path(__file__).parent / "results/weight_sync.json"
 TARGETS = {"transfer_of_plain": 0.85, "proved_of_bound": 0.8}
-REPEATS = {"distributed": 9, "disk": 5, "tensor": 3}
+REPEATS = {"distributed": 9, "disk": 5, "tensor": 2}  # of turns, at most
 MB = 2**20
 
 
@@ -69,22 +71,21 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2, help="of a server")
     parser.add_argument("--stages", type=int, default=2, help="of the trainer's pipeline")
-    parser.add_argument("--repeats", type=int, help="default: 9 of distributed, 5 of disk, 3 of tensor")
+    parser.add_argument("--repeats", type=int, default=9, help=f"at most {REPEATS}")
     parser.add_argument("--warm-up", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         save_tiny(folder, args.vocab, args.hidden, args.layers)
-        for method in args.sync:
-            runner = RayRunner(resolve_run(config_of(args, method, folder)))
-            try:
-                measure(args, method, folder, runner)
-            finally:
-                runner.close()
+        runner = RayRunner(resolve_run(config_of(args, folder)))
+        try:
+            measure(args, folder, runner)
+        finally:
+            runner.close()
 
 
-def config_of(args: argparse.Namespace, method: str, folder: str) -> Config:
+def config_of(args: argparse.Namespace, folder: str) -> Config:
     return Config.model_validate(
         {
             "model": {"path": folder},
@@ -96,46 +97,80 @@ def config_of(args: argparse.Namespace, method: str, folder: str) -> Config:
                 "max_new_tokens": 64,
                 "sync_bucket_mb": args.bucket_mb,
             },
-            "sglang": {"sync": method, "tensor_parallel": args.ranks, "start_timeout_s": 900},
+            "sglang": {"sync": "distributed", "tensor_parallel": args.ranks, "start_timeout_s": 900},
             "runtime": {"object_store_mb": 200},
         }
     )
 
 
-def measure(args: argparse.Namespace, method: str, folder: str, runner: RayRunner) -> None:
+def measure(args: argparse.Namespace, folder: str, runner: RayRunner) -> None:
     """Writes the result after every turn."""
-    pool, exported = runner.engines, runner.trainers.export()
+    exported = runner.trainers.export()
     sizes = [layout.nbytes for layout in exported.layouts]
-    pool.update_weights(0, exported)
-    outlet = pool._outlet
+    runner.engines.update_weights(0, exported)
+    outlet = runner.engines._outlet
     assert isinstance(outlet, SGLangOutlet)
-    loop = asyncio.new_event_loop()
     clients = [SGLangClient(route.url, route.api_key, 600) for route in outlet.servers]
-    others = [SGLangClient(route.url, route.api_key, 600) for route in outlet.servers]
-    servers = Servers(others, [route.layout for route in outlet.servers], exported.layouts, folder)
-    rows: list[dict[str, float]] = []
-    carried: list[dict[str, float]] = []
+    servers = Servers(clients, [route.layout for route in outlet.servers], exported.layouts, folder)
     with PlainBroadcast(sizes, args.servers * args.ranks) as plain:
-        for turn in range(args.warm_up + (args.repeats or REPEATS[method])):
-            row = {"plain": plain.seconds(), "checksums": servers.checksums()}
-            if method == "distributed":
-                row["bare"] = servers.bare()
-            row["transfer"] = transfer(loop, clients, runner, outlet)
-            before = carried_so_far()
-            forget_peak()
-            held = process_memory("VmRSS")
-            row["proved"] = timed(lambda turn=turn: pool.update_weights(turn + 1, runner.trainers.export()))
-            after = carried_so_far() | {"driver_memory_mb": (process_memory("VmHWM") - held) / 1e6}
-            row["link"] = plain.seconds_to_one()
-            row["ray_call"] = timed(lambda: runner.trainers._workers.call("stage"))
-            row |= servers.constants(method) | rates(sizes)
-            if turn >= args.warm_up:
-                rows.append(row)
-                carried.append({name: after[name] - before.get(name, 0.0) for name in after})
-                save(args, method, result_of(args, rows, carried, sizes))
+        for method in args.sync:
+            way, rows, carried = Way(method, runner, servers, outlet), [], []
+            for turn in range(args.warm_up + min(args.repeats, REPEATS[method])):
+                row = {"plain": plain.seconds(), "checksums": servers.checksums(), "bare": servers.bare()}
+                row["transfer"] = way.transfer()
+                before = carried_so_far()
+                forget_peak()
+                held = process_memory("VmRSS")
+                row["proved"] = way.proved(turn + 1)
+                after = carried_so_far() | {"driver_memory_mb": (process_memory("VmHWM") - held) / 1e6}
+                row |= {"link": plain.seconds_to_one()} | rates(sizes) | servers.constants(method)
+                row["ray_call"] = timed(lambda: runner.trainers._workers.call("stage"))
+                if turn >= args.warm_up:
+                    rows.append(row)
+                    carried.append({name: after[name] - before.get(name, 0.0) for name in after})
+                    save(args, method, result_of(args, rows, carried, sizes))
     servers.close()
-    loop.run_until_complete(everywhere(*(client.close() for client in clients)))
-    loop.close()
+
+
+class Way:
+    """The run's ranks and servers, and one way of syncing between them."""
+
+    def __init__(self, method: str, runner: RayRunner, servers: Servers, outlet: SGLangOutlet) -> None:
+        self._runner, self._servers, self._method = runner, servers, method
+        self._outlet = outlet  # the run's own keeps its senders' connections
+        if method != "distributed":
+            routes = [replace(route, way=replace(route.way, method=method)) for route in outlet.servers]
+            self._outlet = routes[0].outlet(routes)
+
+    def transfer(self) -> float:
+        """Seconds of what moves and loads the weights."""
+        sync = self._servers.sync(self._method)
+        start = time.perf_counter()
+        exported = self._runner.trainers.export()
+        exported.prepare(self._outlet, prove=False)
+        self._servers.run(sync.open())
+        sent = Sent.by_all(exported.send_by(self._outlet, prove=False))
+        self._servers.run(sync.load(sent.folder))
+        took = time.perf_counter() - start
+        exported.forget()
+        return took
+
+    def proved(self, version: int) -> float:
+        """Seconds of a whole sync."""
+        if self._method == "distributed":
+            return timed(lambda: self._runner.engines.update_weights(version, self._runner.trainers.export()))
+        return timed(lambda: self._update(version))
+
+    def _update(self, version: int) -> None:
+        """As EnginePool's, with the servers' end here."""
+        update = self._servers.update(self._servers.sync(self._method), version)
+        exported = self._runner.trainers.export()
+        exported.prepare(self._outlet, prove=True)
+        self._servers.run(update.begin())
+        sent = exported.send_by(self._outlet, prove=True)
+        self._servers.run(update.end(Sent.by_all(sent)))
+        if self._outlet.leaves_files:
+            exported.forget()
 
 
 def save(args: argparse.Namespace, method: str, result: dict[str, Any]) -> None:
@@ -155,15 +190,16 @@ def result_of(
     shares = {
         "transfer_of_plain": [row["plain"] / row["transfer"] for row in rows],
         "proved_of_bound": [(row["plain"] + row["checksums"]) / row["proved"] for row in rows],
+        # the most that these could be by SGLang's endpoints, and how much of that they are
+        "bare_of_plain": [row["plain"] / row["bare"] for row in rows],
+        "bare_of_bound": [(row["plain"] + row["checksums"]) / bare_proved(row) for row in rows],
+        "transfer_of_bare": [row["bare"] / row["transfer"] for row in rows],
+        "proved_of_bare": [bare_proved(row) / row["proved"] for row in rows],
     }
-    if "bare" in rows[0]:  # what the targets could be at most
-        shares["bare_of_plain"] = [row["plain"] / row["bare"] for row in rows]
-        shares["transfer_of_bare"] = [row["bare"] / row["transfer"] for row in rows]
+    settings = {name: value for name, value in vars(args).items() if name not in ("out", "sync")}
     return {
-        "settings": {name: value for name, value in vars(args).items() if name not in ("out", "sync")}
-        | {"repeats": len(rows)},
+        "settings": settings | {"repeats": len(rows)},
         "mb": round(sum(sizes) / 1e6, 1),
-        "bucket_mb": [round(size / 1e6, 1) for size in sizes],
         "seconds": {name: round(statistics.median(row[name] for row in rows), 5) for name in rows[0]},
         "turns": [{name: round(value, 5) for name, value in row.items()} for row in rows],
         "shares": {name: [round(share, 3) for share in found] for name, found in shares.items()},
@@ -172,20 +208,9 @@ def result_of(
     }
 
 
-def transfer(
-    loop: asyncio.AbstractEventLoop, clients: list[SGLangClient], runner: RayRunner, outlet: SGLangOutlet
-) -> float:
-    """Seconds of what moves and loads the weights."""
-    servers = make_sync(outlet.servers[0].way.method, clients, "", 600)
-    start = time.perf_counter()
-    exported = runner.trainers.export()
-    exported.prepare(outlet, prove=False)
-    loop.run_until_complete(servers.open())
-    sent = Sent.by_all(exported.send_by(outlet, prove=False))
-    loop.run_until_complete(servers.load(sent.folder))
-    took = time.perf_counter() - start
-    exported.forget()
-    return took
+def bare_proved(row: dict[str, float]) -> float:
+    """Seconds of SGLang's endpoints for a whole sync: bare, the checksums, and the calls of an update around them."""
+    return row["bare"] + row["checksums"] + row["update"] - row["session"]
 
 
 def carried_so_far() -> dict[str, float]:

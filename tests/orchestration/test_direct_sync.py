@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_stare.rollout.engine import WeightUpdateError
 from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.sglang import server_outlet
 from megatron_stare.rollout.sglang.methods import make_sync
+from megatron_stare.rollout.sglang.protocol import SGLangError
 from megatron_stare.rollout.sglang.server_engine import SGLangEngine
 from megatron_stare.rollout.sglang.server_outlet import Way
 from megatron_stare.rollout.state import EngineState
@@ -69,6 +71,22 @@ class Up:
         self.engine = lambda: engine
 
     def close(self) -> None: ...
+
+
+class Elsewhere(InlineWorkers):
+    """As workers in other processes, they raise only to whoever waits for them."""
+
+    def start_on(self, worker: int, method: str, *args: Any) -> Any:
+        try:
+            return super().start_on(worker, method, *args)
+        except Exception as error:
+            return error
+
+    def wait(self, handles: Sequence[Any], *_: Any) -> list[Any]:
+        for handle in handles:
+            if isinstance(handle, Exception):
+                raise handle
+        return list(handles)
 
 
 class Run:
@@ -124,6 +142,21 @@ def test_ranks_gather_while_servers_are_asked_to_pause(monkeypatch, fakes) -> No
     seen.clear()
     run.sync(2)
     assert seen[:2] == ["prepared", "waited"] and seen.count("prepared") == 1
+    run.close()
+
+
+@pytest.mark.distributed
+def test_what_ranks_gathered_for_servers_that_did_not_pause_is_not_sent_later(monkeypatch, fakes) -> None:
+    """The next update gathers anew: by then the policy has moved on."""
+    run = Run(monkeypatch, fakes[:1], prove_every=1)
+    monkeypatch.setattr(run.pool, "_workers", Elsewhere(run.pool._workers._workers))
+    run.sync(1)
+    fakes[0].broken = {"/pause_generation"}
+    with pytest.raises(SGLangError, match="is broken"):
+        run.sync(2)
+    assert run.rank.prepared == 2
+    fakes[0].broken = set()
+    assert run.sync(3) == {(EngineState.HEALTHY, 3)} and run.rank.prepared == 3
     run.close()
 
 
