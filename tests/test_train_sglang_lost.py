@@ -79,7 +79,7 @@ def stopped(folder: Path, *overrides: str) -> str:
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr.split("its last words")[0]
     assert not (folder / "run").exists()
-    assert [p for p in psutil.process_iter() if str(folder) in " ".join(p.cmdline())] == []
+    assert [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or ())] == []
     return done.stderr
 
 
