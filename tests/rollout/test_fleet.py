@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +70,16 @@ class Mortal(JoiningServer):
 
 
 class Fakes:
-    """A run over fakes, of each replica one after the other."""
+    """A run over fakes, of each replica one after the other; None: one that does not come up until it is closed."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, *replicas: list[FakeServer], sync: str = "distributed", **settings: Any
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *replicas: Sequence[FakeServer | None],
+        sync: str = "distributed",
+        **settings: Any,
     ) -> None:
-        by_url = {f"http://{fake.name}": fake for fakes in replicas for fake in fakes}
+        by_url = {f"http://{fake.name}": fake for fakes in replicas for fake in fakes if fake is not None}
         monkeypatch.setattr(server_outlet, "SGLangClient", lambda url, key, timeout: by_url[url].client())
         left = [list(fakes) for fakes in replicas]
 
@@ -81,18 +87,22 @@ class Fakes:
             """Brings the next of a replica's fakes up."""
 
             def __init__(self, number: int) -> None:
-                self._number = number
+                self._number, self._closed = number, threading.Event()
 
             def engine(self) -> SGLangEngine:
                 if not left[self._number]:
                     raise ConfigError("there is no other")
-                client = left[self._number].pop(0).client()
+                if (fake := left[self._number].pop(0)) is None:
+                    self._closed.wait(60.0)
+                    raise ConfigError("it was closed")
+                client = fake.client()
                 own, way = make_sync(sync, [client], str(MODEL), 60.0), Way(sync, 60.0, str(MODEL))
                 return SGLangEngine(
                     client, own, str(MODEL), "float32", 2, asyncio.new_event_loop(), way=way, probe_s=5.0
                 )
 
-            def close(self) -> None: ...
+            def close(self) -> None:
+                self._closed.set()
 
         monkeypatch.setattr(engine_worker, "make_replica", lambda config, number: Coming(number))
         self.run = Run(CONFIG, len(replicas), tensors=lambda version: TENSORS, **settings)
@@ -254,6 +264,16 @@ def test_no_engine_left_ends_a_rollout_and_a_sync_by_name(monkeypatch: pytest.Mo
         with pytest.raises(NoEngineError, match=r"no engine is left: engine 0 is .*does not answer(?s:.*)engine 1 is"):
             getattr(fakes if act == "roll_out" else fakes.run, act)()
         fakes.run.close()
+
+
+def test_a_run_that_ends_ends_who_is_on_its_way_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes = Fakes(monkeypatch, [Mortal("localhost:1", "/generate"), None], [Mortal("localhost:2")], sync="tensor")
+    fakes.roll_out()
+    fakes.run.publish()
+    assert fakes.run.health == [STARTING, HEALTHY]
+    coming = fakes.run.pool._fleet._coming[0]
+    fakes.run.close()
+    assert "it was closed" in str(coming.exception(0.0))
 
 
 def test_replicas_are_not_held_from_the_loop_that_asks_them(monkeypatch: pytest.MonkeyPatch) -> None:
