@@ -28,7 +28,7 @@ from megatron_stare.resolved import resolve_run
 NEAR = 1e-5  # of a threshold: close enough for rounding to decide
 TIMEOUT_S = 300
 
-Scores = tuple[Tensor, Tensor]  # log-probs and entropies [M] of the whole batch in canonical order
+Scores = tuple[Tensor, Tensor]  # log-probs and entropies [M] of the whole batch in canonical order; 0 without loss
 
 
 def take(pool: Pool, case: Case, folder: str, scores: Scores | None) -> dict[str, Any]:
@@ -70,8 +70,11 @@ def _step(worker: Trainer, config: Config, case: Case, scores: Scores | None) ->
     if measured is not None:
         own = measured.tokens
         if scores is None:
-            order = own.index.argsort()
-            found["scores"] = (own.old_log_prob[order], own.entropy[order])
+            everywhere = len(batch.loss_mask)
+            found["scores"] = tuple(
+                score.new_zeros(everywhere).index_copy_(0, own.index, score)
+                for score in (own.old_log_prob, own.entropy)
+            )
         else:
             log_prob, entropy = (score[own.index] for score in scores)
             given = replace(own, log_prob=log_prob, old_log_prob=log_prob, entropy=entropy)
