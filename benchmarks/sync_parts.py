@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_stare.rollout.sglang.broadcast import BroadcastSync
 from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
-from megatron_stare.rollout.sglang.disk_sync import DiskSync
+from megatron_stare.rollout.sglang.disk_sync import DiskSync, drawn_folder
 from megatron_stare.rollout.sglang.methods import make_sync
 from megatron_stare.rollout.sglang.sender import Sent
 from megatron_stare.rollout.sglang.server_layout import ServerLayout
@@ -37,6 +37,7 @@ class Servers:
     Args:
         layouts: of the servers, in the order of the clients.
         buckets: of the whole model.
+        shared: folder that `disk` writes below.
     """
 
     def __init__(
@@ -45,8 +46,9 @@ class Servers:
         layouts: Sequence[ServerLayout],
         buckets: Sequence[BucketLayout],
         model: str,
+        shared: str,
     ) -> None:
-        self._clients, self._layouts, self._model = list(clients), layouts, model
+        self._clients, self._layouts, self._model, self._shared = list(clients), layouts, model, shared
         self.buckets = [layout.tensors(torch.randn(layout.numel, dtype=layout.dtype)) for layout in buckets]
         tensors = [tensor for bucket in self.buckets for tensor in bucket]
         self._few = [next(tensor for tensor in tensors if tensor[0] == "model.norm.weight")]
@@ -86,7 +88,9 @@ class Servers:
 
     def sync(self, method: str) -> WeightSync:
         """This process's end of a method."""
-        return self._broadcast if method == "distributed" else make_sync(method, self._clients, self._model, 600)
+        if method == "distributed":
+            return self._broadcast
+        return make_sync(method, self._clients, self._model, 600, folder=drawn_folder(self._shared))
 
     def update(self, sync: WeightSync, version: int) -> ServersUpdate:
         """The servers' end of an update that is proven."""
@@ -113,7 +117,7 @@ class Servers:
         self._loop.close()
 
 
-def rates(sizes: list[int]) -> dict[str, float]:
+def rates(sizes: list[int], shared: str) -> dict[str, float]:
     """Seconds that a core takes for the bytes of the whole model: to `copy` them to memory it has, to `copy_new` to
     memory that is new, to `hash` them, to `write` them to a file that is on disk then, and to copy them from the file,
     mapped as servers do it, to memory it has (`mapped`)."""
@@ -123,7 +127,7 @@ def rates(sizes: list[int]) -> dict[str, float]:
     found["copy"] = timed(lambda: [to.copy_(buffer) for to, buffer in zip(into, source, strict=True)])
     found["copy_new"] = timed(lambda: [buffer.clone() for buffer in source])
     found["hash"] = timed(lambda: [hashlib.sha256(buffer.numpy().data).digest() for buffer in source])
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=shared) as folder:
         file = Path(folder) / "model.safetensors"
 
         def written() -> None:

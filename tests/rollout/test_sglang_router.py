@@ -128,24 +128,24 @@ def said(found: Sequence[Any]) -> Counter[int]:
 
 
 def test_a_routers_answers_are_those_of_the_servers_behind_it(monkeypatch, started, tmp_path) -> None:
-    """Responses come from both, with log-probs and versions; the weights went to each server itself. One that is not
-    synced along is found by its tokens."""
+    """One engine asks, and both servers respond, with log-probs and versions; the weights went to each server itself.
+    One that is not synced along is found by its tokens."""
     urls = [engine.process.url for engine in started]
     with routed(urls, tmp_path / "router.log") as router, engines(monkeypatch, started, router) as made:
         for engine, word in zip(made, WORDS, strict=True):
             servers.sync(engine, VERSION, servers.says_only(word))
-        found, requests = rolled_out(made, RequestRule())
+        found, requests = rolled_out(made[:1], RequestRule())
         assert said(found).keys() == set(WORDS) and not requests["rollout/retried"]
         assert all(abs(float(log_prob)) < 1e-3 for t in found for log_prob in t.log_probs)
         check_versions(found, VERSION)
         servers.sync(made[0], VERSION + 1, servers.says_only(WORDS[0]))
-        found, _ = rolled_out(made, RequestRule())
+        found, _ = rolled_out(made[:1], RequestRule())
         with pytest.raises(WeightVersionError, match=rf"version {VERSION}: .*version {VERSION + 1}: "):
             check_versions(found, VERSION + 1)
 
 
 def test_a_server_that_is_lost_behind_a_router_loses_no_rollout(monkeypatch, started, tmp_path) -> None:
-    """Killed in the middle of its responses: they come from the other one."""
+    """Killed in the middle of its responses, with no engine but its own: they come from the other server."""
     urls = [engine.process.url for engine in started]
     with routed(urls, tmp_path / "router.log") as router, engines(monkeypatch, started, router) as made:
         for engine in made:
@@ -157,6 +157,6 @@ def test_a_server_that_is_lost_behind_a_router_loses_no_rollout(monkeypatch, sta
                 killed.append(started[1].process.process_group)
                 os.killpg(killed[0], signal.SIGKILL)
 
-        found, _ = rolled_out(made, RequestRule(attempts=6, back_off_s=0.1), progress)
+        found, _ = rolled_out(made[1:], RequestRule(attempts=6, back_off_s=0.1), progress)
         assert killed and said(found) == {WORDS[0]: len(PROMPTS) * SAMPLES}
         check_versions(found, VERSION + 2)
