@@ -3,12 +3,15 @@ as on one."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.ranks import forking_context
+from support.runs import ROOT
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -42,24 +45,24 @@ class RowsOfLogits(TorchDispatchMode):
         return made
 
 
-def long_and_short() -> RolloutBatch:
+def long_and_short(vocabulary: int) -> RolloutBatch:
     generator = torch.Generator().manual_seed(0)
     prompt, samples = Prompt(0, "0", "", "", (5, 6, 7)), []
     for number, length in enumerate((RESPONSE, 9)):
-        ids = torch.randint(2, VOCAB, (length,), generator=generator).tolist()
+        ids = torch.randint(2, vocabulary, (length,), generator=generator).tolist()
         sample = sampled_trajectory(prompt, number, ids, [-8.0] * length)
         sample.reward, sample.reward_status = float(number == 0), "ok"
         samples.append(sample)
     return RolloutBatch.from_trajectories(samples, step=1)
 
 
-def step_of(config: Config, rank: int, init: str) -> dict[str, Any]:
+def step_of(config: Config, rank: int, init: str, vocabulary: int) -> dict[str, Any]:
     """This rank's log-probs, what it reported of the step, and the most rows of logits it held at once."""
     torch.set_num_threads(1)
     trainer = Trainer(resolve_run(config), rank, init)
-    batch = trainer.method.judge(long_and_short())
+    batch = trainer.method.judge(long_and_short(vocabulary))
     plan = plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), plan_rules(resolve_run(config)))
-    with RowsOfLogits(VOCAB // config.parallel.tensor) as rows:
+    with RowsOfLogits(vocabulary // config.parallel.tensor) as rows:
         trainer.compute_log_probs(batch.share(plan.samples_of(trainer.data_rank())), plan)
         trainer.measure(trainer.method.initial_state())
         assert trainer.step.measured is not None
@@ -81,26 +84,9 @@ def step_of(config: Config, rank: int, init: str) -> dict[str, Any]:
 NUMBERS = ("loss/policy", "optimizer/grad_norm", "entropy/mean", "surprisal/mean", "loss/tokens")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("model")
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    Qwen2ForCausalLM(
-        Qwen2Config(vocab_size=VOCAB, max_position_embeddings=2 * RESPONSE, **sizes, **heads)
-    ).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The step of one rank, packed."""
-    (one,) = steps(model, tmp_path_factory.mktemp("meeting"), {}, packed=True)
-    return one
-
-
-def steps(model: Path, meeting: Path, parallel: dict[str, int], *, packed: bool) -> list[dict[str, Any]]:
+def steps(
+    model: Path, meeting: Path, parallel: dict[str, int], *, packed: bool = True, vocabulary: int = VOCAB
+) -> list[dict[str, Any]]:
     """What every rank of the layout found."""
     config = Config.model_validate(
         {
@@ -118,7 +104,7 @@ def steps(model: Path, meeting: Path, parallel: dict[str, int], *, packed: bool)
         }
     )
     world = config.parallel.world_size
-    jobs = [(config, rank, f"file://{meeting}/{world}") for rank in range(world)]
+    jobs = [(config, rank, f"file://{meeting}/{world}-{packed}", vocabulary) for rank in range(world)]
     with forking_context().Pool(world) as pool:
         found = pool.starmap_async(step_of, jobs, chunksize=1).get(timeout=TIMEOUT_S)
     for step in found:
@@ -128,9 +114,15 @@ def steps(model: Path, meeting: Path, parallel: dict[str, int], *, packed: bool)
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_long_response_trains_padded_as_packed(model: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
-    """Packed, both responses stand in one micro-batch; padded, each in its own."""
-    (padded,) = steps(model, tmp_path, {}, packed=False)
+def test_a_long_response_trains_padded_as_packed(tmp_path: Path) -> None:
+    """The quickstart's model, with more positions. Packed, both responses stand in one micro-batch; padded, each in its
+    own."""
+    folder = shutil.copytree(ROOT / "assets/tiny-adder", tmp_path / "model")
+    shape = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**shape, "max_position_embeddings": 2 * RESPONSE}))
+    (alone,), (padded,) = (
+        steps(folder, tmp_path, {}, packed=packed, vocabulary=shape["vocab_size"]) for packed in (True, False)
+    )
     assert (alone["micro_batches"], padded["micro_batches"]) == (1, 2)
     order, other = alone["index"].argsort(), padded["index"].argsort()
     assert torch.equal(padded["index"][other], torch.arange(RESPONSE + 9))
@@ -146,8 +138,14 @@ def test_a_long_response_trains_padded_as_packed(model: Path, tmp_path: Path, al
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_long_response_trains_as_on_one_rank(model: Path, tmp_path: Path, alone: dict[str, Any]) -> None:
-    four = steps(model, tmp_path, {"context": 2, "tensor": 2}, packed=True)
+def test_a_long_response_trains_as_on_one_rank(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    Qwen2ForCausalLM(
+        Qwen2Config(vocab_size=VOCAB, max_position_embeddings=2 * RESPONSE, **sizes, **heads)
+    ).save_pretrained(tmp_path)
+    (alone,), four = (steps(tmp_path, tmp_path, parallel) for parallel in ({}, {"context": 2, "tensor": 2}))
     everyone = torch.cat([step["index"] for step in four]).sort().values
     assert torch.equal(everyone, torch.arange(RESPONSE + 9).repeat_interleave(2))  # two tensor-parallel ranks
     for step in four:
