@@ -6,7 +6,8 @@ as 1 : 0.7 : 0.05, where 1 is what the synchronous source waits for a batch, mea
 pool and sources are the product's; training is a sleep. What is measured is the order of things, not their speed.
 
 Servers have few slots, so that a batch keeps all of them busy for most of its time; or so many that a step waits for
-its longest responses alone, and even servers that begin the next step at once have little to do.
+its longest responses alone, and even servers that begin the next step at once have little to do. Beside each run
+stands what the same servers would do without any time in between (asynchrony_ideal.py).
 
     python benchmarks/asynchrony.py
 """
@@ -16,10 +17,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import multiprocessing
 import os
-import random
 import sys
 import tempfile
 import time
@@ -33,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # of the server th
 
 import orjson
 from aiohttp import web
+from asynchrony_ideal import Servers, ideal
 from driver import KEY, Prompts, Weights, save_model
 from machine import machine
 from support.sglang_fake import FakeServer
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4, help="a prompt")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument(
-        "--slots", type=int, nargs="+", default=[4, 16], help="responses a replica generates at a time; a table each"
+        "--slots", type=int, nargs="+", default=[2, 4, 16], help="responses a replica generates at a time; a table each"
     )
     parser.add_argument("--median", type=float, default=12, help="tokens of a response")
     parser.add_argument("--token-s", type=float, default=0.01, help="seconds a token")
@@ -87,10 +87,18 @@ def table(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     runs = {"synchronous": play(args, folder, None, TRAINING * alone, SYNC * alone)}
     for bound in args.staleness:
         runs[f"staleness {bound}"] = play(args, folder, bound, TRAINING * alone, SYNC * alone)
+    servers = servers_of(args)
+    for name, run in runs.items():
+        bound = None if name == "synchronous" else int(name.split()[1])
+        run["ideal"] = ideal(servers, args.steps, bound, TRAINING * alone, SYNC * alone)
     rate = runs["synchronous"]["steps_a_second"]
     for run in runs.values():
         run["steps_a_second_against_synchronous"] = round(run["steps_a_second"] / rate, 3)
     return {"generation_s": round(alone, 3), "load_average": os.getloadavg()[0], "runs": runs}
+
+
+def servers_of(args: argparse.Namespace) -> Servers:
+    return Servers(args.replicas, args.slots, args.prompts, args.samples, args.median, LONGEST, args.token_s)
 
 
 def play(args: argparse.Namespace, folder: Path, bound: int | None, training_s: float, sync_s: float) -> dict[str, Any]:
@@ -214,9 +222,7 @@ class Playing(FakeServer):
 
     async def _response(self, asked: dict[str, Any]) -> bytes:
         rid = asked["rid"]
-        # the request of a response, cursor and sample, stands in the identifier: its length is the same in every run
-        length = random.Random(rid.split(":", 1)[1]).lognormvariate(math.log(self._args.median), 1.0)
-        wanted = min(LONGEST, max(1, round(length)))
+        wanted = servers_of(self._args).wanted(rid.split(":", 1)[1])  # the identifier ends in cursor and sample
         spans: list[tuple[str, int]] = []
         done = asyncio.get_running_loop().create_future()
         self._active[rid] = wanted, spans, done

@@ -127,6 +127,20 @@ def environment(performance: PerformanceConfig) -> dict[str, str]:
     return {name: str(value) for name, value in named.items() if value is not None}
 
 
+def keeps_graph(config: Config, micro_batches: int) -> bool:
+    """Whether training goes on from the log-prob pass of so many micro-batches a rank: on one, whose activations live
+    until its backward anyway, with the weights of the pass. Stages of a pipeline hand activations on, and replayed
+    routing is given to one pass at a time."""
+    return (
+        config.performance.keep_graph
+        and micro_batches == 1
+        and config.batch.updates == 1
+        and config.parallel.pipeline == 1
+        and not config.moe.routing_replay
+        and not config.skips_log_prob_pass
+    )
+
+
 def check_performance(config: Config) -> None:
     """Raises ConfigError for settings that do not go together, on any device."""
     performance = config.performance

@@ -35,6 +35,11 @@ class PerformanceConfig(Section):
     optimizer_offload: bool | None = Field(
         None, description="masters and moments in host memory; needs Transformer Engine and optimizer.distributed"
     )
+    keep_graph: bool = Field(
+        True,
+        description="where a rank's rollout batch is one micro-batch and one update, training goes on from the "
+        "log-prob pass instead of running the model's forward again: the same numbers in no more memory",
+    )
     tp_comm_overlap: bool | None = Field(
         None, description="tensor-parallel communication within products, which is not offered: true is refused"
     )

@@ -20,18 +20,28 @@ from megatron_stare.megatron.routing_replay import begin_pass, give_experts
 
 
 def compute_log_probs(
-    model: list[nn.Module], batch: RankBatch, head: Head, *, second_moment: bool = False
+    model: list[nn.Module],
+    batch: RankBatch,
+    head: Head,
+    *,
+    second_moment: bool = False,
+    keep: list[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """Log-probs and entropies [N] of this rank's response positions; on the last pipeline stage only, else empty.
 
     Args:
         second_moment: also give sum p^2 and sum p^2 ln p [N] over the vocabulary.
+        keep: takes the micro-batches' last hidden states with their graph, for `accumulate_gradients` to go on from;
+            not of a model that is cut into pipeline stages.
     """
 
     def collect(chunk: nn.Module, hidden: Tensor, micro: MicroBatch) -> tuple[Tensor, ...]:
-        return head.compute_log_probs(unwrap(chunk), hidden, micro, second_moment=second_moment)
+        if keep is not None:
+            keep.append(hidden)
+        with torch.no_grad():
+            return head.compute_log_probs(unwrap(chunk), hidden, micro, second_moment=second_moment)
 
-    with torch.no_grad():
+    with torch.set_grad_enabled(keep is not None):
         passed = _run(model, batch, collect, forward_only=True)
     empty = torch.zeros(0, device=batch.device)
     columns = zip(*passed, strict=True) if passed else [()] * (4 if second_moment else 2)
@@ -39,12 +49,19 @@ def compute_log_probs(
 
 
 def accumulate_gradients(
-    model: list[nn.Module], batch: RankBatch, head: Head, loss_of: LossFunction, loss_scale: Tensor | None = None
+    model: list[nn.Module],
+    batch: RankBatch,
+    head: Head,
+    loss_of: LossFunction,
+    loss_scale: Tensor | None = None,
+    kept: list[Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Adds the gradient of the summed loss of all micro-batches to the model's gradient buffers, reduced over ranks.
 
     Args:
         loss_scale: 0-dim, what the loss, and so the gradient, is multiplied by; None: 1.
+        kept: by `compute_log_probs`, of the same micro-batches and weights: the model's forward is not run again. Left
+            empty.
 
     Returns:
         The tensors that `loss_of` gave to log, laid end to end: [N] each; empty but on the last stage.
@@ -63,19 +80,29 @@ def accumulate_gradients(
 
     for chunk in model:
         chunk.zero_grad_buffer()  # type: ignore[operator]
-    logged = _run(model, batch, loss_function, forward_only=False)
+    logged = _run(model, batch, loss_function, forward_only=False, kept=kept)
     return {name: torch.cat([each[name] for each in logged]) for name in (logged[0] if logged else ())}
 
 
-def _run(model: list[nn.Module], batch: RankBatch, after_hidden: Callable[..., Any], *, forward_only: bool) -> Any:
-    """Megatron's schedule over this rank's micro-batches; `after_hidden` turns the last hidden states
-    into what is collected."""
+def _run(
+    model: list[nn.Module],
+    batch: RankBatch,
+    after_hidden: Callable[..., Any],
+    *,
+    forward_only: bool,
+    kept: list[Tensor] | None = None,
+) -> Any:
+    """Megatron's schedule over this rank's micro-batches; `after_hidden` turns the last hidden states, those in `kept`
+    where it has some, into what is collected."""
     split = batch.layout.micro_batch_group  # Megatron asks for the length before sequences are split
 
     def forward_step(micro_batches: Any, chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         micro: MicroBatch = next(micro_batches)
-        give_experts(chunk, micro.experts)
-        hidden = hidden_states(chunk, micro.tokens, micro.positions, micro.packing)
+        if kept:
+            hidden = kept.pop(0)
+        else:
+            give_experts(chunk, micro.experts)
+            hidden = hidden_states(chunk, micro.tokens, micro.positions, micro.packing)
         return hidden, lambda output, non_loss_data=False: after_hidden(chunk, output, micro)
 
     def on_device() -> Iterator[MicroBatch]:

@@ -36,6 +36,7 @@ from megatron_stare.megatron.routing_replay import routing_metrics
 from megatron_stare.megatron.watched_tokens import token_numbers
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.ops.statistics_executor import answer
+from megatron_stare.performance import keeps_graph
 from megatron_stare.records.batch_statistics import scalar
 from megatron_stare.records.token_numbers import TokenNumbers
 
@@ -72,6 +73,7 @@ class Step:
         self.measured: Measured | None = None
         self._objective: Objective | None = None  # of the update at hand; None but on the last stage
         self._numbers: list[TokenNumbers] = []  # of tokens that were asked for, an entry an update
+        self._kept: list[Tensor] | None = [] if keeps_graph(config, batch.plan.micro_batches) else None
         self._routing: dict[str, Tensor] = {}  # how far the routers of the log-prob pass agree with the engine's
 
     def compute_log_probs(self) -> None:
@@ -86,7 +88,7 @@ class Step:
         else:
             with_moments = config.observability.entropy_forecast
             log_prob, entropy, *moments = compute_log_probs(
-                policy.model, batch, policy.head, second_moment=with_moments
+                policy.model, batch, policy.head, second_moment=with_moments, keep=self._kept
             )
             if config.moe.routing_replay:
                 self._routing = routing_metrics(policy.model, device())
@@ -137,7 +139,7 @@ class Step:
         weights_before = export_hf(policy.model, policy.shape, policy.layout) if dump_to else {}
         scale = loss_scale_of(policy.optimizer)
         loss_scale = scale.factor if scale is not None else None
-        logged = accumulate_gradients(policy.model, part, policy.head, self._loss, loss_scale)
+        logged = accumulate_gradients(policy.model, part, policy.head, self._loss, loss_scale, self._kept)
         if self._config.skips_log_prob_pass and self.measured is not None:
             self.measured = complete(self.measured, logged, self._method, self.group)
         if watched and self.measured is not None and number < len(self.batch.plan.mini_batches):  # the first epoch

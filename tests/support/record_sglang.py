@@ -97,7 +97,8 @@ async def record(client: Recorder) -> dict[str, Any]:
     return {"generate": found, "score": scored, "answers": client.answers}
 
 
-def main() -> None:
+def record_all() -> dict[str, Any]:
+    """What a server that is started for it says; the whole file."""
     code = (
         "import megatron_stare.rollout.sglang.serve\n"  # before transformers asks for torchvision
         "from sglang.srt.sampling.sampling_params import SamplingParams as S\nprint(*S.__struct_fields__)"
@@ -110,9 +111,8 @@ def main() -> None:
     with servers.running() as engine:
         process = engine.process
         exchanges = asyncio.run(record(Recorder(process.url, process.api_key)))
-    recorded = {"sampling_fields": fields, "sampling_fields_not_sent": INTERNAL, **exchanges}
-    OUT.write_text(json.dumps(recorded, indent=1) + "\n")
+    return {"sampling_fields": fields, "sampling_fields_not_sent": INTERNAL, **exchanges}
 
 
 if __name__ == "__main__":
-    main()
+    OUT.write_text(json.dumps(record_all(), indent=1) + "\n")

@@ -1,0 +1,1 @@
+"""Mutation of the package: which wrong lines the tests notice."""
