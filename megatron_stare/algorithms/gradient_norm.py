@@ -18,9 +18,30 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from megatron_stare.batch import TokenBatch
+from megatron_stare.metric import Metric
 from megatron_stare.records.batch_statistics import Count, Request, Statistics, Sum, scalar
 
 IMPROBABLE = 0.002  # tau_p of STAPO
+
+METRICS = (
+    Metric(
+        "gradient/logit_norm", "norm", "of the step's gradient in all logits, before the model", "steady; no spikes"
+    ),
+    Metric("gradient/logit_norm_low", "norm", "STAPO's lower bound of it", "below gradient/logit_norm"),
+    Metric("gradient/logit_norm_high", "norm", "STAPO's upper bound of it", "above gradient/logit_norm"),
+    Metric(
+        "gradient/improbable_tokens",
+        "share",
+        "tokens of positive advantage and a probability below 0.002, of all that carry loss",
+        "small; STAPO's candidates",
+    ),
+    Metric(
+        "gradient/improbable_square",
+        "share",
+        "of them in the sum of squares of the plain policy gradient",
+        "many times gradient/improbable_tokens: few tokens pull far more than their share",
+    ),
+)
 
 
 def squared_norm(log_prob: Tensor, sum_p2: Tensor) -> Tensor:

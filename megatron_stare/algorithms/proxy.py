@@ -17,7 +17,34 @@ from torch import Tensor
 from megatron_stare.algorithms.sensitivity import is_rare, sensitivity_of
 from megatron_stare.algorithms.token_sets import TokenSet
 from megatron_stare.batch import TokenBatch
+from megatron_stare.metric import Metric
 from megatron_stare.records.batch_statistics import Count, Request, Statistics, Sum, scalar
+
+_SETS = {"plus": "L+", "minus": "L-", "common_plus": "U+", "common_minus": "U-"}
+
+METRICS = (
+    *(
+        Metric(
+            f"forecast/precision_{name}",
+            "share",
+            f"tokens of {of} that lie {'beyond' if of[0] == 'L' else 'up to'} the critical surprisal of their position",
+            f"above {'' if of[0] == 'L' else '1 less '}forecast/rare_share, which it is by chance; NaN where {of} is "
+            "empty",
+        )
+        for name, of in _SETS.items()
+    ),
+    *(
+        Metric(
+            f"forecast/a_phi_{name}",
+            "nats",
+            f"sum of A Phi over {of}, per unit of a step in the logits, A before any weight",
+            "below 0: the set raises the entropy, as it should"
+            if of == "L+"
+            else "below 0: the set raises the entropy",
+        )
+        for name, of in _SETS.items()
+    ),
+)
 
 
 def proxy_requests(batch: TokenBatch, sets: Sequence[TokenSet], selected: Tensor) -> Mapping[str, Request]:

@@ -58,6 +58,30 @@ METRICS = (
         "above entropy/mean; near forecast/critical_surprisal or beyond",
     ),
     Metric("stare/threshold_minus", "nats", "least surprisal of L-", "as above"),
+    *(
+        metric
+        for name, of, sign in (("plus", "U+", "positive"), ("minus", "U-", "negative"))
+        for metric in (
+            Metric(
+                f"stare/selected_common_{name}",
+                "tokens",
+                f"of {of}, for variants that weigh the common tokens",
+                f"algorithm.share of the tokens of {sign} advantage with `common: bottom`, else all that are not rare",
+            ),
+            Metric(
+                f"stare/threshold_common_{name}",
+                "nats",
+                f"largest surprisal of {of}",
+                f"at most stare/threshold_{name}",
+            ),
+        )
+    ),
+    Metric(
+        "stare/open",
+        "share",
+        "tokens whose own gate is open, where algorithm.gate is by sample or token",
+        "between 0 and 1; always 0 or 1: as stare/gate",
+    ),
     Metric("entropy/target", "nats", "algorithm.entropy_target, which the gate holds entropy/mean to", "fixed"),
 )
 

@@ -12,7 +12,17 @@ from dataclasses import dataclass
 import torch
 
 from megatron_stare.errors import WeightVersionError
+from megatron_stare.metric import Metric
 from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory
+
+METRICS = (
+    Metric(
+        "staleness/masked",
+        "share",
+        "sampled tokens whose weights are too old for them to carry loss, with rollout.stale_tokens: mask",
+        "small; near 1 little is trained on",
+    ),
+)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,17 @@ METRICS = (
         "those of them that passed their time limit",
         "0; raise limits.request_s where responses are longer",
     ),
+    Metric("engine/serving", "engines", "that may be asked for tokens after the step's weight sync", "all of them"),
+    Metric("engine/dead", "times", "that an engine was lost since the weight sync before", "0; any is an alert"),
+    Metric("engine/starting", "times", "that one was begun again", "0"),
+    Metric(
+        "engine/dirty", "times", "that one came up, or was left with a mixture of weights", "0; sglang.colocated: any"
+    ),
+    Metric("engine/healthy", "times", "that one came to serve", "0; sglang.colocated: any"),
+    Metric("engine/suspect", "times", "that one lost a request", "0"),
+    Metric(
+        "engine/released", "times", "that one gave the memory of its weights back", "0; sglang.colocated: all of them"
+    ),
 )
 
 

@@ -14,10 +14,25 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_stare.batch import SamplingParams
+from megatron_stare.metric import Metric
 from megatron_stare.rollout.group_sampling import Group, Groups, informative, tokens_of
 from megatron_stare.rollout.kept import from_bytes, to_bytes
 from megatron_stare.rollout.rollout_source import Collected, Progress, PromptStream, Rollouts
 from megatron_stare.rollout.under_way import UnderWay
+
+METRICS = (
+    Metric("partial/rounds", "rounds", "in which the step's responses grew", "1 to the longest by partial.tokens"),
+    Metric(
+        "partial/continued",
+        "share",
+        "responses trained on that have tokens of more than one version",
+        "that of the long ones; near 0 groups wait for their step and nothing is gained",
+    ),
+    Metric("partial/unfinished", "responses", "cut and kept at the end of the step", "any"),
+    Metric(
+        "partial/kept_tokens", "tokens", "of all responses kept, those of whole groups that wait included", "steady"
+    ),
+)
 
 
 class PartialGroups(Groups):

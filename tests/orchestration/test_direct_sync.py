@@ -134,8 +134,8 @@ def test_ranks_send_to_all_servers_and_the_driver_hands_on_what_they_tell(monkey
 def test_ranks_gather_while_servers_are_asked_to_pause(monkeypatch, fakes) -> None:
     """From the second update on, when the way is known; nobody has waited for the servers by then."""
     run, seen = Run(monkeypatch, fakes[:1], prove_every=1), []
-    wait, prepare = run.pool._workers.wait, run.rank.prepare_weights
-    monkeypatch.setattr(run.pool._workers, "wait", lambda *args: seen.append("waited") or wait(*args))
+    wait, prepare = run.pool._fleet.workers.wait, run.rank.prepare_weights
+    monkeypatch.setattr(run.pool._fleet.workers, "wait", lambda *args: seen.append("waited") or wait(*args))
     monkeypatch.setattr(run.rank, "prepare_weights", lambda *args: seen.append("prepared") or prepare(*args))
     run.sync(1)
     assert seen[:2] == ["waited", "prepared"]
@@ -149,7 +149,7 @@ def test_ranks_gather_while_servers_are_asked_to_pause(monkeypatch, fakes) -> No
 def test_what_ranks_gathered_for_servers_that_did_not_pause_is_not_sent_later(monkeypatch, fakes) -> None:
     """The next update gathers anew: by then the policy has moved on."""
     run = Run(monkeypatch, fakes[:1], prove_every=1)
-    monkeypatch.setattr(run.pool, "_workers", Elsewhere(run.pool._workers._workers))
+    monkeypatch.setattr(run.pool._fleet, "workers", Elsewhere(run.pool._fleet.workers._workers))
     run.sync(1)
     fakes[0].broken = {"/pause_generation"}
     with pytest.raises(SGLangError, match="is broken"):

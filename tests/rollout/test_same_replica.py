@@ -19,6 +19,8 @@ from megatron_stare.environments.environment import Environment, Response
 from megatron_stare.rollout.dispatch import Dispatch, Serving
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, LostRequest, ModelInfo
 from megatron_stare.rollout.engine_pool import EnginePool
+from megatron_stare.rollout.fleet import Fleet
+from megatron_stare.rollout.health import RestartRule
 from megatron_stare.rollout.retries import RequestRule, Retries
 from megatron_stare.rollout.rollout_source import Rollouts
 from megatron_stare.rollout.state import EngineState
@@ -123,14 +125,15 @@ def test_a_response_that_was_cut_is_continued_where_it_was() -> None:
 class Held(Workers):
     """Servers that answer when they are told to."""
 
-    def __init__(self, replicas: int) -> None:
+    def __init__(self, replicas: int, capacity: int) -> None:
         self.answers: list[asyncio.Queue[list[Any]]] = [asyncio.Queue() for _ in range(replicas)]
+        self._info = ModelInfo(0, EngineState.HEALTHY, 99, 99, (1,), capacity)
 
     def __len__(self) -> int:
         return len(self.answers)
 
     def start_on(self, worker: int, method: str, *args: Any) -> Any:
-        return worker
+        return self._info if method == "bring_up" else worker
 
     async def result(self, handle: Any) -> Any:
         return await self.answers[handle].get()
@@ -148,10 +151,9 @@ class Scene:
     """Two replicas, and who is asked for what."""
 
     def __init__(self, capacity: int) -> None:
-        self.servers = Held(2)
+        self.servers = Held(2, capacity)
         self.retries = Retries(RequestRule(attempts=9, back_off_s=0.0), 2)
-        infos = [ModelInfo(0, EngineState.HEALTHY, 99, 99, (1,), capacity)] * 2
-        self.dispatch = Dispatch(self.servers, infos, lambda: False, self.retries)
+        self.dispatch = Dispatch(Fleet(self.servers, RestartRule()), lambda: False, self.retries)
         self.serving = Serving(self.dispatch, PARAMS, 99)
         self.requests: dict[str, GenerateRequest] = {}
         self.tasks: list[asyncio.Task[GenerateResult]] = []

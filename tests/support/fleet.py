@@ -45,15 +45,16 @@ class Rank:
         self.outlets: list[Outlet] = []  # that it was connected to
         self._buckets, self._connection = buckets, None
 
-    def prepare_weights(self, owners_send: bool) -> None: ...
-
-    def send_weights(self, outlet: Outlet, prove: bool) -> Any:
+    def prepare_weights(self, outlet: Outlet, prove: bool) -> None:
         if not self.outlets or self.outlets[-1] != outlet:
             self.close()
             self.outlets.append(outlet)
             self._connection = outlet.connect(0)
+        self._connection.expect(prove, None)
+
+    def send_weights(self, *after: Any) -> Any:
         connection: Any = self._connection
-        connection.begin(prove)
+        connection.begin()
         names = sorted(self.tensors)
         for number in range(self._buckets):
             self.sending(number)
