@@ -42,10 +42,6 @@ class Traces:
                 self._files |= {m.path for m in process.memory_maps() if m.path.startswith("/dev/shm/")}
         return servers
 
-    def processes(self) -> list[psutil.Process]:
-        """Those of the run's that are alive now."""
-        return list(self._marked())
-
     def left(self) -> list[str]:
         """What of it is still there, a line each. A port is held by a process: whatever listens at one of the run's
         ports now that none of its processes is left, is another program's, which the kernel gave the number to."""
