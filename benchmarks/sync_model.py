@@ -117,13 +117,13 @@ def measured_constants(result: Mapping[str, Any], cores: int, job: Job) -> Const
 CLUSTER_GB = 65.5  # 771 tensors
 NODES = 8
 RECEIVERS, SHARE, STAGES, BUCKETS = 64, 1 / 4, 4, 128  # buckets of 512 MB
-# GB/s of whole syncs, gather and load included, as published: slime 355B in 48 s (bfloat16); of flattened buckets and
-# handles on shared GPUs, SGLang's 30B in 2.5 s
-SLIME_GB_S, SGLANG_GB_S = 2 * 355 / 48, 2 * 30 / 2.5
+# GB/s of whole syncs, gather and load included, as published: slime 355B in 48 s (bfloat16), NeMo-RL 30B in 1 s; by
+# flattened buckets and handles on shared GPUs, SGLang's 30B in 2.5 s
+SLIME_GB_S, NEMO_GB_S, SGLANG_GB_S = 2 * 355 / 48, 2 * 30 / 1.0, 2 * 30 / 2.5
 HBM_GB_S = 3350.0  # of an H100 SXM, NVIDIA's data sheet
 HASH_PASSES = 100  # over the bytes, of the senders' hash: 22 operations twice, each reads and writes, some in int64
-# What a node reads of shared storage, and as much is taken for writing: the least that is asked for by NVIDIA's
-# reference architectures of DGX H100, and what a DGX SuperPOD's storage fabric is said to give one node
+# What a node reads of shared storage, and as much is taken for writing, as quoted of NVIDIA's reference architectures:
+# what a DGX H100 is to get at the least, and what one of a SuperPOD reads by GPUDirect Storage
 STORAGE_GB_S = (8.0, 40.0)
 HOST_GB_S = 25.0  # from host memory to a GPU, as planning/gpus.py assumes
 PUBLISHED = {
@@ -175,7 +175,7 @@ def report(measured: Mapping[str, Any]) -> str:
             lines.append(f"  {method:12} {row:9} {predicted:7.3f} s {found:7.3f} s  {predicted / found:.2f}")
     lines.append(f"32B, {CLUSTER_GB} GB, 16 engines of TP4: predicted")
     for method, rates in (
-        ("distributed", {"slime's rate": SLIME_GB_S, "twice that": 2 * SLIME_GB_S}),
+        ("distributed", {"slime's rate": SLIME_GB_S, "NeMo-RL's": NEMO_GB_S}),
         ("tensor", {"SGLang's rate": SGLANG_GB_S}),
         ("disk", {f"{rate:g} GB/s a node": rate for rate in STORAGE_GB_S}),
     ):
