@@ -16,7 +16,13 @@ from megatron_stare.rewards.signs_verifier import verify
 def test_a_few_steps_make_responses_longer_and_better(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     small = {"run.steps": 12, "batch.prompts": 16, "batch.samples_per_prompt": 8, "eval.prompts": 150}
-    arguments = command(f"run.dir={run_dir}", "run.rollouts_every=12", config=ROOT / "configs/longchain.yaml", **small)
+    arguments = command(
+        f"run.dir={run_dir}",
+        "run.rollouts_every=12",
+        "run.rollouts_kept=128",
+        config=ROOT / "configs/longchain.yaml",
+        **small,
+    )
     done = subprocess.run(
         arguments, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
