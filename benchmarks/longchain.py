@@ -68,8 +68,8 @@ def train(run_dir: Path, seed: int, method: Sequence[str]) -> None:
 
 
 def figures(run_dir: Path) -> dict[str, Any]:
-    """What a finished run shows: accuracies at start and end with the gain's paired 95 % interval, and what grows as
-    means over the first and the last steps."""
+    """What a finished run shows: accuracies at start and end with the gain's paired 95 % interval; and what grows, of
+    the first step and as the mean of the last RECENT."""
     run = read_run(run_dir)
     before, after = run.before, run.after
     assert before is not None and after is not None
@@ -79,7 +79,7 @@ def figures(run_dir: Path) -> dict[str, Any]:
         shown |= {name: [before[mean], after[mean]], f"{name}_gain_95": [round(x, 4) for x in gain]}
     for name, key in GROWS.items():
         values = run.series(key)[1]
-        shown[name] = [round(fmean(part), 3) for part in (values[:RECENT], values[-RECENT:])] if values else None
+        shown[name] = [round(values[0], 3), round(fmean(values[-RECENT:]), 3)]
     return shown | {name: round(value, 4) for name, value in summary(run.metrics).items() if value is not None}
 
 
