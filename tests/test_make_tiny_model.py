@@ -1,4 +1,4 @@
-"""The shipped model: the tool makes it reproducibly, and it leaves reinforcement learning something to do."""
+"""The shipped models: the tool makes them reproducibly, and they leave reinforcement learning something to do."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 from support.runs import ROOT
+from transformers import AutoTokenizer
+
+from megatron_stare.data.signs import VOCABULARY
 
 TOOL = ROOT / "tools/make_tiny_model.py"
 
@@ -18,15 +21,27 @@ def make(path: Path, *arguments: str) -> bytes:
 
 
 @pytest.mark.slow
-def test_the_same_seed_makes_the_same_model(tmp_path: Path) -> None:
-    first = make(tmp_path / "a")
-    assert first == make(tmp_path / "b")
-    assert first != make(tmp_path / "c", "--seed", "2")
+@pytest.mark.parametrize("task", ["arithmetic", "signs"])
+def test_the_same_seed_makes_the_same_model(tmp_path: Path, task: str) -> None:
+    first = make(tmp_path / "a", "--task", task)
+    assert first == make(tmp_path / "b", "--task", task)
+    assert first != make(tmp_path / "c", "--task", task, "--seed", "2")
 
 
-def test_the_shipped_model_is_small_and_whole() -> None:
-    folder = ROOT / "assets/tiny-adder"
-    assert sum(f.stat().st_size for f in folder.iterdir()) <= 5 * 2**20
+@pytest.mark.parametrize(("name", "megabytes"), [("tiny-adder", 5), ("tiny-searcher", 1)])
+def test_the_shipped_models_are_small_and_whole(name: str, megabytes: int) -> None:
+    folder = ROOT / "assets" / name
+    assert sum(f.stat().st_size for f in folder.iterdir()) <= megabytes * 2**20
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= {
         f.name for f in folder.iterdir()
     }
+
+
+def test_the_searcher_s_tokens_are_the_task_s_words() -> None:
+    """Of a qwen2 transformers would take the tokenizer for Qwen2's, and cut 41 into 4 and 1."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets/tiny-searcher")
+    text = "33 8 5 2 = 38 : +8 41 +5 46 -2 44 wait +8 41 -5 36 +2 38"
+    ids = tokenizer(text).input_ids
+    assert tokenizer.convert_ids_to_tokens(ids) == text.split()
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
+    assert {tokenizer(word).input_ids[0] for word in VOCABULARY} == set(range(2, 2 + len(VOCABULARY)))

@@ -179,6 +179,29 @@ def test_servers_sample_ahead_of_training(start):
 
 
 @pytest.mark.slow
+def test_servers_continue_responses_that_were_cut(start):
+    """What is sampled behind a prefix of older weights has the trainer's log-probs, so the prefix was the right one."""
+    run = start(
+        "rollout.engines=2",
+        *("partial.tokens=8", "rollout.temperature=2"),  # at which responses have 5 to 32 tokens
+        f"sglang.agreement_limit={LIMIT}",
+        "algorithm.correction={mode: truncate}",
+        **{"run.steps": 6, "batch.prompts": 8, "batch.samples_per_prompt": 4},
+    )
+    for _ in run.lines():
+        run.traces.look()
+    assert run.process.wait() == 0, run.errors()
+    rows = metrics(run.dir)
+    assert len(rows) == 6 and sum(row["partial/continued"] for row in rows) > 0
+    assert max(row["staleness/max_age"] for row in rows) > 0
+    for row in rows:
+        assert row["agreement/canary_max"] <= LIMIT and row["rollout/retried"] == 0.0
+        if "agreement/max_of_age_1" in row:  # of the newest weights
+            assert row["agreement/max_of_age_1"] <= LIMIT
+    assert run.traces.left() == []
+
+
+@pytest.mark.slow
 def test_experts_that_servers_name_are_replayed(start, tmp_path):
     """In float32 engine and trainer choose alike but for a tie, so that what was put in the wrong place shows."""
     folder = tmp_path / "model"

@@ -1,10 +1,12 @@
-"""Makes the quickstart's starting model: a tiny Qwen2 that adds three numbers, most of the time.
+"""Makes the starting model of a task that ships: a tiny Qwen that solves its problems some of the time.
 
-Random weights and a character tokenizer are written as a Hugging Face folder, loaded through this project's Megatron
-path, trained there on worked additions with a supervised loss (some deliberately wrong, so that reinforcement learning
-has something left to do), and exported again. The same seed gives the same model on the same machine.
+Random weights and a tokenizer of the task's own words are written as a Hugging Face folder, loaded through this
+project's Megatron path, trained there on demonstrations with a supervised loss, and exported again. Some demonstrations
+are deliberately bad, so that reinforcement learning has something left to do: sums with a slip, or guesses and searches
+that are given up. The same seed gives the same model on the same machine.
 
-    python tools/make_tiny_model.py assets/tiny-adder
+    python tools/make_tiny_model.py assets/tiny-adder                       # the quickstart's
+    python tools/make_tiny_model.py assets/tiny-searcher --task signs       # that of configs/longchain.yaml
 """
 
 from __future__ import annotations
@@ -12,18 +14,23 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Megatron's fused functions would be compiled, for nothing here
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_stare.batch import Prompt
 from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_stare.data.arithmetic import ALPHABET, demonstration, draw_problem
+from megatron_stare.data import arithmetic, signs
+from megatron_stare.data.generated import Problem
+from megatron_stare.data.streams import Split
 from megatron_stare.megatron import layout as parallel_layout
 from megatron_stare.megatron.batching.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.batching.sequence_layout import WholeSequences
@@ -43,12 +50,49 @@ from megatron_stare.weights.hf_shards import write_folder
 PAD, EOS = "<pad>", "<eos>"
 
 
+@dataclass(frozen=True)
+class Task:
+    """What a model is made for.
+
+    words: of prompts and demonstrations, one token each.
+    apart: spaces part them, else they are characters.
+    """
+
+    draw: Callable[[int, Split, int], Problem]
+    demonstrate: Callable[[Any, int, argparse.Namespace], str]
+    words: Sequence[str]
+    apart: bool
+    steps: int
+    hidden: int
+
+
+TASKS = {
+    "arithmetic": Task(
+        draw=arithmetic.draw_problem,
+        demonstrate=lambda problem, i, args: arithmetic.demonstration(problem, i, args.wrong_rate),
+        words=arithmetic.ALPHABET,
+        apart=False,
+        steps=1500,
+        hidden=96,
+    ),
+    "signs": Task(
+        draw=signs.draw_problem,
+        demonstrate=lambda problem, i, args: signs.demonstration(problem, i, args.short_rate, args.give_up_rate),
+        words=signs.VOCABULARY,
+        apart=True,
+        steps=3000,
+        hidden=64,
+    ),
+}
+
+
 def main() -> None:
     args = parse()
+    task = TASKS[args.task]
     torch.manual_seed(args.seed)
     with tempfile.TemporaryDirectory() as scratch:
         start = Path(scratch) / "random"
-        tokenizer = make_tokenizer()
+        tokenizer = make_tokenizer(task)
         write_random_model(start, tokenizer, args)
         tensors, loss = supervise(start, tokenizer, args, f"file://{scratch}/ranks")
         write_folder(args.out, tensors, companions_from=start)
@@ -56,43 +100,58 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Makes the quickstart's starting model.")
+    parser = argparse.ArgumentParser(description="Makes the starting model of a task that ships.")
     parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--task", choices=TASKS, default="arithmetic")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=1500, help="supervised steps")
+    parser.add_argument("--steps", type=int, help="supervised steps; default: the task's")
     parser.add_argument("--batch", type=int, default=64, help="demonstrations a step")
-    parser.add_argument("--wrong-rate", type=float, default=0.25, help="share of demonstrations with a wrong sum")
+    parser.add_argument("--wrong-rate", type=float, default=0.25, help="arithmetic: demonstrations with a wrong sum")
+    parser.add_argument("--short-rate", type=float, default=0.6, help="signs: demonstrations that guess")
+    parser.add_argument("--give-up-rate", type=float, default=0.2, help="signs: misses after which a search ends")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--hidden", type=int, default=96)
+    parser.add_argument("--hidden", type=int, help="default: the task's")
     parser.add_argument("--threads", type=int, default=1)
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.steps = args.steps or TASKS[args.task].steps
+    args.hidden = args.hidden or TASKS[args.task].hidden
+    return args
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character of the task's alphabet, padding and end of sequence."""
-    words = {word: i for i, word in enumerate([PAD, EOS, *ALPHABET])}
+def make_tokenizer(task: Task) -> PreTrainedTokenizerFast:
+    """One token a word of the task, padding and end of sequence."""
+    words = {word: i for i, word in enumerate([PAD, EOS, *task.words])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token=PAD))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
+    if task.apart:
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # without a decoder, spaces join what is decoded
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+        tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
 
 
 def write_random_model(path: Path, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> None:
-    config = Qwen2Config(
-        vocab_size=len(tokenizer) + 1,  # like published models, a few more rows than the tokenizer has tokens
-        hidden_size=args.hidden,
-        intermediate_size=args.hidden * 8 // 3,
-        num_hidden_layers=args.layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(path)
+    sizes = {
+        "vocab_size": len(tokenizer) // 8 * 8 + 8,  # like published models, more rows than the tokenizer has tokens
+        "hidden_size": args.hidden,
+        "intermediate_size": args.hidden * 8 // 3,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if TASKS[
+        args.task
+    ].apart:  # transformers reads any qwen2's tokenizer as Qwen2's own, which cuts numbers into digits
+        model: Any = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=args.hidden // 4))
+    else:
+        model = Qwen2ForCausalLM(Qwen2Config(**sizes))
+    model.save_pretrained(path)
     tokenizer.save_pretrained(path)
 
 
@@ -137,12 +196,11 @@ def supervise(
 
 
 def demonstrations(step: int, tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> RolloutBatch:
-    """A batch of worked additions of the training split."""
-    samples = []
+    """A batch of demonstrations of the training split."""
+    task, samples = TASKS[args.task], []
     for i in range(step * args.batch, (step + 1) * args.batch):
-        problem = draw_problem(args.seed, "train", i)
-        answer = demonstration(problem, seed=i, wrong_rate=args.wrong_rate)
-        response = [*tokenizer(answer).input_ids, tokenizer.eos_token_id]
+        problem = task.draw(args.seed, "train", i)
+        response = [*tokenizer(task.demonstrate(problem, i, args)).input_ids, tokenizer.eos_token_id]
         prompt = Prompt(i, str(i), problem.text, problem.answer, tuple(tokenizer(problem.text).input_ids))
         samples.append(sampled_trajectory(prompt, 0, response, [0.0] * len(response)))
     return RolloutBatch.from_trajectories(samples)

@@ -25,7 +25,9 @@ class MixtureFile(Section):
 class DataConfig(Section):
     """The prompts."""
 
-    source: str = Field("jsonl", description="'files', by its older name 'jsonl'; 'arithmetic' or a class path")
+    source: str = Field(
+        "jsonl", description="'files', by its older name 'jsonl'; 'arithmetic', 'signs' or a class path"
+    )
     path: str | None = Field(
         None, description="training prompts of source 'files': .parquet, JSON lines or hf:owner/name; see docs/data.md"
     )

@@ -9,13 +9,9 @@ the first prompt is taken, so that tools stay light.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-from megatron_stare.data.streams import Split, counter_hash, stream_seed
-
-if TYPE_CHECKING:
-    from megatron_stare.batch import Prompt
-    from megatron_stare.config.schema import Config
+from megatron_stare.data.generated import GeneratedPrompts
+from megatron_stare.data.streams import Split, counter_hash
 
 ALPHABET = "0123456789+=;"
 """Every character of prompts and demonstrations."""
@@ -97,54 +93,10 @@ def _line(pair: list[int], swap: bool, slip: int) -> tuple[int, str]:
     return total, f"{left}+{right}={total}"
 
 
-class ArithmeticPrompts:
-    """A PromptSource of these problems.
+class ArithmeticPrompts(GeneratedPrompts):
+    """A PromptSource of these problems."""
 
-    Args:
-        config: of the run.
-        tokenizer: a transformers tokenizer.
-        split: 'train' depends on `run.seed`; 'eval' is the same for every run.
+    counts = PROBLEMS
 
-    Raises:
-        ConfigError: a chat template is asked for and the tokenizer has none.
-        DataError: the prompts are longer than `rollout.max_prompt_tokens`.
-    """
-
-    def __init__(self, config: Config, tokenizer: Any, split: Split) -> None:
-        from megatron_stare.data.encode import PromptEncoder  # reads the configuration, which the task itself does not
-
-        self._split = split
-        self._seed = stream_seed(config.run.seed, split)
-        self._cursor = 0
-        self.problems = PROBLEMS[split]
-        self._encode = PromptEncoder(config, tokenizer)
-        self._encode(
-            draw_problem(self._seed, split, 0).text, f"{split} problem 0"
-        )  # a limit too low fails before the run
-
-    def take(self, n: int) -> list[Prompt]:
-        """The next `n` prompts."""
-        from megatron_stare.batch import Prompt  # imports torch
-
-        prompts = []
-        for cursor in range(self._cursor, self._cursor + n):
-            problem = draw_problem(self._seed, self._split, cursor)
-            prompt = Prompt(
-                cursor=cursor,
-                id=f"{self._split}-{cursor}",
-                text=problem.text,
-                answer=problem.answer,
-                token_ids=self._encode(problem.text, f"{self._split} problem {cursor}"),
-                problem=problem.name,
-            )
-            prompts.append(prompt)
-        self._cursor += n
-        return prompts
-
-    def state(self) -> dict[str, int]:
-        """Prompts taken since the run began."""
-        return {"cursor": self._cursor}
-
-    def restore(self, state: dict[str, int]) -> None:
-        """Goes on after prompt `state["cursor"]`."""
-        self._cursor = state["cursor"]
+    def problem(self, index: int) -> Problem:
+        return draw_problem(self._seed, self._split, index)

@@ -17,6 +17,7 @@ SOURCES = {
     "files": "megatron_stare.data.file_prompts.FilePrompts",
     "jsonl": "megatron_stare.data.file_prompts.FilePrompts",  # what it was called while it read nothing else
     "arithmetic": "megatron_stare.data.arithmetic.ArithmeticPrompts",
+    "signs": "megatron_stare.data.signs.SignsPrompts",
 }
 
 

@@ -93,6 +93,12 @@ class EngineWorker:
     def end_sent_update(self, sent: Sequence[Any]) -> None:
         self._served.end_sent_update(sent)
 
+    def drop_weight_update(self) -> None:
+        self._served.drop_weight_update()
+
+    def check(self) -> None:
+        self._engine.check()
+
     def release_memory(self, parts: Collection[str] = MEMORY) -> None:
         self._served.release_memory(parts)
 

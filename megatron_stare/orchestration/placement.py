@@ -102,6 +102,8 @@ class Demand:
         return min(room, self.replicas) if self.replica_nodes > 1 else room
 
     def __str__(self) -> str:
+        if not self.ranks:
+            return f"{self.replicas} engine{'s' if self.replicas > 1 else ''} of {self.replica_gpus} GPUs"
         groups = f"{self.ranks} trainer ranks" + (f" in tensor groups of {self.tensor}" if self.tensor > 1 else "")
         if not self.replicas or not self.replica_gpus:
             return groups

@@ -31,16 +31,14 @@ from megatron_stare.interruption import raise_if_received, uninterrupted
 from megatron_stare.network import free_port, interface_address
 from megatron_stare.orchestration.placed import Spot
 from megatron_stare.orchestration.placement import Node, Plan, lost_node, still_pending
-from megatron_stare.workers import Handle, Workers
+from megatron_stare.workers import Handle, WorkerLostError, Workers
 
 LOOPBACK = "127.0.0.1"
 CONNECT_S = 10.0
+LEFT_S = 10.0  # that workers are given to close at the end of a run
+ENDED_S = 60.0  # and one that is made anew, whose server may hang
 PROBE_S = 1.0  # between looks at a cluster that does not have everything yet
 GPU, VISIBLE, NODE_LABEL = "GPU", "CUDA_VISIBLE_DEVICES", "ray.io/node-id"
-
-
-class WorkerLostError(UserError):
-    """A worker process died or did not answer in time."""
 
 
 class Actor:
@@ -82,12 +80,20 @@ class Actor:
 
 
 class RayWorkers(Workers):
-    """One actor a worker."""
+    """One actor a worker.
 
-    def __init__(self, actors: Sequence[Any], what: str, timeout_s: float) -> None:
-        self._actors = list(actors)
+    Args:
+        makers: of each actor, where it belongs: it is called again where the actor is to be made anew.
+    """
+
+    def __init__(self, makers: Sequence[Callable[[], Any]], what: str, timeout_s: float) -> None:
+        self._makers = list(makers)
+        self._actors = [make() for make in makers]
         self._what = what
         self._timeout_s = timeout_s
+        self._built: list[tuple[Callable[..., Any], bytes]] = []  # what every actor hosts, and its arguments
+        self._closing = threading.Lock()
+        self._closed = False
 
     def __len__(self) -> int:
         return len(self._actors)
@@ -119,6 +125,7 @@ class RayWorkers(Workers):
     def renumber(self, order: Sequence[int]) -> None:
         """Makes actor order[i] worker i."""
         self._actors = [self._actors[number] for number in order]
+        self._makers = [self._makers[number] for number in order]
 
     def peers(self, numbers: Sequence[int]) -> RayPeers:
         """Some of them, for a worker that speaks to them."""
@@ -126,16 +133,31 @@ class RayWorkers(Workers):
 
     def build(self, kind: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> None:
         """Makes every actor's worker, of its arguments."""
-        self.wait(
-            [actor.build.remote(kind, pickle.dumps(each)) for actor, each in zip(self._actors, arguments, strict=True)]
-        )
+        self._built = [(kind, pickle.dumps(each)) for each in arguments]
+        self.wait([actor.build.remote(*each) for actor, each in zip(self._actors, self._built, strict=True)])
+
+    def replace(self, worker: int) -> None:
+        """See Workers. The new actor has the resources, the bundle and the environment of the old one."""
+        _end([self._actors[worker]], ENDED_S)  # first, as it may hold what the new one is to get
+        with self._closing:
+            if self._closed:
+                raise WorkerLostError(f"the {self._what} is not made anew: the run ends")
+            self._actors[worker] = actor = self._makers[worker]()
+        self.wait([actor.build.remote(*self._built[worker])])
 
     def close(self) -> None:
-        actors, self._actors = self._actors, []
-        with contextlib.suppress(Exception):  # they are killed next, whatever they say
-            ray.get([actor.close.remote() for actor in actors], timeout=10)
-        for actor in actors:
-            ray.kill(actor)
+        with self._closing:
+            self._closed = True
+            actors, self._actors = self._actors, []
+        _end(actors, LEFT_S)
+
+
+def _end(actors: Sequence[Any], limit_s: float) -> None:
+    """Closes what actors host, as far as they do in this time, and ends them."""
+    with contextlib.suppress(Exception):  # they are killed next, whatever they say
+        ray.get([actor.close.remote() for actor in actors], timeout=limit_s)
+    for actor in actors:
+        ray.kill(actor)
 
 
 class RayPeers(Workers):
@@ -409,9 +431,9 @@ def start_actors(
     """
     gpus = bool(ray.cluster_resources().get(GPU))
     common = {"OMP_NUM_THREADS": str(threads), "TORCHDYNAMO_DISABLE": "0" if gpus else "1", **settings}
-    actors = []
+    makers = []
     for number, spot in enumerate(spots):
         variables = {**common, **(own[number] if own else {})}
         # on a CPU a worker waits more than it computes; Ray is not to refuse three workers on two cores
-        actors.append(ray.remote(num_cpus=0, runtime_env={"env_vars": variables}, **spot)(Actor).remote())
-    return RayWorkers(actors, what, timeout_s)
+        makers.append(ray.remote(num_cpus=0, runtime_env={"env_vars": variables}, **spot)(Actor).remote)
+    return RayWorkers(makers, what, timeout_s)

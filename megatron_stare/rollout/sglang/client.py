@@ -26,6 +26,10 @@ TAGS = {"weights": ("weights",), "cache": ("kv_cache", "cuda_graph")}
 
 # of answers that say nothing about the request itself: time-out, too many requests, and all from 500 on
 _PASSING = frozenset({408, 425, 429})
+# what must not be asked twice where the first may have been heard: it is answered otherwise then, or never
+_ONCE = frozenset({"/init_weights_update_group", "/update_weights_from_distributed", "/end_weight_update"})
+_ONCE |= {"/release_memory_occupation", "/resume_memory_occupation"}
+REPEATED = 2  # times that all else is asked again at once, where a connection broke
 ABORT_S = 10.0  # that a server is given to end what nobody waits for any more
 
 
@@ -89,7 +93,14 @@ class SGLangClient:
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
         content = None if body is None else orjson.dumps(body)
-        return self._accepted(path, self.url, *await self._request(method, path, self._headers, content))
+        left = 0 if path in _ONCE else REPEATED
+        while True:
+            try:
+                return self._accepted(path, self.url, *await self._request(method, path, self._headers, content))
+            except UnansweredError as error:
+                if not left or error.late:
+                    raise
+            left -= 1
 
     def _accepted(self, path: str, where: str, status: int, answer: bytes) -> bytes:
         if status == 200:

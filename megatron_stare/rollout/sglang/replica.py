@@ -88,6 +88,7 @@ class SGLangReplica(Replica):
                 server_flags(config),
                 Way(config.sglang.sync, config.runtime.timeout_s, config.model.path, config.sglang.sync_folder),
                 self._place,
+                config.restarts.probe_s,
             )
             stack.pop_all()  # the engine's from here on
             return engine

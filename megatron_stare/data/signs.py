@@ -1,0 +1,135 @@
+"""The task of long chains: find the three signs that lead from a number to a total. Generated, never stored.
+
+'33 8 5 2 = 38 :' asks for the signs of 33 + 8 - 5 + 2 = 38. A response is a short guess, '+8 +5 +2', or a search that
+works one attempt after another out, with the running total behind every step, and says 'wait' after a miss:
+'+8 41 +5 46 -2 44 wait +8 41 -5 36 +2 38'. What stands after the last 'wait' counts. A guess
+is right by luck, a search unless it is given up, so a longer response is right more often.
+
+Problem i of a stream is a pure function of (seed, split, i). Training and held-out problems cannot overlap: which split
+a problem belongs to is a fixed hash of it. Prompts go to rollout through `SignsPrompts`; demonstrations go to the
+supervised warm-up of `tools/make_tiny_model.py`; `VOCABULARY` goes to its tokenizer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, permutations, product
+
+from megatron_stare.data.generated import GeneratedPrompts
+from megatron_stare.data.streams import Split, counter_hash
+
+REFLECTION = "wait"
+"""Stands between an attempt that missed and the next."""
+
+VOCABULARY = (
+    *map(str, range(1, 69)),
+    *(f"{sign}{operand}" for sign in "+-" for operand in range(1, 10)),
+    "=",
+    ":",
+    REFLECTION,
+)
+"""Every word of prompts and demonstrations, which spaces part."""
+
+SIGNS: tuple[tuple[int, int, int], ...] = tuple((a, b, c) for a, b, c in product((1, -1), (1, -1), (1, -1)))
+"""The eight ways to sign three operands."""
+
+PROBLEMS: dict[Split, int] = {"train": 11_725, "eval": 1_395}
+"""How many there are of each split; reorderings are one problem."""
+
+_EVAL_ONE_IN = 10
+_STARTS = range(25, 45)  # totals are then 1 to 68
+_OPERANDS = tuple(permutations(range(1, 10), 3))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """start ± a ± b ± c = total; a, b, c are different digits, and signs that make it true exist."""
+
+    start: int
+    operands: tuple[int, int, int]
+    total: int
+
+    @property
+    def text(self) -> str:
+        """The prompt: '33 8 5 2 = 38 :'."""
+        return f"{self.answer} :"
+
+    @property
+    def answer(self) -> str:
+        """The problem itself, as any signs that make it true are right: '33 8 5 2 = 38'."""
+        return f"{self.start} {' '.join(map(str, self.operands))} = {self.total}"
+
+    @property
+    def name(self) -> str:
+        """What it shares with its reorderings: '33 2 5 8 = 38'."""
+        return Problem(self.start, tuple(sorted(self.operands)), self.total).answer  # type: ignore[arg-type]
+
+    def totals(self, signs: tuple[int, int, int]) -> list[int]:
+        """The running totals of an attempt, without the start; the last is what it comes to."""
+        steps = (sign * operand for sign, operand in zip(signs, self.operands, strict=True))
+        return list(accumulate(steps, initial=self.start))[1:]
+
+
+def draw_problem(seed: int, split: Split, index: int) -> Problem:
+    """Problem number `index` of a stream. Problems repeat within a stream, as they are or reordered, but never across
+    splits."""
+    attempt = 0
+    while True:
+        draw = counter_hash(seed, split == "eval", index, attempt)
+        draw, sign = divmod(draw, len(SIGNS))
+        draw, which = divmod(draw, len(_OPERANDS))
+        problem = Problem(_STARTS[draw % len(_STARTS)], _OPERANDS[which], 0)
+        problem = Problem(problem.start, problem.operands, problem.totals(SIGNS[sign])[-1])
+        if split_of(problem) == split:
+            return problem
+        attempt += 1
+
+
+def split_of(problem: Problem) -> Split:
+    """Where a problem belongs, whatever the seed. Reorderings of a problem belong together."""
+    key = counter_hash(problem.start, *sorted(problem.operands), problem.total)
+    return "eval" if key % _EVAL_ONE_IN == 0 else "train"
+
+
+def demonstration(problem: Problem, seed: int, short_rate: float, give_up_rate: float) -> str:
+    """A response to learn from: a guess or a search. Attempts go round the eight, in the order of SIGNS, from any one.
+
+    Args:
+        problem: what is solved.
+        seed: picks the response, together with the problem.
+        short_rate: probability of a guess: all signs alike, towards the total.
+        give_up_rate: probability that a search ends at an attempt that missed; else it ends at the first that is
+            right.
+    """
+    for name, rate in (("short_rate", short_rate), ("give_up_rate", give_up_rate)):
+        if not 0 <= rate <= 1:
+            raise ValueError(f"{name} is a probability, got {rate}")
+    key = (seed, problem.start, *problem.operands, problem.total)
+    first = counter_hash(*key, 0) % len(SIGNS)
+    order = [*SIGNS[first:], *SIGNS[:first]]
+    if _chance(*key, 1) < short_rate:
+        return " ".join(_steps(problem, SIGNS[0] if problem.total > problem.start else SIGNS[-1]))
+    attempts = []
+    for number, signs in enumerate(order):
+        totals = problem.totals(signs)
+        attempts.append(" ".join(f"{step} {total}" for step, total in zip(_steps(problem, signs), totals, strict=True)))
+        if totals[-1] == problem.total or _chance(*key, 2 + number) < give_up_rate:
+            break
+    return f" {REFLECTION} ".join(attempts)
+
+
+def _steps(problem: Problem, signs: tuple[int, int, int]) -> list[str]:
+    return [f"{sign * operand:+d}" for sign, operand in zip(signs, problem.operands, strict=True)]
+
+
+def _chance(*counters: int) -> float:
+    return counter_hash(*counters) / 2**64
+
+
+class SignsPrompts(GeneratedPrompts):
+    """A PromptSource of these problems."""
+
+    counts = PROBLEMS
+
+    def problem(self, index: int) -> Problem:
+        return draw_problem(self._seed, self._split, index)

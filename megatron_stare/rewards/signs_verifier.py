@@ -1,0 +1,58 @@
+"""The verifier of `data/signs.py`. Runs in reward workers; imports nothing heavy."""
+
+from __future__ import annotations
+
+import re
+
+_PROBLEM = re.compile(r"([0-9]+)((?: [0-9]+)+) = (-?[0-9]+)")
+_STEP = re.compile(r"([+-][0-9]+)(?:\s+[0-9]+)?(?:\s+|$)")
+
+KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
+    ("+8 -5 +2", "33 8 5 2 = 38", 1.0),
+    ("+8 41 -5 36 +2 38", "33 8 5 2 = 38", 1.0),
+    ("+8 41 +5 46 -2 44 wait +8 41 -5 36 +2 38", "33 8 5 2 = 38", 1.0),
+    ("+8 41 -5 36 +2 38 wait +8 41 +5 46 -2 44", "33 8 5 2 = 38", 0.0),
+    ("+8 41 -5 36 +2 38 wait", "33 8 5 2 = 38", 0.0),
+    ("+8 +5 +2", "33 8 5 2 = 38", 0.0),
+    ("+5 36", "33 8 5 2 = 38", 0.0),
+    ("-5 +8 +2", "33 8 5 2 = 38", 0.0),
+)
+
+
+def verify(response: str, answer: str) -> float:
+    """1.0 if the steps after the last 'wait' lead from the first number to the total, else 0.0.
+
+    A step is an operand with its sign, and perhaps a number behind it. Every operand must be there once, in the
+    problem's order, and nothing else. The numbers behind are not checked: whoever misreckons is right by luck alone.
+
+    Args:
+        answer: the problem, such as '33 8 5 2 = 38'.
+
+    Raises:
+        ValueError: `answer` is no such problem.
+    """
+    problem = _PROBLEM.fullmatch(answer)
+    if not problem:
+        raise ValueError(f"{answer[:80]!r} is no problem of the form '33 8 5 2 = 38'")
+    operands = problem[2].split()
+    steps = _last_attempt(response)[1]
+    if [step[1:] for step in steps] != operands:  # as text: a policy can write more digits than int() accepts
+        return 0.0
+    return float(int(problem[1]) + sum(map(int, steps)) == int(problem[3]))
+
+
+def answer_start(response: str) -> int:
+    """Where the attempt after the last 'wait' begins, characters from the start; -1 if none stands there."""
+    start, steps = _last_attempt(response)
+    return start if steps else -1
+
+
+def _last_attempt(response: str) -> tuple[int, list[str]]:
+    """Where what stands after the last 'wait' begins, and its steps: none if it is not made of steps alone."""
+    start = response.rfind("wait") + len("wait") if "wait" in response else 0
+    start += len(response[start:]) - len(response[start:].lstrip())
+    at, steps = start, []
+    while match := _STEP.match(response, at):
+        steps.append(match[1])
+        at = match.end()
+    return start, steps if at == len(response) else []
