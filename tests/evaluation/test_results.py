@@ -82,7 +82,7 @@ def test_a_verifiers_normal_form(verifier: str, same: list[str], another: str) -
 
 def test_verifiers_that_name_no_answer_are_known() -> None:
     silent = {name for name in VERIFIERS if normal_answer_of(make_verifier(name)) is None}
-    assert silent == {"format", "math_verify"}
+    assert silent == {"format", "math_verify", "signs"}  # of signs the reference is the problem, which many answers fit
 
 
 def test_words_of_reflection_are_whole_and_counted_once() -> None:
