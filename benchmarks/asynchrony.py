@@ -48,7 +48,8 @@ from megatron_stare.rollout.asynchronous_source import AsynchronousSource
 from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.group_sampling import EveryGroup
 from megatron_stare.rollout.model_folder import load_tokenizer
-from megatron_stare.rollout.rollout_source import Rollouts, RolloutSource, SynchronousSource
+from megatron_stare.rollout.rollout_source import Rollouts, RolloutSource
+from megatron_stare.rollout.synchronous_source import SynchronousSource
 
 RESULT = Path(__file__).parent / "results/asynchrony.json"
 TRAINING, SYNC = 0.7, 0.05  # of what the synchronous source waits for a batch

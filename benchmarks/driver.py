@@ -59,7 +59,8 @@ from megatron_stare.rewards.verifier_pool import VerifierPool
 from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.group_sampling import EveryGroup
 from megatron_stare.rollout.model_folder import load_tokenizer
-from megatron_stare.rollout.rollout_source import Rollouts, SynchronousSource
+from megatron_stare.rollout.rollout_source import Rollouts
+from megatron_stare.rollout.synchronous_source import SynchronousSource
 from megatron_stare.weights.checksum import tensor_checksum
 from megatron_stare.weights.outlet import Outlet
 from megatron_stare.weights.stream import Bucket
@@ -281,10 +282,14 @@ class Weights:
     def checksums(self) -> dict[str, str]:
         return {"model.norm.weight": tensor_checksum(self._tensor)}
 
+    def prepare(self, outlet: Outlet, prove: bool) -> None:
+        """There is nothing to gather."""
+
     def send_by(self, outlet: Outlet, prove: bool) -> list[Any]:
-        connection = outlet.connect(0)
-        connection.begin(prove)
-        connection.send(Bucket(self.layouts[0], self._tensor))
+        connection, bucket = outlet.connect(0), Bucket(self.layouts[0], self._tensor)
+        connection.expect(prove, bucket)
+        connection.begin()
+        connection.send(bucket)
         told = connection.end()
         connection.close()
         return [told]

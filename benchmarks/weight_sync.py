@@ -7,142 +7,182 @@ speed meets all:
 - "plain": torch.distributed's broadcast, of the buckets' sizes, from one process to as many others as the servers have
   ranks, with nothing around it;
 - "checksums": the servers' own pass over the weights they hold, all at once, which every proved sync waits for;
+- "bare": what SGLang's endpoints take for a broadcast of the same buckets from one process that has them ready, without
+  a trainer, a gather or a proof; a sync by these endpoints cannot be faster;
+
+and by each of the three ways of syncing, `disk` through a folder in memory,
+
 - "transfer": sessions opened, the ranks' gather, the buckets sent, loaded into the model, sessions closed;
-- "proved": a whole sync, as a run does it between two steps, from the pause to the resumed servers.
+- "proved": a whole sync, from the pause to the resumed servers: of `distributed` by the run's engines, as between two
+  steps; of the others the servers' end is this process, which saves two calls of Ray.
 
 What the object store and the driver carry of it is read from Ray's counter of bytes that were ever put there, and from
 the driver's sockets and its memory. The constants of benchmarks/sync_model.py are measured in the same turns.
 
-    python benchmarks/weight_sync.py                      # distributed; needs scripts/setup_sglang.sh
-    python benchmarks/weight_sync.py --sync disk          # each adds its own to benchmarks/results/weight_sync.json
-    python benchmarks/weight_sync.py --sync tensor --repeats 1 --warm-up 0
+    python benchmarks/weight_sync.py        # needs scripts/setup_sglang.sh; four minutes
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import hashlib
 import json
-import multiprocessing
 import os
 import re
 import statistics
 import subprocess
 import tempfile
 import time
-from multiprocessing.connection import Connection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+# Ray gives its workers, and so the servers, less of a busy machine than the plain broadcast would get
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 import ray
 import torch
-import torch.distributed as dist
 from machine import forget_peak, machine, process_memory
 from ray._private.grpc_utils import init_grpc_channel
 from ray.core.generated import node_manager_pb2, node_manager_pb2_grpc
+from sync_parts import PlainBroadcast, Servers, rates, timed
 from tiny import save_tiny
-from torch import Tensor
 
 from megatron_stare.config.schema import Config
 from megatron_stare.orchestration.ray_runner import RayRunner
 from megatron_stare.resolved import resolve_run
-from megatron_stare.rollout.sglang.broadcast import BroadcastSync
-from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
-from megatron_stare.rollout.sglang.methods import make_sync
+from megatron_stare.rollout.sglang.client import SGLangClient
 from megatron_stare.rollout.sglang.sender import Sent
 from megatron_stare.rollout.sglang.server_outlet import SGLangOutlet
 
 RESULT = Path(__file__).parent / "results/weight_sync.json"
 TARGETS = {"transfer_of_plain": 0.85, "proved_of_bound": 0.8}
+REPEATS = {"distributed": 9, "disk": 5, "tensor": 3}  # of turns, at most
+SHARED = "/dev/shm"  # where `disk` writes: in memory, so that its rows do not hang on what the disk is at
 MB = 2**20
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sync", choices=("distributed", "disk", "tensor"), default="distributed")
+    parser.add_argument("--sync", choices=REPEATS, nargs="+", default=[*REPEATS])
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=16_000)
-    parser.add_argument("--bucket-mb", type=int, default=64)
+    parser.add_argument("--bucket-mb", type=int, default=128)
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2, help="of a server")
     parser.add_argument("--stages", type=int, default=2, help="of the trainer's pipeline")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=9, help=f"at most {REPEATS}")
     parser.add_argument("--warm-up", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         save_tiny(folder, args.vocab, args.hidden, args.layers)
-        config = Config.model_validate(
-            {
-                "model": {"path": folder},
-                "parallel": {"pipeline": args.stages},
-                "rollout": {
-                    "engine": "sglang",
-                    "engines": args.servers,
-                    "max_prompt_tokens": 64,
-                    "max_new_tokens": 64,
-                    "sync_bucket_mb": args.bucket_mb,
-                },
-                "sglang": {"sync": args.sync, "tensor_parallel": args.ranks, "start_timeout_s": 900},
-                "runtime": {"object_store_mb": 200},
-            }
-        )
-        runner = RayRunner(resolve_run(config))
+        runner = RayRunner(resolve_run(config_of(args, folder)))
         try:
-            measure(args, runner)
+            measure(args, folder, runner)
         finally:
             runner.close()
 
 
-def measure(args: argparse.Namespace, runner: RayRunner) -> None:
+def config_of(args: argparse.Namespace, folder: str) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": folder},
+            "parallel": {"pipeline": args.stages},
+            "rollout": {
+                "engine": "sglang",
+                "engines": args.servers,
+                "max_prompt_tokens": 64,
+                "max_new_tokens": 64,
+                "sync_bucket_mb": args.bucket_mb,
+            },
+            "sglang": {"sync": "distributed", "tensor_parallel": args.ranks, "start_timeout_s": 900},
+            "runtime": {"object_store_mb": 200},
+        }
+    )
+
+
+def measure(args: argparse.Namespace, folder: str, runner: RayRunner) -> None:
     """Writes the result after every turn."""
-    pool, exported = runner.engines, runner.trainers.export()
+    exported = runner.trainers.export()
     sizes = [layout.nbytes for layout in exported.layouts]
-    pool.update_weights(0, exported)
-    outlet = pool._outlet
+    runner.engines.update_weights(0, exported)
+    outlet = runner.engines._outlet
     assert isinstance(outlet, SGLangOutlet)
-    loop = asyncio.new_event_loop()
     clients = [SGLangClient(route.url, route.api_key, 600) for route in outlet.servers]
-    small = BroadcastSync(clients, 600)
-    loop.run_until_complete(small.meet([route.layout for route in outlet.servers]))
-    rows: list[dict[str, float]] = []
-    carried: list[dict[str, float]] = []
+    servers = Servers(clients, [route.layout for route in outlet.servers], exported.layouts, folder, SHARED)
     with PlainBroadcast(sizes, args.servers * args.ranks) as plain:
-        for turn in range(args.warm_up + args.repeats):
-            row = {"plain": plain.seconds(), "checksums": loop.run_until_complete(checksums(clients))}
-            row["transfer"] = transfer(loop, clients, runner, outlet)
-            before = carried_so_far()
-            forget_peak()
-            held = process_memory("VmRSS")
-            started = time.perf_counter()
-            pool.update_weights(turn + 1, runner.trainers.export())
-            row["proved"] = time.perf_counter() - started
-            after = carried_so_far() | {"driver_memory_mb": (process_memory("VmHWM") - held) / 1e6}
-            row["link"] = plain.seconds_to_one()
-            row["ray_call"] = timed(lambda: runner.trainers._workers.call("stage"))
-            row |= loop.run_until_complete(calls(clients, small, args.hidden)) | rates(sizes)
-            if turn >= args.warm_up:
-                rows.append(row)
-                carried.append({name: after[name] - before.get(name, 0.0) for name in after})
-                save(args, result_of(args, rows, carried, sizes))
-    loop.run_until_complete(small.close())
-    loop.run_until_complete(everywhere(*(client.close() for client in clients)))
-    loop.close()
+        for method in args.sync:
+            way, rows, carried = Way(method, runner, servers, outlet), [], []
+            for turn in range(args.warm_up + min(args.repeats, REPEATS[method])):
+                row = {"plain": plain.seconds(), "checksums": servers.checksums(), "bare": servers.bare()}
+                row["transfer"] = way.transfer()
+                before = carried_so_far()
+                forget_peak()
+                held = process_memory("VmRSS")
+                row["proved"] = way.proved(turn + 1)
+                after = carried_so_far() | {"driver_memory_mb": (process_memory("VmHWM") - held) / 1e6}
+                row |= {"link": plain.seconds_to_one()} | rates(sizes, SHARED) | servers.constants(method)
+                row["ray_call"] = timed(lambda: runner.trainers._workers.call("stage"))
+                if turn >= args.warm_up:
+                    rows.append(row)
+                    carried.append({name: after[name] - before.get(name, 0.0) for name in after})
+                    save(args, method, result_of(args, rows, carried, sizes))
+    servers.close()
 
 
-def save(args: argparse.Namespace, result: dict[str, Any]) -> None:
+class Way:
+    """The run's ranks and servers, and one way of syncing between them."""
+
+    def __init__(self, method: str, runner: RayRunner, servers: Servers, outlet: SGLangOutlet) -> None:
+        self._runner, self._servers, self._method = runner, servers, method
+        self._outlet = outlet  # the run's own keeps its senders' connections
+        if method != "distributed":
+            way = replace(outlet.servers[0].way, method=method, sync_folder=SHARED)
+            routes = [replace(route, way=way) for route in outlet.servers]
+            self._outlet = routes[0].outlet(routes)
+
+    def transfer(self) -> float:
+        """Seconds of what moves and loads the weights."""
+        sync = self._servers.sync(self._method)
+        start = time.perf_counter()
+        exported = self._runner.trainers.export()
+        exported.prepare(self._outlet, prove=False)
+        self._servers.run(sync.open())
+        sent = Sent.by_all(exported.send_by(self._outlet, prove=False))
+        self._servers.run(sync.load(sent.folder))
+        took = time.perf_counter() - start
+        exported.forget()
+        return took
+
+    def proved(self, version: int) -> float:
+        """Seconds of a whole sync."""
+        if self._method == "distributed":
+            return timed(lambda: self._runner.engines.update_weights(version, self._runner.trainers.export()))
+        return timed(lambda: self._update(version))
+
+    def _update(self, version: int) -> None:
+        """As EnginePool's, with the servers' end here."""
+        update = self._servers.update(self._servers.sync(self._method), version)
+        exported = self._runner.trainers.export()
+        exported.prepare(self._outlet, prove=True)
+        self._servers.run(update.begin())
+        sent = exported.send_by(self._outlet, prove=True)
+        self._servers.run(update.end(Sent.by_all(sent)))
+        if self._outlet.leaves_files:
+            exported.forget()
+
+
+def save(args: argparse.Namespace, method: str, result: dict[str, Any]) -> None:
     args.out.parent.mkdir(exist_ok=True)
     known = json.loads(args.out.read_text()) if args.out.exists() else {}
     known = known if "syncs" in known else {"syncs": {}}
     known["machine"], known["targets"] = machine(), TARGETS
-    known["syncs"][args.sync] = result
+    known["syncs"][method] = result
     args.out.write_text(json.dumps(known, indent=1) + "\n")
-    print(args.sync, json.dumps(result["seconds"]), json.dumps(result["carried"]), flush=True)
+    print(method, json.dumps(result["seconds"]), json.dumps(result["carried"]), flush=True)
 
 
 def result_of(
@@ -152,11 +192,16 @@ def result_of(
     shares = {
         "transfer_of_plain": [row["plain"] / row["transfer"] for row in rows],
         "proved_of_bound": [(row["plain"] + row["checksums"]) / row["proved"] for row in rows],
+        # the most that these could be by SGLang's endpoints, and how much of that they are
+        "bare_of_plain": [row["plain"] / row["bare"] for row in rows],
+        "bare_of_bound": [(row["plain"] + row["checksums"]) / bare_proved(row) for row in rows],
+        "transfer_of_bare": [row["bare"] / row["transfer"] for row in rows],
+        "proved_of_bare": [bare_proved(row) / row["proved"] for row in rows],
     }
+    settings = {name: value for name, value in vars(args).items() if name not in ("out", "sync")}
     return {
-        "settings": {name: value for name, value in vars(args).items() if name != "out"},
+        "settings": settings | {"repeats": len(rows)},
         "mb": round(sum(sizes) / 1e6, 1),
-        "bucket_mb": [round(size / 1e6, 1) for size in sizes],
         "seconds": {name: round(statistics.median(row[name] for row in rows), 5) for name in rows[0]},
         "turns": [{name: round(value, 5) for name, value in row.items()} for row in rows],
         "shares": {name: [round(share, 3) for share in found] for name, found in shares.items()},
@@ -165,72 +210,9 @@ def result_of(
     }
 
 
-def transfer(
-    loop: asyncio.AbstractEventLoop, clients: list[SGLangClient], runner: RayRunner, outlet: SGLangOutlet
-) -> float:
-    """Seconds of what moves and loads the weights."""
-    servers = make_sync(outlet.servers[0].way.method, clients, "", 600)
-    start = time.perf_counter()
-    loop.run_until_complete(servers.open())
-    exported = runner.trainers.export()
-    sent = Sent.by_all(exported.send_by(outlet, prove=False))
-    loop.run_until_complete(servers.load(sent.folder))
-    took = time.perf_counter() - start
-    exported.forget()
-    return took
-
-
-async def checksums(clients: list[SGLangClient]) -> float:
-    """Seconds until every server has hashed what it holds."""
-    start = time.perf_counter()
-    await everywhere(*(client.checksums() for client in clients))
-    return time.perf_counter() - start
-
-
-async def calls(clients: list[SGLangClient], small: BroadcastSync, hidden: int) -> dict[str, float]:
-    """Seconds of one call to all servers at once; of a session of all, opened and closed; and of one bucket of a few
-    bytes, broadcast to all of them."""
-    start = time.perf_counter()
-    for _ in range(10):
-        await everywhere(*(client.model_info() for client in clients))
-    called = time.perf_counter()
-    await small.open()
-    opened = time.perf_counter()
-    for _ in range(5):
-        await small.send([("model.norm.weight", torch.ones(hidden))])
-    sent = time.perf_counter()
-    await small.load(None)
-    session = time.perf_counter() - sent + opened - called
-    return {"call": (called - start) / 10, "request": (sent - opened) / 5, "session": session}
-
-
-def rates(sizes: list[int]) -> dict[str, float]:
-    """Seconds that a core takes for the bytes of the whole model: to copy them to memory it has, to copy them to memory
-    that is new, to hash them, and to write them to a file and read it."""
-    found = {}
-    source = [torch.ones(size, dtype=torch.uint8) for size in sizes]
-    into = [torch.ones_like(buffer) for buffer in source]
-    found["copy"] = timed(lambda: [to.copy_(buffer) for to, buffer in zip(into, source, strict=True)])
-    found["copy_new"] = timed(lambda: [buffer.clone() for buffer in source])
-    found["hash"] = timed(lambda: [hashlib.sha256(buffer.numpy().data).digest() for buffer in source])
-    with tempfile.TemporaryFile() as file:
-
-        def written() -> None:
-            for buffer in source:
-                file.write(buffer.numpy().data)
-            file.flush()
-            os.fsync(file.fileno())
-
-        found["write"] = timed(written)
-        file.seek(0)
-        found["read"] = timed(lambda: [file.readinto(buffer.numpy().data) for buffer in into])
-    return found
-
-
-def timed(work: Any) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+def bare_proved(row: dict[str, float]) -> float:
+    """Seconds of SGLang's endpoints for a whole sync: bare, the checksums, and the calls of an update around them."""
+    return row["bare"] + row["checksums"] + row["update"] - row["session"]
 
 
 def carried_so_far() -> dict[str, float]:
@@ -247,74 +229,6 @@ def carried_so_far() -> dict[str, float]:
     for name in ("bytes_sent", "bytes_received"):
         found[f"driver_{name[6:]}_mb"] = sum(int(n) for line in mine for n in re.findall(rf"{name}:(\d+)", line)) / 1e6
     return found
-
-
-class PlainBroadcast:
-    """This process and `receivers` more in a gloo group, that broadcast buffers of `sizes` bytes when asked."""
-
-    def __init__(self, sizes: list[int], receivers: int) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("spawn")
-        pipes = [context.Pipe() for _ in range(receivers)]
-        self._orders = [here for here, _ in pipes]
-        where = f"file://{self._folder.name}/ranks"
-        self._receivers = [
-            context.Process(target=receive, args=(where, rank + 1, receivers + 1, sizes, theirs))
-            for rank, (_, theirs) in enumerate(pipes)
-        ]
-        for process in self._receivers:
-            process.start()
-        dist.init_process_group("gloo", init_method=where, rank=0, world_size=receivers + 1)
-        self._pair = dist.new_group([0, 1])
-        self._buffers = buffers(sizes)
-
-    def seconds(self) -> float:
-        """Until all have all."""
-        for orders in self._orders:
-            orders.send("all")
-        return broadcast(self._buffers, None)
-
-    def seconds_to_one(self) -> float:
-        """Until one other alone has all."""
-        for orders in self._orders:
-            orders.send("one")
-        return broadcast(self._buffers, self._pair)
-
-    def __enter__(self) -> PlainBroadcast:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for orders in self._orders:
-            orders.send("end")
-        dist.destroy_process_group()
-        for process in self._receivers:
-            process.join()
-        self._folder.cleanup()
-
-
-def receive(where: str, rank: int, world: int, sizes: list[int], orders: Connection) -> None:
-    """One of the other processes."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world)
-    pair, into = dist.new_group([0, 1]), buffers(sizes)
-    while (order := orders.recv()) != "end":
-        if order == "all" or rank == 1:
-            broadcast(into, None if order == "all" else pair)
-    dist.destroy_process_group()
-
-
-def broadcast(through: list[Tensor], group: Any) -> float:
-    """Seconds, from all being there to all having all."""
-    dist.barrier(group)
-    start = time.perf_counter()
-    for buffer in through:
-        dist.broadcast(buffer, src=0, group=group)
-    dist.barrier(group)
-    return time.perf_counter() - start
-
-
-def buffers(sizes: list[int]) -> list[Tensor]:
-    return [torch.ones(size, dtype=torch.uint8) for size in sizes]
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
 from megatron_stare.interruption import Interruption, interruptible, what_now
 from megatron_stare.planning.command import add_arguments, run_command
+from megatron_stare.run import eval_command
 from megatron_stare.shipped import TOOLS, tool
 
 PROGRAM = "megatron-stare"
@@ -96,6 +97,17 @@ def parser() -> argparse.ArgumentParser:
         "runs, comparison.html in the current one",
     )
     report.set_defaults(run=_report)
+
+    evaluation = commands.add_parser(
+        "eval",
+        help="evaluate a checkpoint on tasks: avg@k, pass@k, maj@k with intervals",
+        description="Samples responses of a checkpoint to the problems of CONFIG's tasks and counts them as the "
+        "evaluations of training are counted. A command that was interrupted or killed goes on where it stopped when "
+        "it is given again. See docs/evaluation.md.",
+        epilog="example: megatron-stare eval configs/quickstart.yaml eval.samples=8 --checkpoint runs/my-run/hf",
+    )
+    eval_command.add_arguments(evaluation)
+    evaluation.set_defaults(run=eval_command.run_command)
 
     plan = commands.add_parser(
         "plan",

@@ -90,20 +90,23 @@ def _check_allocators(config: Config) -> None:
                 )
 
 
-def check_ports(config: Config, replicas: int) -> None:
-    """Raises ConfigError where runtime.ports is too short for the ranks' meeting place and two ports a replica."""
+def check_ports(config: Config, replicas: int, nodes: int = 1) -> None:
+    """Raises ConfigError where runtime.ports is too short for the ranks' meeting place and two ports a replica, on each
+    of its nodes."""
     if not config.runtime.ports:
         return
     first, last = config.runtime.ports
-    needed = 2 * (replicas + 1)
+    needed = 2 * (replicas * nodes + 1)
     if last - first + 1 < needed:
         raise ConfigError(
-            f"{last - first + 1} ports are too few for the trainer's ranks and {replicas} engines",
+            f"{last - first + 1} ports are too few for the trainer's ranks and {replicas} engines"
+            f"{f' on {nodes} nodes each' if nodes > 1 else ''}",
             where="runtime.ports",
             fix=f"at least {needed}; more where other programs listen there",
         )
 
 
-def port_share(config: Config, number: int, replicas: int) -> range | None:
-    """The ports of the trainer's ranks (0) or of replica `number` - 1; None: no range is set."""
-    return config.runtime.port_share(number, replicas + 1)
+def port_share(config: Config, number: int, processes: int) -> range | None:
+    """The ports of the trainer's ranks (0) or of process `number` - 1 of the replicas', one a node of each; None: no
+    range is set."""
+    return config.runtime.port_share(number, processes + 1)

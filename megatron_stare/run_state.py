@@ -30,6 +30,7 @@ from megatron_stare.weights.staging import sync_entry
 CONFIG = "config.yaml"
 PLACEMENT = "placement.txt"
 RUN_STATE = "run_state.json"  # of a checkpoint
+KEPT = "kept_responses.safetensors"  # likewise, where responses were under way
 
 _NAME = re.compile(r"^step_(\d+)$")
 
@@ -42,9 +43,13 @@ class RunState:
     data: dict[str, int] = field(default_factory=dict)  # of the prompt source
     method: dict[str, float] = field(default_factory=dict)  # of the algorithm: gate, controllers
     skipped: int = 0  # consecutive updates that were not taken, because the gradient was not finite
+    kept: bytes = b""  # responses under way, of prompts that `data` counts as taken; a file of its own in a checkpoint
 
     def to_json(self) -> str:
-        return json.dumps({KEY: FORMAT, **dataclasses.asdict(self)}, indent=2)
+        """All but `kept`."""
+        return json.dumps(
+            {KEY: FORMAT, **{name: value for name, value in vars(self).items() if name != "kept"}}, indent=2
+        )
 
     @classmethod
     def read(cls, checkpoint: Path) -> RunState:
@@ -56,6 +61,8 @@ class RunState:
         file = checkpoint / RUN_STATE
         try:
             tree = run_state_up_to_date(json.loads(file.read_text()), file)
+            kept = checkpoint / KEPT
+            tree["kept"] = kept.read_bytes() if kept.exists() else b""
             return cls(**{each.name: tree.pop(each.name) for each in dataclasses.fields(cls)}, **tree)
         except (OSError, ValueError, TypeError, LookupError) as error:
             raise DataError(
@@ -65,11 +72,13 @@ class RunState:
 
 @dataclass(frozen=True)
 class Staged:
-    """A checkpoint that is being written: its place, the folder that is written until then, and its run state."""
+    """A checkpoint that is being written: its place, the folder that is written until then, and its run state, of which
+    `kept` is a file of its own."""
 
     final: Path
     folder: Path
     state: str
+    kept: bytes
 
 
 class RunDir:
@@ -166,7 +175,7 @@ class RunDir:
             folder.mkdir(parents=True)
         except OSError as error:
             raise _not_written(final, error) from error
-        return Staged(final, folder.resolve(), state.to_json())
+        return Staged(final, folder.resolve(), state.to_json(), state.kept)
 
     def complete(self, staged: Staged, keep: int) -> Path:
         """Makes a checkpoint of what was staged, once all ranks have written their part, and forgets all but the
@@ -177,6 +186,8 @@ class RunDir:
         """
         try:
             (staged.folder / RUN_STATE).write_text(staged.state)
+            if staged.kept:
+                (staged.folder / KEPT).write_bytes(staged.kept)
             _sync(staged.folder)
             if staged.final.exists():
                 _forget(staged.final)

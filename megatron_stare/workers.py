@@ -8,9 +8,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron_stare.errors import UserError
+
 # A call under way, or its result: ObjectRef with Ray, the value itself inline. May be given to other calls as an
 # argument, and then travels between the workers without passing through the driver.
 Handle = Any
+
+
+class WorkerLostError(UserError):
+    """A worker process died or did not answer in time."""
 
 
 class Workers(ABC):
@@ -38,6 +44,11 @@ class Workers(ABC):
     @abstractmethod
     def share(self, value: Any) -> Handle:
         """Puts a value where every worker can take it from, once."""
+
+    def replace(self, worker: int) -> None:
+        """Ends one worker, however it stands, and makes it anew where it was. Waits until that is done; may be called
+        from any thread, while nobody else calls this worker. Raises UserError where it cannot be made."""
+        raise NotImplementedError(f"{type(self).__name__} cannot make a worker anew")
 
     @abstractmethod
     def close(self) -> None:

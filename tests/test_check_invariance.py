@@ -7,6 +7,7 @@ import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,13 @@ def check(*arguments: str, timeout: float = 280) -> subprocess.CompletedProcess[
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=timeout)
 
 
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Any]:
+    """Ranks for one case after the other."""
+    with rank_processes(4) as processes:
+        yield processes
+
+
 @pytest.mark.distributed
 def test_thresholds_per_rank_are_caught() -> None:
     arguments = ["--world", "2", "--micro-batch-tokens", "64", "--algorithm", "stare", "--set", "variant=C2"]
@@ -55,19 +63,22 @@ def test_thresholds_per_rank_are_caught() -> None:
         ("gspo", {"context": 2, "tensor": 2}, {"budget": 64, "packed": True}),  # one ratio a response
         ("grpo_s", {"context": 2, "pipeline": 2}, {"budget": 40, "packed": False}),
         ("stare", {"context": 4}, {"budget": 64, "packed": True}),
+        # quantiles, N and denominators of sequences without the tokens that are masked for their age
+        ("stare", {"context": 2, "data": 2}, {"budget": 40, "packed": True, "stale": True}),
+        ("stare C4, rare below a bound", {"tensor": 2, "data": 2}, {"budget": 64, "packed": True}),
+        ("stare C2, gate by sample", {"context": 2, "data": 2}, {"budget": 40, "packed": False}),
     ],
-    ids=["cp2-tp2", "cp2-pp2-padded", "cp4"],
+    ids=["cp2-tp2", "cp2-pp2-padded", "cp4", "stale-cp2-dp2", "tp2-dp2", "cp2-dp2-padded"],
 )
 def test_sequences_on_several_ranks_train_as_on_one(
-    tmp_path: Path, algorithm: str, layout: dict[str, int], cut: dict[str, Any]
+    pool: Any, tmp_path: Path, algorithm: str, layout: dict[str, int], cut: dict[str, Any]
 ) -> None:
     write_model(tmp_path)
     case = Case(ALGORITHMS[algorithm], off_policy=0.5, parallel=layout, **cut)
-    with rank_processes(4) as pool:
-        whole = take(pool, case.alone(), str(tmp_path), None)
-        found = compare(whole, take(pool, case, str(tmp_path), whole["scores"]))
+    whole = take(pool, case.alone(), str(tmp_path), None)
+    found = compare(whole, take(pool, case, str(tmp_path), whole["scores"]))
     assert found.faults == []
-    assert (found.selected > 0) == (algorithm == "stare")
+    assert (found.selected > 0) == ("stare" in algorithm)
 
 
 def test_an_impossible_layout_is_refused() -> None:
@@ -136,13 +147,14 @@ STEEP = [
 
 
 @pytest.fixture(scope="module")
-def steep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[dict[str, Any], dict[str, Any]]]]:
+def steep(
+    pool: Any, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[tuple[dict[str, Any], dict[str, Any]]]]:
     """The model, and steps at a learning rate of 1 whose gradient is large: on one rank and on four."""
     folder = tmp_path_factory.mktemp("model")
     write_model(folder)
-    with rank_processes(4) as pool:
-        wholes = [take(pool, case.alone(), str(folder), None) for case in STEEP]
-        cuts = [take(pool, case, str(folder), w["scores"]) for case, w in zip(STEEP, wholes, strict=True)]
+    wholes = [take(pool, case.alone(), str(folder), None) for case in STEEP]
+    cuts = [take(pool, case, str(folder), w["scores"]) for case, w in zip(STEEP, wholes, strict=True)]
     return folder, list(zip(wholes, cuts, strict=True))
 
 
@@ -205,5 +217,7 @@ def test_every_method_in_every_layout(tmp_path: Path) -> None:
         assert len(layouts) == 14, name
         assert all(entry["faults"] == 0 for entry in layouts.values()), name
     # the check would be empty where a method selects nothing
+    for name in rows.keys() - METHODS.keys() - {"grpo with correction and entropy bonus", "twenty_entropy by quantile"}:
+        assert all(entry["selected"] > 0 for entry in rows[name].values()), name
     for name in ("stare", "stapo_stare", "twenty_entropy", "kl_cov"):
         assert all(entry["selected"] > 0 for entry in rows[name].values()), name

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +65,61 @@ def test_a_file_is_all_that_a_family_needs(tmp_path: Path, monkeypatch: pytest.M
     read_shape(tmp_path / "model")
     with pytest.raises(DataError, match=r"the last 63 of 64 positions \(sliding_window\)(.|\n)*set max_position"):
         read_shape(folder(tmp_path / "model", "llama", model_type="mine", window=63))
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Installs a package `brought` whose entry point of the model_type "mine" is what is given."""
+    monkeypatch.setattr(models, "FAMILIES", {**FAMILIES})
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.delitem(sys.modules, "brought", raising=False)
+
+    def install(entry: str, source: str = A_FILE) -> None:
+        info = tmp_path / "site/brought-1.0.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: brought\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[megatron_stare.model_families]\nmine = {entry}\n")
+        (tmp_path / "site/brought.py").write_text(source)
+        importlib.invalidate_caches()
+
+    yield install
+    sys.modules.pop("brought", None)
+
+
+def test_a_package_brings_a_family_that_is_loaded_when_a_model_needs_it(
+    tmp_path: Path, installed: Callable[..., None]
+) -> None:
+    installed("brought:FAMILY")
+    read_shape(folder(tmp_path / "other", "llama"))
+    assert "brought" not in sys.modules and "mine" not in models.FAMILIES
+    shape = read_shape(folder(tmp_path / "model", "llama", model_type="mine"))
+    assert (shape.family, shape.qkv_bias) == ("mine", True)
+    models.FAMILIES.pop("mine")  # as in a worker, which is handed the shape and read no folder
+    assert rule_for("decoder.layers.3.self_attention.linear_qkv.bias", shape).layout == "qkv"
+
+
+def test_a_family_of_ours_is_not_replaced(tmp_path: Path, installed: Callable[..., None]) -> None:
+    installed("brought:FAMILY", "raise RuntimeError('imported')\n")
+    file = tmp_path / "site/brought-1.0.dist-info/entry_points.txt"
+    file.write_text(file.read_text().replace("mine", "llama"))
+    assert read_shape(folder(tmp_path / "model", "llama")).qkv_bias is False
+
+
+@pytest.mark.parametrize(
+    ("entry", "source", "said"),
+    [
+        ("brought:FAMILY", "1 / 0\n", "'mine' of brought:FAMILY cannot be loaded: ZeroDivisionError"),
+        ("brought:GONE", A_FILE, "'mine' of brought:GONE cannot be loaded: AttributeError"),
+        ("brought:ModelFamily", A_FILE, "brought:ModelFamily is no ModelFamily of the model_type 'mine'"),
+        ("brought:FAMILY", A_FILE.replace('"mine"', '"yours"'), "is no ModelFamily of the model_type 'mine'"),
+    ],
+)
+def test_a_package_that_brings_none_is_an_error_with_its_name(
+    tmp_path: Path, installed: Callable[..., None], entry: str, source: str, said: str
+) -> None:
+    installed(entry, source)
+    with pytest.raises(DataError, match=re.escape(said)):
+        read_shape(folder(tmp_path / "model", "llama", model_type="mine"))
 
 
 @pytest.mark.parametrize(("family", "changed", "message"), REFUSED)

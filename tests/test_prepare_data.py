@@ -98,7 +98,16 @@ PUBLISHED = {
         {},
     ),
     "aime25": ([{"problem": "What is 8-1?", "answer": 7, "id": "0"}], [("What is 8-1?", "7", "0")], {}),
-    "amc23": ([{"id": 0, "question": "27.0?", "answer": 27.0, "url": ""}], [("27.0?", "27.0", "0")], {}),
+    "amc23": (
+        [
+            {"id": 0, "question": "27?", "answer": "27", "url": ""},
+            {"id": 1, "problem": "A half and 28?", "question": "28?", "answer": 28.0, "url": ""},  # of a copy
+            {"id": 2, "question": "A half?", "answer": 0.5, "url": ""},
+            {"problem": "29?", "answer": ["29"]},  # of a copy of several sets
+        ],
+        [("27?", "27", "0"), ("A half and 28?", "28", "1"), ("A half?", "0.5", "2"), ("29?", "29", "4")],
+        {},
+    ),
     "math500": (
         [
             {

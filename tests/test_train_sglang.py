@@ -134,6 +134,18 @@ def test_ten_steps_agree_with_servers_of_two_ranks(start, sync):
     agreed(run, 10)
 
 
+ON_TWO_NODES = ("parallel.tensor=2", "sglang.tensor_parallel=2", "sglang.nodes=2", f"sglang.agreement_limit={LIMIT}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["distributed", "tensor", "disk"])
+def test_steps_agree_with_a_server_on_two_nodes(start, tmp_path, sync):
+    """A process a node, each with one of the server's two ranks; both prove what they hold."""
+    folder = [f"sglang.sync_folder={tmp_path}"] if sync == "disk" else []
+    run = start(*ON_TWO_NODES, f"sglang.sync={sync}", *folder, **{"run.steps": 5})
+    agreed(run, 5)
+
+
 @pytest.mark.slow
 def test_servers_sample_ahead_of_training(start):
     """Weights are swapped while responses are under way: no token is older than allowed, and those that are said to be
@@ -162,6 +174,29 @@ def test_servers_sample_ahead_of_training(start):
             assert row["agreement/max_of_age_2"] > LIMIT
         assert row["rollout/retried"] == 0.0
         if "agreement/max_of_age_1" in row:  # of the newest weights: the trainer's own
+            assert row["agreement/max_of_age_1"] <= LIMIT
+    assert run.traces.left() == []
+
+
+@pytest.mark.slow
+def test_servers_continue_responses_that_were_cut(start):
+    """What is sampled behind a prefix of older weights has the trainer's log-probs, so the prefix was the right one."""
+    run = start(
+        "rollout.engines=2",
+        *("partial.tokens=8", "rollout.temperature=2"),  # at which responses have 5 to 32 tokens
+        f"sglang.agreement_limit={LIMIT}",
+        "algorithm.correction={mode: truncate}",
+        **{"run.steps": 6, "batch.prompts": 8, "batch.samples_per_prompt": 4},
+    )
+    for _ in run.lines():
+        run.traces.look()
+    assert run.process.wait() == 0, run.errors()
+    rows = metrics(run.dir)
+    assert len(rows) == 6 and sum(row["partial/continued"] for row in rows) > 0
+    assert max(row["staleness/max_age"] for row in rows) > 0
+    for row in rows:
+        assert row["agreement/canary_max"] <= LIMIT and row["rollout/retried"] == 0.0
+        if "agreement/max_of_age_1" in row:  # of the newest weights
             assert row["agreement/max_of_age_1"] <= LIMIT
     assert run.traces.left() == []
 

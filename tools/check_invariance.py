@@ -36,14 +36,14 @@ def main(argv: list[str] | None = None) -> int:
     from invariance.case import write_model
     from invariance.compare import compare
     from invariance.step import take
-    from invariance.table import LAYOUTS, table, write
+    from invariance.table import ALGORITHMS, LAYOUTS, table, write
     from rank_processes import rank_processes
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
         if args.all:
-            rows, faults = table(folder, args.layouts or tuple(LAYOUTS))
+            rows, faults = table(folder, args.layouts or tuple(LAYOUTS), args.methods or tuple(ALGORITHMS))
             if args.out is not None:
                 write(rows, args.out)
         else:
@@ -84,6 +84,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--all", action="store_true", help="every method in every layout; the other options have no say"
     )
     parser.add_argument("--layouts", nargs="*", metavar="NAME", help="with --all: those of the table that are checked")
+    parser.add_argument("--methods", nargs="*", metavar="NAME", help="with --all: those of the table that are checked")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="with --all: where the table of errors goes")
     return parser.parse_args(argv)
 

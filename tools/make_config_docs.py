@@ -16,7 +16,9 @@ from pydantic.fields import FieldInfo
 
 from megatron_stare.config.schema import Config
 
-NAMES = {int: "integer", float: "number", str: "text", bool: "true \\| false", type(None): "null"}
+NAMES: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "true \\| false", type(None): "null"} | {
+    list[int]: "list of integer"
+}
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 
 INTRO = """# Configuration

@@ -84,18 +84,18 @@ def olympiad(row: dict[str, Any]) -> tuple[str, str]:
     final = row.get("final_answer")
     if row.get("question_type", "Open-ended") != "Open-ended" or not final:
         raise Dropped("a proof, without a final answer")
-    answer = ", ".join(map(str, final)) if isinstance(final, list) else str(final)
     context = str(row.get("context") or "").strip()
-    return "\n".join(filter(None, (context, str(row.get("question") or "")))), answer
+    return "\n".join(filter(None, (context, str(row.get("question") or "")))), written(final)
 
 
 def plain(row: dict[str, Any]) -> tuple[str, str]:
-    """A column for the problem and one for the answer; without one, the last box of the solution."""
+    """A column for the problem and one for the answer; without one, the last box of the solution. Copies of AMC 2023
+    hold answers as floats, copies of several sets as lists."""
     problem = first(row, "problem", "question", "Problem", "Question")
     answer = first(row, "answer", "Answer")
     if answer is None:
         answer = last_boxed(str(first(row, "solution", "Solution") or ""))
-    return str(problem or ""), "" if answer is None else str(answer)
+    return str(problem or ""), "" if answer is None else written(answer)
 
 
 DATA_SETS = {
@@ -201,6 +201,13 @@ def ground_truth(row: dict[str, Any]) -> str:
     """The reference in verl's shape, '' where there is none."""
     judged = row.get("reward_model")
     return str(judged.get("ground_truth") or "") if isinstance(judged, dict) else ""
+
+
+def written(answer: Any) -> str:
+    """A reference as a verifier reads it: 27.0 as 27, and several answers with commas between them."""
+    if isinstance(answer, list):
+        return ", ".join(map(written, answer))
+    return str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer)
 
 
 def first(row: dict[str, Any], *columns: str) -> Any:

@@ -22,7 +22,17 @@ from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.algorithms.method import State, TokenTerms
 from megatron_stare.algorithms.surrogate import clipped_surrogate
 from megatron_stare.batch import TokenBatch
+from megatron_stare.metric import Metric
 from megatron_stare.records.batch_statistics import Request, Statistics, TopK, threshold
+
+METRICS = (
+    Metric(
+        "clip_cov/share",
+        "share",
+        "tokens whose loss was taken out",
+        "near algorithm.share; 0: none lies within the bounds",
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

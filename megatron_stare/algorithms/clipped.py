@@ -10,7 +10,17 @@ from megatron_stare.algorithms.method import State, TokenTerms
 from megatron_stare.algorithms.policy import PolicyGradient
 from megatron_stare.algorithms.surrogate import Surrogate, clipped_surrogate
 from megatron_stare.batch import TokenBatch
+from megatron_stare.metric import Metric
 from megatron_stare.records.batch_statistics import Statistics
+
+METRICS = (
+    Metric(
+        "loss/clip_fraction",
+        "share",
+        "tokens whose ratio is clipped, so that they have no gradient",
+        "0 with one update a batch; below 0.1 or so with several",
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,10 @@ from megatron_stare.algorithms.method import State, TokenTerms
 from megatron_stare.algorithms.policy import PolicyGradient
 from megatron_stare.algorithms.surrogate import ratio
 from megatron_stare.batch import TokenBatch
+from megatron_stare.metric import Metric
 from megatron_stare.records.batch_statistics import Request, Statistics, TopK, threshold
+
+METRICS = (Metric("kl_cov/share", "share", "tokens that are held to the old policy", "near algorithm.share"),)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from megatron_stare.algorithms.token_sets import TokenSet
 from megatron_stare.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Count, Request, Statistics, scalar
 from megatron_stare.records.rollout_batch import RolloutBatch
@@ -57,6 +58,11 @@ class Method(ABC):
         in `token_loss` the old log-prob is the current one, detached.
         """
         return f"{type(self).__name__} does not say that it can do without the log-prob pass"
+
+    @property
+    def selects(self) -> tuple[TokenSet, ...]:
+        """The sets of tokens that `selected` tells apart; diagnostics name them."""
+        return ()
 
     def carries_loss(self, batch: RolloutBatch) -> Tensor:
         """[B] bool: the responses whose tokens of the loss mask carry loss; the others leave N and every quantile."""
@@ -114,8 +120,9 @@ class Method(ABC):
         """[N] what every token's loss is multiplied by before summing; 0 outside batch.loss_mask."""
 
     def selected(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """[N] int8, for people who read responses: 1 where the method picks a token as one of L+, the rarest of
-        positive advantage, -1 as one of L-, of negative advantage; 0 elsewhere, and for methods that pick none."""
+        """[N] int8, for people who read responses and for diagnostics: which of the sets that the method `selects`
+        a token is in. 1 in L+, the rare ones of positive advantage, -1 in L-, of negative advantage; 2 in U+ and -2 in
+        U-, the common ones; 0 elsewhere, and for methods that pick none."""
         return torch.zeros_like(batch.loss_mask, dtype=torch.int8)
 
     def empty(self, statistics: Statistics) -> Tensor:

@@ -22,8 +22,48 @@ from megatron_stare.algorithms.kl import ReferenceKl, kl_estimate
 from megatron_stare.algorithms.method import Method, State, TokenTerms
 from megatron_stare.algorithms.shaping import LengthPenalty, Overlong, Truncated
 from megatron_stare.batch import TokenBatch
+from megatron_stare.metric import Metric
 from megatron_stare.records.batch_statistics import Count, Request, SegmentSum, Statistics, scalar, tensor
 from megatron_stare.records.rollout_batch import RolloutBatch
+
+METRICS = (
+    Metric(
+        "loss/tokens",
+        "tokens",
+        "N, that the loss divides by: those that carry loss, without what filters took out",
+        "near the sum of the response lengths",
+    ),
+    Metric(
+        "loss/kept",
+        "share",
+        "tokens that the filters left a loss",
+        "near 1 for corrections; algorithm.share for 20-Entropy",
+    ),
+    Metric(
+        "correction/weight",
+        "factor",
+        "mean importance weight of engine against trainer",
+        "near 1; away from it: engine and trainer differ, or weights are old",
+    ),
+    Metric(
+        "reference/kl",
+        "nats",
+        "mean estimate of the KL to the reference policy",
+        "below some tenths; rises with the distance trained",
+    ),
+    Metric(
+        "entropy_bonus/used",
+        "factor",
+        "coefficient of the entropy bonus in this step's loss",
+        "0 to coef_max of algorithm.entropy_bonus",
+    ),
+    Metric(
+        "entropy_bonus/coef",
+        "factor",
+        "coefficient that the next step may use",
+        "at its coef_max for long: the bonus does not hold the entropy",
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

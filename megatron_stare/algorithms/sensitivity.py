@@ -1,7 +1,7 @@
 """How a policy-gradient step moves the entropy, to first order (STARE, arXiv 2606.19236, section 3 and appendix D).
 
 Sampling token a with advantage A and moving the logits by eta A (one_hot(a) - p) changes the entropy at that position
-at the rate dH/deta = -A Phi(a), with
+at the rate dH/deta = -A Phi(a): Phi is how fast the entropy falls when the sampled token is pushed up. With
 
     Phi(a) = p (ln p + H) - S2        S2 = sum_v p_v^2 (ln p_v + H) = sum p^2 ln p + H sum p^2 >= 0
     Phi(a) > 0  if and only if  s < s* = H - W0(S2 e^H)        (s = -ln p, Lambert W0)
@@ -23,7 +23,70 @@ import torch
 from torch import Tensor
 
 from megatron_stare.batch import TokenBatch
+from megatron_stare.metric import Metric
 from megatron_stare.records.batch_statistics import Count, Mean, Request, Statistics, Sum, scalar
+
+METRICS = (
+    Metric(
+        "forecast/entropy_change",
+        "nats per unit step",
+        "first-order change of the mean entropy under what the method makes of the advantages",
+        "near 0 or steered by the gate; far below 0 for long: collapse",
+    ),
+    Metric(
+        "forecast/plain_change",
+        "nats per unit step",
+        "the same under the advantages as they are",
+        "below forecast/entropy_change where the method holds entropy up",
+    ),
+    Metric(
+        "forecast/mass_common_plus",
+        "nats per unit step",
+        "part of forecast/plain_change that comes from U+: common tokens, A > 0",
+        "the four add up to forecast/plain_change",
+    ),
+    Metric(
+        "forecast/mass_rare_plus",
+        "nats per unit step",
+        "part of forecast/plain_change that comes from L+: rare tokens, A > 0",
+        "the four add up to forecast/plain_change",
+    ),
+    Metric(
+        "forecast/mass_common_minus",
+        "nats per unit step",
+        "part of forecast/plain_change that comes from U-: common tokens, A < 0",
+        "the four add up to forecast/plain_change",
+    ),
+    Metric(
+        "forecast/mass_rare_minus",
+        "nats per unit step",
+        "part of forecast/plain_change that comes from L-: rare tokens, A < 0",
+        "the four add up to forecast/plain_change",
+    ),
+    Metric("forecast/share_common_plus", "share", "tokens in U+: common, A > 0", "no bound"),
+    Metric("forecast/share_rare_plus", "share", "tokens in L+: rare, A > 0", "no bound"),
+    Metric("forecast/share_common_minus", "share", "tokens in U-: common, A < 0", "no bound"),
+    Metric("forecast/share_rare_minus", "share", "tokens in L-: rare, A < 0", "no bound"),
+    Metric(
+        "forecast/rare_share",
+        "share",
+        "tokens past their critical surprisal, whatever their advantage",
+        "steady; falls towards 0 in a collapse",
+    ),
+    Metric(
+        "forecast/critical_surprisal",
+        "nats",
+        "mean of s*, past which a token is rare",
+        "of the size of stare/threshold_plus",
+    ),
+    Metric(
+        "forecast/neutral_weight",
+        "factor",
+        "W*, the weight on L+ that would make forecast/plain_change 0",
+        "above 1 entropy falls if nothing is done; NaN: no rewarded token is rare",
+    ),
+)
+
 
 QUADRANTS = ("common_plus", "rare_plus", "common_minus", "rare_minus")  # U+, L+, U-, L-
 # float32 log-probs carry errors of some 1e-6, and where a token is all but certain Phi is smaller than that: without a
@@ -74,6 +137,17 @@ def quadrants(batch: TokenBatch, phi: Tensor) -> dict[str, Tensor]:
     return dict(zip(QUADRANTS, (plus & ~rare, plus & rare, minus & ~rare, minus & rare), strict=True))
 
 
+def sensitivity_of(batch: TokenBatch) -> Tensor:
+    """[N] Phi of the tokens of a batch. Raises ValueError without sum_p2 and sum_p2_log_p."""
+    return sensitivity(batch.old_log_prob.detach(), batch.entropy, _second_moment_of(batch))
+
+
+def _second_moment_of(batch: TokenBatch) -> Tensor:
+    if batch.sum_p2 is None or batch.sum_p2_log_p is None:
+        raise ValueError("the entropy sensitivity needs sum_p2 and sum_p2_log_p of every token")
+    return second_moment(batch.sum_p2, batch.sum_p2_log_p, batch.entropy)
+
+
 def sensitivity_requests(batch: TokenBatch, push: Tensor) -> Mapping[str, Request]:
     """What `EntropyForecast.of` needs of the whole batch.
 
@@ -82,10 +156,7 @@ def sensitivity_requests(batch: TokenBatch, push: Tensor) -> Mapping[str, Reques
         push: [N] slope of the objective (minus the loss) in every token's log-prob: what the method makes of the
             advantage, divided as its aggregation divides. A / N is the plain policy gradient.
     """
-    if batch.sum_p2 is None or batch.sum_p2_log_p is None:
-        raise ValueError("the entropy sensitivity needs sum_p2 and sum_p2_log_p of every token")
-    s2 = second_moment(batch.sum_p2, batch.sum_p2_log_p, batch.entropy)
-    phi = sensitivity(batch.old_log_prob.detach(), batch.entropy, s2)
+    s2, phi = _second_moment_of(batch), sensitivity_of(batch)
     plain = -batch.advantage * phi
     asked: dict[str, Request] = {
         "sensitivity/tokens": Count(batch.loss_mask),

@@ -20,7 +20,17 @@ from megatron_stare.algorithms.aggregate import Aggregation
 from megatron_stare.algorithms.filters import Filter
 from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.batch import TokenBatch
+from megatron_stare.metric import Metric
 from megatron_stare.records.batch_statistics import Interpolation, Quantile, Request, Statistics, scalar
+
+METRICS = (
+    Metric(
+        "stapo/entropy_threshold",
+        "nats",
+        "tau_h: below this entropy an improbable token of a right answer is spurious",
+        "steady; NaN where there are no candidates",
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,18 +1,19 @@
 """STARE (arXiv 2606.19236): surprisal-guided advantage reweighting behind a target-entropy gate.
 
 While the batch's mean entropy is below its target, the tokens that move entropy most - the share P of highest surprisal
-among tokens of positive advantage (L+) and, in C2, of negative advantage (L-) - have their advantage multiplied:
+among tokens of positive advantage (L+), of negative advantage (L-), or both - have their advantage multiplied:
 
     w = 1 + g (W - 1) on L+        w = 1 - g (1 - M) on L-        w = 1 elsewhere        g = 1[mean H < target]
     J = (1 / N) sum_{i,t} w min(rho A, clip(rho, 1 - low, 1 + high) A)
 
 The paper takes the quantile over the whole batch, as here; its released code takes it per micro-batch and rank. Both
-move W and M (adaptive) before the loss of the same step, and while the gate is closed too.
+move W and M (adaptive) before the loss of the same step, and while the gate is closed too. The ablation's other
+operators, on common tokens too, are in token_sets.py; its gates by sample and by token differ in whose H is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -22,30 +23,98 @@ from torch import Tensor
 from megatron_stare.algorithms.aggregate import Aggregation
 from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.algorithms.method import State, TokenTerms
+from megatron_stare.algorithms.token_sets import Common, Selection, TokenSet, Variant, token_sets
 from megatron_stare.batch import TokenBatch
-from megatron_stare.records.batch_statistics import Mean, Request, Statistics, TopK, scalar, threshold
+from megatron_stare.metric import Metric
+from megatron_stare.records.batch_statistics import Mean, Request, SegmentSum, Statistics, scalar, tensor
+
+METRICS = (
+    Metric(
+        "stare/gate",
+        "0 or 1",
+        "1: the gate is open, and L+ and L- are reweighted",
+        "switches; always 0: the target lies below what the policy has, always 1: the weights are too weak",
+    ),
+    Metric(
+        "stare/amplify",
+        "factor",
+        "W, on the advantage of L+ while the gate is open",
+        "1 to algorithm.amplify_max; at its bound for long: raise it, or lower the target",
+    ),
+    Metric(
+        "stare/attenuate",
+        "factor",
+        "M, on the advantage of L- while the gate is open",
+        "algorithm.attenuate_min to 1; as above",
+    ),
+    Metric("stare/selected_plus", "tokens", "of L+", "algorithm.share of the tokens of positive advantage, rounded up"),
+    Metric(
+        "stare/selected_minus", "tokens", "of L-", "algorithm.share of the tokens of negative advantage, rounded up"
+    ),
+    Metric(
+        "stare/threshold_plus",
+        "nats",
+        "least surprisal of L+",
+        "above entropy/mean; near forecast/critical_surprisal or beyond",
+    ),
+    Metric("stare/threshold_minus", "nats", "least surprisal of L-", "as above"),
+    *(
+        metric
+        for name, of, sign in (("plus", "U+", "positive"), ("minus", "U-", "negative"))
+        for metric in (
+            Metric(
+                f"stare/selected_common_{name}",
+                "tokens",
+                f"of {of}, for variants that weigh the common tokens",
+                f"algorithm.share of the tokens of {sign} advantage with `common: bottom`, else all that are not rare",
+            ),
+            Metric(
+                f"stare/threshold_common_{name}",
+                "nats",
+                f"largest surprisal of {of}",
+                f"at most stare/threshold_{name}",
+            ),
+        )
+    ),
+    Metric(
+        "stare/open",
+        "share",
+        "tokens whose own gate is open, where algorithm.gate is by sample or token",
+        "between 0 and 1; always 0 or 1: as stare/gate",
+    ),
+    Metric("entropy/target", "nats", "algorithm.entropy_target, which the gate holds entropy/mean to", "fixed"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stare(Grpo):
     """Settings of STARE; defaults are the paper's.
 
-    variant: 'O1' amplifies L+; 'O4' attenuates L-; 'C2' does both.
+    variant: the paper's names: 'O1' amplifies L+ (W), 'O4' attenuates L- (M), 'C2' does both. Of its ablation: 'O2'
+        attenuates U+, 'O3' amplifies U-; 'C1' is O1 and O3, 'C3' O2 and O3, 'C4' O2 and O4.
     share: P, the share of tokens selected on each side.
+    rare_below: a fixed bound in place of P: tokens of a probability below it are rare. null: by share.
+    common: which tokens are U+ and U-: 'complement', all of the sign that are not rare, or 'bottom', the share of
+        lowest surprisal.
     amplify: W, at least 1.        attenuate: M, in (0, 1].
-    entropy_target: nats; the gate is open while the batch's mean entropy is below it. null: always open.
+    entropy_target: nats; the gate is open while the entropy is below it. null: always open.
+    gate: whose entropy that is: the mean of the 'batch', the mean of the token's response ('sample'), or the 'token's.
     gate_entropy: 'response' is the mean over all response tokens, 'kept' over those that filters left in the loss.
-    adaptive: move W and M by `adapt_rate` a step towards the target, within [1, amplify_max] and [attenuate_min, 1].
+    adaptive: move W and M by `adapt_rate` a step towards the target, within [1, amplify_max] and [attenuate_min, 1], by
+        the batch's mean entropy.
     """
 
     clip_high: float = 0.28
     dual_clip: float | None = 10.0
     aggregation: Aggregation = "token_mean"
-    variant: Literal["O1", "O4", "C2"] = "O1"
+    variant: Variant = "O1"
     share: float = 0.1
+    rare_below: float | None = None
+    common: Common = "complement"
     amplify: float = 1.1
     attenuate: float = 0.9
     entropy_target: float | None = 0.3
+    gate: Literal["batch", "sample", "token"] = "batch"
     gate_entropy: Literal["response", "kept"] = "response"
     adaptive: bool = False
     adapt_rate: float = 0.01
@@ -58,25 +127,45 @@ class Stare(Grpo):
             raise ValueError("share must lie in [0, 1]")
         if self.amplify < 1 or not 0 < self.attenuate <= 1:
             raise ValueError("amplify must be at least 1 and attenuate in (0, 1]")
+        if self.rare_below is not None and not 0 < self.rare_below < 1:
+            raise ValueError("rare_below must lie in (0, 1), or be null")
+        if self.rare_below is not None and self.common == "bottom":
+            raise ValueError("rare_below parts the tokens in two: common must be complement")
         if self.adaptive and self.entropy_target is None:
             raise ValueError("adaptive moves the weights towards entropy_target, which is null")
-
+        if self.gate != "batch" and self.entropy_target is None:
+            raise ValueError(f"gate {self.gate} needs an entropy_target, which is null")
         if self.entropy_target is not None and self.entropy_bonus is not None and self.entropy_bonus.target is not None:
             raise ValueError("entropy_target and entropy_bonus.target steer the same entropy; set one of them to null")
 
     def initial_state(self) -> dict[str, float]:
         return {**super().initial_state(), "gate": 1.0, "amplify": self.amplify, "attenuate": self.attenuate}
 
-    def sides(self) -> dict[str, int]:
-        """The sides that are selected from, with the sign of their advantage."""
-        return {"O1": {"plus": 1}, "O4": {"minus": -1}, "C2": {"plus": 1, "minus": -1}}[self.variant]
+    @property
+    def reads_log_prob_pass(self) -> str | None:
+        if self.gate != "batch":
+            return f"the gate of every {self.gate} reads the entropies of the log-prob pass"
+        return super().reads_log_prob_pass
+
+    @property
+    def selects(self) -> tuple[TokenSet, ...]:
+        return token_sets(self.variant)
+
+    @property
+    def selection(self) -> Selection:
+        """The rule that tells rare tokens from common ones."""
+        return Selection(self.share, self.common, self.rare_below)
 
     def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
         gated = batch if self.gate_entropy == "response" else kept
         asked: dict[str, Request] = {"entropy": Mean(gated.entropy, gated.loss_mask)}
-        for side, sign in self.sides().items():
-            asked[side] = TopK(kept.surprisal, kept.index, kept.loss_mask & (sign * kept.advantage > 0), self.share)
-        return asked
+        if self.gate == "sample":
+            assert batch.sequence_lengths is not None
+            whose, number = gated.sequence, batch.sequence_lengths.shape[0]
+            ones = torch.ones_like(gated.entropy)
+            asked["gate/entropy"] = SegmentSum(gated.entropy, whose, number, gated.loss_mask)
+            asked["gate/length"] = SegmentSum(ones, whose, number, gated.loss_mask)
+        return asked | {each.name: self.selection.request(each, kept) for each in self.selects}
 
     def control(self, state: State, statistics: Statistics) -> State:
         """Opens or closes the gate and, if adaptive, moves W and M, before the loss of the same step."""
@@ -85,7 +174,7 @@ class Stare(Grpo):
             return state
         entropy = scalar(statistics, "entropy")
         gap = self.entropy_target - entropy
-        new = {"gate": (gap > 0).to(torch.float64)}
+        new = {"gate": (gap > 0).to(torch.float64)} if self.gate == "batch" else {}
         if self.adaptive:
             move = self.adapt_rate * torch.sign(gap)
             new["amplify"] = (state["amplify"] + move).clamp(1.0, self.amplify_max)
@@ -93,41 +182,50 @@ class Stare(Grpo):
         # a batch without a finite entropy says nothing: keep what was
         return state | {name: torch.where(entropy.isfinite(), value, state[name]) for name, value in new.items()}
 
+    def gates(self, batch: TokenBatch, statistics: Statistics, state: State) -> Tensor:
+        """0-dim or [N] float64: 1 where the weights act."""
+        if self.gate == "batch" or self.entropy_target is None:
+            return state["gate"]
+        if self.gate == "token":
+            entropy = batch.entropy.detach().to(torch.float64)
+        else:
+            mean = tensor(statistics, "gate/entropy") / tensor(statistics, "gate/length").clamp_min(1)
+            entropy = mean[batch.sequence]
+        return (entropy < self.entropy_target).to(torch.float64)
+
     def weights(self, batch: TokenBatch, statistics: Statistics, state: State) -> Tensor:
         """[N] float32, the factor on every token's advantage."""
-        weights = torch.ones_like(batch.advantage)
-        for sign, chosen in self._chosen(batch, statistics):
-            factor = 1 + state["gate"] * (state["amplify" if sign > 0 else "attenuate"] - 1)
-            weights = torch.where(chosen, factor.to(weights.dtype), weights)
+        weights, gates = torch.ones_like(batch.advantage), self.gates(batch, statistics, state)
+        for each in self.selects:
+            factor = 1 + gates * (state[each.weight] - 1)
+            weights = torch.where(self.selection.members(each, batch, statistics), factor.to(weights.dtype), weights)
         return weights
 
     def selected(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """L+ and L-, also while the gate is closed and their weight is 1."""
-        found = super().selected(batch, statistics)
-        for sign, chosen in self._chosen(self.narrowed(batch, statistics).kept, statistics):
-            found = torch.where(chosen, sign, found)
+        """The variant's sets, also while the gate is closed and their weight is 1."""
+        found, kept = super().selected(batch, statistics), self.narrowed(batch, statistics).kept
+        for each in self.selects:
+            found = torch.where(self.selection.members(each, kept, statistics), each.code, found)
         return found
-
-    def _chosen(self, batch: TokenBatch, statistics: Statistics) -> Iterator[tuple[int, Tensor]]:
-        """The sign of every side's advantage, and [N] bool the tokens that are selected on it."""
-        for side, sign in self.sides().items():
-            candidates = batch.loss_mask & (sign * batch.advantage > 0)
-            yield sign, threshold(statistics, side).select(batch.surprisal, batch.index, candidates)
 
     def policy_loss(self, batch: TokenBatch, statistics: Statistics, state: State) -> TokenTerms:
         base = super().policy_loss(batch, statistics, state)
-        return replace(base, loss=self.weights(batch, statistics, state) * base.loss)
+        shares = dict(base.shares)
+        if self.gate != "batch":
+            shares["stare/open"] = self.gates(batch, statistics, state)
+        return replace(base, loss=self.weights(batch, statistics, state) * base.loss, shares=shares)
 
     def metrics(self, statistics: Statistics, state: State) -> dict[str, Tensor | float]:
         logged = {
             **super().metrics(statistics, state),
-            "stare/gate": state["gate"],
             "stare/amplify": state["amplify"],
             "stare/attenuate": state["attenuate"],
         }
-        for side in self.sides():
-            selected = threshold(statistics, side)
-            logged[f"stare/selected_{side}"], logged[f"stare/threshold_{side}"] = selected.k, selected.value
+        if self.gate == "batch":
+            logged["stare/gate"] = state["gate"]
+        for each in self.selects:
+            logged[f"stare/selected_{each.name}"] = self.selection.number(each, statistics)
+            logged[f"stare/threshold_{each.name}"] = self.selection.bound(each, statistics)
         if self.entropy_target is not None:
             logged["entropy/target"] = self.entropy_target
         return logged

@@ -4,7 +4,8 @@
     J = (1 / sum I) sum_{i,t} I min(rho A, clip(rho, 1 - low, 1 + high) A)
 
 The official code takes the top k per micro-batch; here it is that of the whole batch. TRL divides by all tokens
-instead of the kept ones, which makes the loss about five times smaller: `denominator: all`.
+instead of the kept ones, which makes the loss about five times smaller: `denominator: all`. N counts the tokens that
+have an advantage; to the letter (`candidates: all`) it counts all response tokens, those that teach nothing included.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from megatron_stare.algorithms.aggregate import Aggregation
 from megatron_stare.algorithms.filters import Filter
 from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.batch import TokenBatch
+from megatron_stare.metric import Metric
 from megatron_stare.records.batch_statistics import Count, Quantile, Request, Statistics, TopK, scalar, threshold
+
+METRICS = (
+    Metric("forks/entropy_threshold", "nats", "least entropy of the tokens that are trained on", "above entropy/mean"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +35,11 @@ class HighEntropyTokens:
 
     share: float
     rule: Literal["top_k", "quantile"]
+    candidates: Literal["with_advantage", "all"]
     leaves_count: bool
 
     def requests(self, batch: TokenBatch, known: Statistics) -> Mapping[str, Request]:
-        candidates = _candidates(batch)
+        candidates = self._candidates(batch)
         if self.rule == "quantile":
             return {"forks": Quantile(batch.entropy, candidates, 1 - self.share)}
         asked: dict[str, Request] = {"forks/candidates": Count(candidates)}
@@ -44,22 +51,21 @@ class HighEntropyTokens:
     def keep(self, batch: TokenBatch, known: Statistics) -> Tensor | None:
         if "forks" not in known:
             return None
-        candidates = _candidates(batch)
+        candidates = self._candidates(batch)
         if self.rule == "quantile":
             # compared as float32, the values the quantile was taken over
             return candidates & (batch.entropy.to(torch.float32).to(torch.float64) >= scalar(known, "forks"))
         return threshold(known, "forks").select(batch.entropy, batch.index, candidates)
 
+    def _candidates(self, batch: TokenBatch) -> Tensor:
+        # groups with equal rewards have no advantage and would fill the quantile with tokens that teach nothing; the
+        # paper filters them before training
+        return batch.loss_mask if self.candidates == "all" else batch.loss_mask & (batch.advantage != 0)
+
 
 def fork_count(n: Tensor, share: float) -> Tensor:
     """max(1, int(n share + 0.9999)) of n candidates, 0-dim; the official code's rounding."""
     return (n.to(torch.float64) * share + 0.9999).floor().clamp_min(1)
-
-
-def _candidates(batch: TokenBatch) -> Tensor:
-    # groups with equal rewards have no advantage and would fill the quantile with tokens that teach nothing; the
-    # paper filters them before training
-    return batch.loss_mask & (batch.advantage != 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +74,7 @@ class TwentyEntropy(Grpo):
 
     share: rho, the share of tokens kept.
     rule: 'top_k' keeps exactly k; 'quantile' those at or above the (1 - share)-quantile (linear), as TRL does.
+    candidates: the tokens that the share is of: those 'with_advantage', or 'all' response tokens (the paper's text).
     denominator: 'kept' (the paper, eq. 6) or 'all' tokens (TRL).
     """
 
@@ -76,6 +83,7 @@ class TwentyEntropy(Grpo):
     aggregation: Aggregation = "token_mean"
     share: float = 0.2
     rule: Literal["top_k", "quantile"] = "top_k"
+    candidates: Literal["with_advantage", "all"] = "with_advantage"
     denominator: Literal["kept", "all"] = "kept"
 
     def __post_init__(self) -> None:
@@ -88,7 +96,12 @@ class TwentyEntropy(Grpo):
         return "20-Entropy chooses tokens by the entropies of the log-prob pass"
 
     def filters(self) -> tuple[Filter, ...]:
-        forks = HighEntropyTokens(share=self.share, rule=self.rule, leaves_count=self.denominator == "kept")
+        forks = HighEntropyTokens(
+            share=self.share,
+            rule=self.rule,
+            candidates=self.candidates,
+            leaves_count=self.denominator == "kept",
+        )
         return (*super().filters(), forks)
 
     def metrics(self, statistics: Statistics, state: dict[str, Tensor]) -> dict[str, Tensor | float]:

@@ -9,13 +9,15 @@ from pydantic import Field, field_validator, model_validator
 from megatron_stare.config.agreement_section import AgreementConfig
 from megatron_stare.config.algorithm import AlgorithmConfig
 from megatron_stare.config.data_section import DataConfig
+from megatron_stare.config.eval_section import EvalConfig
 from megatron_stare.config.limits_section import LimitsConfig
 from megatron_stare.config.memory_section import MemoryConfig
 from megatron_stare.config.moe_section import MoeConfig
+from megatron_stare.config.partial_section import PartialConfig
 from megatron_stare.config.performance_section import PerformanceConfig, Section
+from megatron_stare.config.restarts_section import RestartsConfig
 from megatron_stare.config.reward_section import RewardConfig
 from megatron_stare.config.runtime_section import RuntimeConfig
-from megatron_stare.config.template import check_template
 
 
 class RunConfig(Section):
@@ -178,6 +180,14 @@ class RolloutConfig(Section):
     staleness: int | None = Field(
         None, ge=0, description="engines sample ahead of training, from weights at most this many steps old; null: not"
     )
+    stale_tokens: Literal["correct", "mask"] = Field(
+        "correct",
+        description="tokens of older weights than those a step trains are weighed by algorithm.correction, or carry no "
+        "loss and stay in the context",
+    )
+    stale_from: int = Field(
+        1, ge=1, description="`stale_tokens: mask` masks tokens of weights that are at least this many steps older"
+    )
     prove_every: int = Field(
         1, ge=1, description="weight syncs until values are proven by checksums again; else names and counts alone"
     )
@@ -209,6 +219,10 @@ class SGLangConfig(Section):
     expert_parallel: int = Field(
         1, ge=1, description="groups of a server's ranks that hold whole experts, a divisor of tensor_parallel"
     )
+    attention_data_parallel: int = Field(
+        1, ge=1, description="groups of a server's ranks that attend to requests of their own, likewise a divisor"
+    )
+    nodes: int = Field(1, ge=1, description="nodes that a server's ranks lie on in equal parts, likewise a divisor")
     memory_fraction: float | None = Field(
         None, gt=0, lt=1, description="share of a GPU's memory for weights and key/value cache; null: SGLang's choice"
     )
@@ -306,50 +320,6 @@ class CheckpointConfig(Section):
     writers: int = Field(2, ge=1, description="files, and processes that write them, a trainer rank")
 
 
-class EvalTask(Section):
-    """A task that the policy is evaluated on. What it leaves out, or sets to null, is the run's own."""
-
-    name: str = Field(pattern=r"^[\w.@+-]+$", description="in eval.jsonl, the report and TensorBoard; each has its own")
-    source: str | None = Field(None, description="as data.source")
-    path: str | None = Field(None, description="as data.eval_path")
-    template: str | None = Field(None, description="as data.template; the template '{prompt}' adds nothing")
-    chat_template: bool | None = Field(None, description="as data.chat_template")
-    max_prompt_tokens: int | None = Field(None, ge=1, description="as rollout.max_prompt_tokens")
-    truncate_prompt: Literal["error", "drop", "left"] | None = Field(None, description="as rollout.truncate_prompt")
-    verifier: str | None = Field(None, description="as reward.verifier")
-    environment: str | None = Field(None, description="as rollout.environment")
-    prompts: int | None = Field(None, ge=1, description="problems; null: eval.prompts, and where that is 0, all")
-    samples: int = Field(1, ge=1, description="responses a problem; its result is their mean (avg@k)")
-    temperature: float | None = Field(None, gt=0, description="as rollout.temperature")
-    top_p: float = Field(
-        1.0, gt=0, le=1, description="only the likeliest tokens are drawn, as few as together have this probability"
-    )
-    max_new_tokens: int | None = Field(None, ge=1, description="as rollout.max_new_tokens")
-    greedy: bool | None = Field(None, description="as eval.greedy")
-
-    _template = field_validator("template")(check_template)
-
-
-class EvalConfig(Section):
-    """Pass@1 on held-out problems, before and after training and in between."""
-
-    prompts: int = Field(0, ge=0, description="problems; 0: no evaluation, unless there are tasks")
-    every: int = Field(0, ge=0, description="steps between evaluations; 0: only before and after")
-    greedy: bool = Field(True, description="also decode greedily")
-    tasks: list[EvalTask] = Field(
-        [], description="what is evaluated, see below; empty: the run's own task, on held-out problems"
-    )
-
-    @field_validator("tasks")
-    @classmethod
-    def _names_differ(cls, tasks: list[EvalTask]) -> list[EvalTask]:
-        names = [task.name for task in tasks]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"two tasks are called {name!r}: their results could not be told apart")
-        return tasks
-
-
 class ObservabilityConfig(Section):
     """What is watched beside training; none of it changes what is learnt. See docs/diagnostics.md."""
 
@@ -367,6 +337,9 @@ class ObservabilityConfig(Section):
         description="what the run's reports go to: 'jsonl', 'tensorboard', 'console', 'report' or a class path "
         "my_pkg.MySink",
     )
+    metrics: list[str] = Field(
+        [], description="functions of a step's batch whose numbers are logged too: paths my_pkg.my_metric"
+    )
 
     @field_validator("reflection_words")
     @classmethod
@@ -375,7 +348,7 @@ class ObservabilityConfig(Section):
             raise ValueError("an empty word stands everywhere")
         return value
 
-    @field_validator("sinks")
+    @field_validator("sinks", "metrics")
     @classmethod
     def _each_is_told_once(cls, value: list[str]) -> list[str]:
         if twice := sorted({name for name in value if value.count(name) > 1}):
@@ -392,6 +365,7 @@ class Config(Section):
     batch: BatchConfig = BatchConfig()
     statistics: StatisticsConfig = StatisticsConfig()
     rollout: RolloutConfig = RolloutConfig()
+    partial: PartialConfig = PartialConfig()
     sglang: SGLangConfig = SGLangConfig()
     agreement: AgreementConfig = AgreementConfig()
     data: DataConfig = DataConfig()
@@ -409,6 +383,7 @@ class Config(Section):
     observability: ObservabilityConfig = ObservabilityConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     limits: LimitsConfig = LimitsConfig()
+    restarts: RestartsConfig = RestartsConfig()
 
     @model_validator(mode="after")
     def _servers_are_used(self) -> Config:
@@ -419,6 +394,8 @@ class Config(Section):
                         f"sglang.{name} is set, but rollouts come from the engine {self.rollout.engine!r}, which has "
                         "no servers: set rollout.engine=sglang, or leave it out"
                     )
+            if self.eval.urls:
+                raise ValueError(f"eval.urls names servers, and the engine {self.rollout.engine!r} has none")
         return self
 
     @model_validator(mode="after")

@@ -96,5 +96,7 @@ def _line(pair: list[int], swap: bool, slip: int) -> tuple[int, str]:
 class ArithmeticPrompts(GeneratedPrompts):
     """A PromptSource of these problems."""
 
-    draw = staticmethod(draw_problem)
     counts = PROBLEMS
+
+    def problem(self, index: int) -> Problem:
+        return draw_problem(self._seed, self._split, index)

@@ -7,7 +7,8 @@ that tools stay light.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from megatron_stare.data.streams import Split, stream_seed
@@ -36,8 +37,8 @@ class Problem(Protocol):
         ...
 
 
-class GeneratedPrompts:
-    """A PromptSource of generated problems; a task's own class names the two functions of class.
+class GeneratedPrompts(ABC):
+    """A PromptSource of generated problems; a task's own class says which.
 
     Args:
         config: of the run.
@@ -48,9 +49,6 @@ class GeneratedPrompts:
         ConfigError: a chat template is asked for and the tokenizer has none.
         DataError: the prompts are longer than `rollout.max_prompt_tokens`.
     """
-
-    draw: ClassVar[Callable[[int, Split, int], Problem]]
-    """Problem of (seed, split, index)."""
 
     counts: ClassVar[Mapping[Split, int]]
     """Different problems of each split."""
@@ -63,8 +61,11 @@ class GeneratedPrompts:
         self._cursor = 0
         self.problems = self.counts[split]
         self._encode = PromptEncoder(config, tokenizer)
-        first = self.draw(self._seed, split, 0)
-        self._encode(first.text, f"{split} problem 0")  # a limit too low fails before the run
+        self._encode(self.problem(0).text, f"{split} problem 0")  # a limit too low fails before the run
+
+    @abstractmethod
+    def problem(self, index: int) -> Problem:
+        """Of the stream of this seed and split."""
 
     def take(self, n: int) -> list[Prompt]:
         """The next `n` prompts."""
@@ -72,7 +73,7 @@ class GeneratedPrompts:
 
         prompts = []
         for cursor in range(self._cursor, self._cursor + n):
-            problem = self.draw(self._seed, self._split, cursor)
+            problem = self.problem(cursor)
             prompt = Prompt(
                 cursor=cursor,
                 id=f"{self._split}-{cursor}",

@@ -30,7 +30,7 @@ VOCABULARY = (
 )
 """Every word of prompts and demonstrations, which spaces part."""
 
-SIGNS: tuple[tuple[int, int, int], ...] = tuple(product((1, -1), repeat=3))
+SIGNS: tuple[tuple[int, int, int], ...] = tuple((a, b, c) for a, b, c in product((1, -1), (1, -1), (1, -1)))
 """The eight ways to sign three operands."""
 
 PROBLEMS: dict[Split, int] = {"train": 11_725, "eval": 1_395}
@@ -129,5 +129,7 @@ def _chance(*counters: int) -> float:
 class SignsPrompts(GeneratedPrompts):
     """A PromptSource of these problems."""
 
-    draw = staticmethod(draw_problem)
     counts = PROBLEMS
+
+    def problem(self, index: int) -> Problem:
+        return draw_problem(self._seed, self._split, index)

@@ -12,32 +12,51 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron_stare.algorithms.gradient_norm import norm_metrics, norm_requests
+from megatron_stare.algorithms.proxy import proxy_metrics, proxy_requests
 from megatron_stare.algorithms.sensitivity import EntropyForecast, sensitivity_requests
 from megatron_stare.batch import TokenBatch
 from megatron_stare.megatron.batching.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.head import Head, LossFunction
+from megatron_stare.megatron.objective import Objective
 from megatron_stare.megatron.passes import compute_log_probs
+from megatron_stare.metric import Metric
 from megatron_stare.ops.statistics_executor import answer
 from megatron_stare.records.batch_statistics import Mean, scalar
 
+METRICS = (
+    Metric(
+        "forecast/measured_change",
+        "nats",
+        "mean entropy of the same tokens after the first update less before; see observability.measured_every",
+        "mostly the sign of forecast/entropy_change",
+    ),
+)
+
 
 def forecast(
-    tokens: TokenBatch,
-    micro_batches: Sequence[MicroBatch],
-    loss_of: LossFunction,
-    temperature: float,
-    group: ProcessGroup | None,
+    objective: Objective, micro_batches: Sequence[MicroBatch], head: Head, group: ProcessGroup | None
 ) -> dict[str, Tensor]:
-    """The `forecast/*` metrics of the step that is about to be taken, over the whole batch; 0-dim each.
+    """The `forecast/*` and `gradient/*` metrics of the step that is about to be taken, over the whole batch; 0-dim.
 
     Args:
-        tokens: this rank's positions, with sum_p2 and sum_p2_log_p.
-        loss_of: the loss that training takes the gradient of.
-        temperature: of the log-probs.
+        objective: of the step, its tokens with sum_p2 and sum_p2_log_p.
+        head: whose temperature and vocabulary the log-probs are of.
         group: ranks that hold other tokens of the batch; None: this rank holds all.
     """
-    requests = sensitivity_requests(tokens, push_of(tokens, micro_batches, loss_of))
-    return EntropyForecast.of(answer(requests, group), temperature).metrics()
+    tokens, sets = objective.tokens, objective.method.selects
+    push = push_of(tokens, micro_batches, objective.loss)
+    requests = {
+        **sensitivity_requests(tokens, push),
+        **proxy_requests(tokens, sets, objective.selected(micro_batches)),
+        **norm_requests(tokens, push, head.vocab_size),
+    }
+    answers = answer(requests, group)
+    return {
+        **EntropyForecast.of(answers, head.temperature).metrics(),
+        **proxy_metrics(answers, sets, head.temperature),
+        **norm_metrics(answers, head.temperature),
+    }
 
 
 def push_of(tokens: TokenBatch, micro_batches: Sequence[MicroBatch], loss_of: LossFunction) -> Tensor:

@@ -11,8 +11,37 @@ from torch.distributed import ProcessGroup
 
 from megatron_stare.algorithms.method import Method, State
 from megatron_stare.batch import TokenBatch
+from megatron_stare.metric import Metric
 from megatron_stare.ops.statistics_executor import gather_statistics
 from megatron_stare.records.batch_statistics import Max, Mean, Request, Statistics
+
+METRICS = (
+    Metric(
+        "entropy/mean",
+        "nats",
+        "mean entropy of the policy over the tokens that carry loss, before the first update",
+        "at its target (alert: 10 steps outside a quarter of it); without one no halving in under 40 steps (alert)",
+    ),
+    Metric(
+        "surprisal/mean",
+        "nats",
+        "mean of -ln p of the tokens that carry loss",
+        "near entropy/mean, whose estimate it is",
+    ),
+    Metric(
+        "rollout/logprob_diff_mean",
+        "nats",
+        "mean |engine's log-prob - trainer's| over the tokens that carry loss",
+        "float32 below 1e-5, bfloat16 some thousandths; more with older weights or replayed routes",
+    ),
+    Metric(
+        "rollout/logprob_diff_max",
+        "nats",
+        "the largest of them",
+        "float32 below 1e-3 (alert above); in 16 bits tenths are normal",
+    ),
+)
+
 
 # tensors [N] that a training pass in the place of a log-prob pass leaves behind
 LOG_PROB, ENTROPY = "pass/log_prob", "pass/entropy"

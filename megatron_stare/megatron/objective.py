@@ -5,7 +5,7 @@ Shape legend: N response positions of this rank, n those of a micro-batch, as in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -17,9 +17,25 @@ from megatron_stare.algorithms.method import Method, State
 from megatron_stare.batch import TokenBatch
 from megatron_stare.megatron.batching.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.measured import ENTROPY, LOG_PROB
+from megatron_stare.metric import Metric
 from megatron_stare.ops.micro_batch_scope import gather_by_micro_batch, summary
 from megatron_stare.ops.statistics_executor import gather_statistics
 from megatron_stare.records.batch_statistics import Max, Mean, Request, Statistics, Sum
+
+METRICS = (
+    Metric(
+        "loss/policy",
+        "loss",
+        "what the update minimises: the sum of coefficient times token loss, all terms included",
+        "near 0 on policy; its size says little",
+    ),
+    Metric(
+        "ratio/max_abs_log",
+        "nats",
+        "largest |ln ratio| of new and old policy over the tokens of all updates",
+        "exactly 0 with one update a batch; below some tenths with several",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +79,15 @@ class Objective:
         if self.is_log_prob_pass:
             tokens = replace(tokens, old_log_prob=log_prob.detach(), entropy=entropy.detach())
         return tokens
+
+    def selected(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """[N] int8, `Method.selected` of the positions that stand in these micro-batches, 0 elsewhere; by the log-probs
+        of the log-prob pass."""
+        found = torch.zeros_like(self.tokens.loss_mask, dtype=torch.int8)
+        for micro in micro_batches:
+            seen = self.tokens_of(self.tokens.old_log_prob[micro.span], self.tokens.entropy[micro.span], micro)
+            found[micro.span] = self.method.selected(seen, self.statistics_of(micro))
+        return found
 
     def statistics_of(self, micro: MicroBatch) -> Statistics:
         """What the method reads for a micro-batch."""

@@ -20,7 +20,18 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor, nn
 
 from megatron_stare.megatron.model import unwrap
+from megatron_stare.metric import Metric
 from megatron_stare.records.routing import unknown
+
+METRICS = (
+    Metric(
+        "routing/differs",
+        "share",
+        "experts of the engine that the trainer's routers would not have chosen with the same weights",
+        "small and steady; 0 in float32; a jump: other weights on one side",
+    ),
+)
+
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 

@@ -52,7 +52,7 @@ class StageSend:
         self._own: StreamPlan | None = None  # that is still to be sent
         self._buckets: Iterator[Bucket | None] = iter(())
         self._first: Bucket | None = None
-        self._outlet: Outlet | None = None
+        self._outlet: Outlet | None = None  # that the connection is made of
         self._connection: Connection | None = None
 
     def _planned(self, owners_send: bool) -> _Plans:
@@ -71,17 +71,27 @@ class StageSend:
         return [shard for shard in held if names.issuperset(rule_for(shard.name, self._shape).sources)]
 
     @torch.no_grad()
-    def prepare(self, owners_send: bool) -> None:
-        """Gathers the first bucket of the weights as they are, which must not change until they are sent."""
+    def prepare(self, outlet: Outlet, prove: bool) -> None:
+        """Gathers the first bucket of the weights as they are, which must not change until they are sent by the outlet.
+
+        Args:
+            prove: tell the engines what proves the values.
+        """
         self._drain()  # of a sync that an error cut short: its messages must not be taken for this one's
-        plans = self._planned(owners_send)
+        if outlet != self._outlet:
+            self.close()
+        self._outlet = outlet
+        plans = self._planned(outlet.owners_send)
         self._own = plans.own
         self._buckets = stream(plans.gathered, shards(self._model, self._layout), self._group, self._rooms)
         self._first = next(self._buckets)
+        if self._first is not None or self._own is not None:
+            self._connection = self._connection or outlet.connect(self._layout.rank)
+            self._connection.expect(prove, self._first)
 
     @torch.no_grad()
-    def send(self, outlet: Outlet, prove: bool) -> Any:
-        """Sends what the stage gathers by the outlet, gathering the next bucket meanwhile, then what this rank owns.
+    def send(self) -> Any:
+        """Sends what the stage gathers, gathering the next bucket meanwhile, then what this rank owns.
 
         Returns:
             On the first rank what the engines are told; elsewhere None.
@@ -93,18 +103,18 @@ class StageSend:
             self._drain()
             return None
         try:
-            return self._sent(outlet, prove, self._gathered_and_own())
+            return self._sent(self._gathered_and_own())
         finally:
             self._drain()  # after an error, too: the other ranks wait until their pieces are taken
 
     @torch.no_grad()
-    def send_own(self, outlet: Outlet, prove: bool) -> Any:
+    def send_own(self) -> Any:
         """Sends the experts that this rank owns and has not sent. Returns what the engines are told; None: it has none.
 
         Raises:
             UserError: they could not be sent.
         """
-        return self._sent(outlet, prove, self._of_own()) if self._own is not None else None
+        return self._sent(self._of_own()) if self._own is not None else None
 
     def _gathered_and_own(self) -> Iterator[Bucket]:
         bucket, self._first = self._first, None
@@ -119,11 +129,9 @@ class StageSend:
             buckets = stream(plan, shards(self._model, self._layout), rooms=self._rooms)
             yield from (bucket for bucket in buckets if bucket is not None)
 
-    def _sent(self, outlet: Outlet, prove: bool, buckets: Iterator[Bucket]) -> Any:
-        if self._connection is None or outlet != self._outlet:
-            self.close()
-            self._outlet, self._connection = outlet, outlet.connect(self._layout.rank)
-        self._connection.begin(prove)
+    def _sent(self, buckets: Iterator[Bucket]) -> Any:
+        assert self._connection is not None
+        self._connection.begin()
         for bucket in buckets:
             self._connection.send(bucket)
         return self._connection.end()

@@ -34,11 +34,28 @@ from megatron_stare.megatron.passes import accumulate_gradients, compute_log_pro
 from megatron_stare.megatron.reference import Reference
 from megatron_stare.megatron.routing_replay import routing_metrics
 from megatron_stare.megatron.watched_tokens import token_numbers
+from megatron_stare.metric import Metric
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.ops.statistics_executor import answer
 from megatron_stare.performance import keeps_graph
 from megatron_stare.records.batch_statistics import scalar
 from megatron_stare.records.token_numbers import TokenNumbers
+
+METRICS = (
+    Metric(
+        "optimizer/grad_norm",
+        "norm",
+        "of the gradient over all parameters, before it is clipped",
+        "within ten times the median of the last 50 steps (alert above)",
+    ),
+    Metric("optimizer/lr", "rate", "learning rate of the step", "follows optimizer.schedule"),
+    Metric(
+        "optimizer/loss_scale",
+        "factor",
+        "what the loss is multiplied by for backward; float16 alone",
+        "a power of 2 that halves now and then; at optimizer.min_loss_scale gradients are broken",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -119,8 +136,7 @@ class Step:
         self._objective = self._make_objective(0)
         if tokens.sum_p2 is not None and (first := self._objective) is not None:
             # of several updates the first: only its policy is that of the log-prob pass
-            micro_batches, temperature = self.batch.mini_batch(0).micro_batches, self._policy.head.temperature
-            found = forecast(first.tokens, micro_batches, first.loss, temperature, self.group)
+            found = forecast(first, self.batch.mini_batch(0).micro_batches, self._policy.head, self.group)
             self.measured = replace(self.measured, forecast=found)
 
     def update(

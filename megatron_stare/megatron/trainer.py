@@ -278,11 +278,11 @@ class Trainer:
         """Checksums of the tensors that were streamed, by name, on the first rank."""
         return self.stream.end()
 
-    def prepare_weights(self, owners_send: bool = False) -> None:
+    def prepare_weights(self, outlet: Outlet, prove: bool) -> None:
         """Gathers the first bucket of this stage's weights, to be sent to the engines. All ranks must call it.
 
         Args:
-            owners_send: ranks send the experts they own themselves.
+            prove: tell the engines what proves the values.
         """
         self.onload(("parameters",))
         policy = self.policy
@@ -290,23 +290,26 @@ class Trainer:
         if self._stage_send is None:  # once engines are there that take weights so
             bucket_bytes = self.config.rollout.sync_bucket_mb * 2**20
             self._stage_send = StageSend(policy.model, policy.layout, policy.shape, self.stream.plan, bucket_bytes)
-        self._stage_send.prepare(owners_send)
+        self._stage_send.prepare(outlet, prove)
 
-    def send_weights(self, outlet: Outlet, prove: bool) -> Any:
+    def send_weights(self, *after: Any) -> Any:
         """Sends this stage's weights. All ranks of the stage must call it, after `prepare_weights`.
+
+        Args:
+            after: what must have been done before: results of other workers' calls, which are not looked at.
 
         Returns:
             On the stage's first rank what the engines are told; elsewhere None.
         """
-        return self._prepared.send(outlet, prove)
+        return self._prepared.send()
 
-    def send_own_weights(self, outlet: Outlet, prove: bool) -> Any:
-        """Sends the experts that this rank owns, where it has sent nothing yet.
+    def send_own_weights(self, *after: Any) -> Any:
+        """Sends the experts that this rank owns, where it has sent nothing yet. Args: after: see `send_weights`.
 
         Returns:
             What the engines are told; None where there are none.
         """
-        return self._prepared.send_own(outlet, prove)
+        return self._prepared.send_own()
 
     @property
     def _prepared(self) -> StageSend:

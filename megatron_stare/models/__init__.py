@@ -1,7 +1,8 @@
 """What one has to know of a model: the families, one file each, and the shape that a config.json gives one of them.
 
 A family is found by the `model_type` of config.json, as transformers finds its own. A file of this package that holds a
-`FAMILY` is one: nothing else names it.
+`FAMILY` is one: nothing else names it. Installed packages bring others as entry points of the group PLUG_INS, named by
+their model_type; one is imported where a model needs it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import pkgutil
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ def _found() -> dict[str, ModelFamily]:
 
 
 FAMILIES = _found()
+PLUG_INS = "megatron_stare.model_families"
 
 
 def family_named(model_type: Any, where: str) -> ModelFamily:
@@ -36,17 +39,31 @@ def family_named(model_type: Any, where: str) -> ModelFamily:
         where: the file that names it, for the error.
 
     Raises:
-        DataError: there is none.
+        DataError: there is none, or what a plug-in brings is none.
     """
-    if model_type not in FAMILIES:
-        known = f"known: {', '.join(sorted(FAMILIES))}"
+    if model_type in FAMILIES:
+        return FAMILIES[model_type]
+    plug_ins = {entry.name: entry for entry in entry_points(group=PLUG_INS)}
+    if model_type not in plug_ins:
+        known = f"known: {', '.join(sorted(FAMILIES.keys() | plug_ins.keys()))}; docs/howto/model_family.md adds one"
         raise DataError(f"model family {model_type!r} is unknown", where=where, fix=known)
-    return FAMILIES[model_type]
+    entry = plug_ins[model_type]
+    try:
+        family = entry.load()
+    except Exception as error:  # whatever a user's module raises while it is imported
+        said = f"{type(error).__name__}: {error}"
+        raise DataError(
+            f"model family {model_type!r} of {entry.value} cannot be loaded: {said}", where=where
+        ) from error
+    if not isinstance(family, ModelFamily) or family.model_type != model_type:
+        raise DataError(f"{entry.value} is no ModelFamily of the model_type {model_type!r}", where=where)
+    FAMILIES[model_type] = family
+    return family
 
 
 def family_of(shape: ModelShape) -> ModelFamily:
-    """The family that a shape was read by."""
-    return FAMILIES[shape.family]
+    """The family that a shape was read by, maybe in another process."""
+    return family_named(shape.family, "the model's family")
 
 
 def read_shape(path: str | Path) -> ModelShape:

@@ -61,6 +61,10 @@ class ModelFamily:
         }
     )
 
+    # whether servers cut attention over the ranks of a group with requests of its own, as their source has it: that of
+    # other families stays cut over all ranks of a server, each of which would then see another group's requests
+    served_by_groups: ClassVar[bool] = False
+
     def check(self, config: Mapping[str, Any], where: str) -> None:
         """Refuses what this family may do, and is not done here.
 

@@ -10,6 +10,7 @@ class Qwen3(ModelFamily):
 
     model_type = "qwen3"
     qk_norm = True
+    served_by_groups = True
 
 
 FAMILY = Qwen3()

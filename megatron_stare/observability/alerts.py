@@ -165,6 +165,14 @@ def requests_lost(recent: Recent) -> str | None:
     return f"{again:.0f} requests for responses were lost and made again, {late:.0f} of them late"
 
 
+def engines_lost(recent: Recent) -> str | None:
+    """An engine is lost, whether it will come back or not."""
+    lost, serving = recent.now("engine/dead"), recent.now("engine/serving")
+    if not lost > 0:
+        return None
+    return f"engines were lost {lost:.0f} times, {serving:.0f} serve"
+
+
 def gradient_spike(recent: Recent) -> str | None:
     """One gradient norm far above those before it."""
     norms = [row.get("optimizer/grad_norm", math.nan) for row in recent.rows[-GRAD_WINDOW - 1 : -1]]
@@ -209,6 +217,7 @@ CHECKS: dict[str, Callable[[Recent], str | None]] = {
     "engine and trainer drift apart": log_probs_drift,
     "reward failures": reward_failures,
     "requests lost": requests_lost,
+    "engines lost": engines_lost,
     "entropy collapse": entropy_collapse,
     "entropy off target": entropy_off_target,
     "gradient spike": gradient_spike,

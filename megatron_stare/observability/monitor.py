@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from megatron_stare.errors import UserError
 from megatron_stare.observability.alerts import Watch
+from megatron_stare.observability.own_metrics import WHERE as OWN
+from megatron_stare.observability.own_metrics import OwnMetric, measure
 from megatron_stare.observability.reflections import reflections
 from megatron_stare.observability.run_files import METRICS_FILE, read_metrics
 from megatron_stare.observability.sink import WHERE, RunOutline, Sink
@@ -28,9 +31,13 @@ class Monitor:
     Args:
         sinks: by name; the essential ones are told first, so that what others show has been recorded.
         run: which run it is.
+        own: the user's functions of a step's batch, by their paths.
     """
 
-    def __init__(self, sinks: Mapping[str, Sink], run: RunOutline) -> None:
+    def __init__(
+        self, sinks: Mapping[str, Sink], run: RunOutline, own: Mapping[str, OwnMetric] = MappingProxyType({})
+    ) -> None:
+        self._own = own
         self._sinks = dict(sorted(sinks.items(), key=lambda item: not item[1].essential))
         self._run = run
         self._open: dict[str, Sink] = {}
@@ -81,6 +88,11 @@ class Monitor:
         found = step_metrics(batch, batch.trajectories, {**result, **gauged}, self._stopwatch)
         found |= reflections(batch.trajectories, self._run.config.observability.reflection_words)
         metrics = {name: float(value) for name, value in found.items()}
+        for name, function in self._own.items():
+            try:
+                metrics |= measure(function, batch, metrics)
+            except Exception as error:  # whatever a user's function raises
+                self._warn_once(name, f"{name!r} of {OWN} failed: {_said(error)}; the run goes on without it")
         changed = self._watch.add(step, metrics)
         active = tuple(self._watch.active.values())
         self._tell(lambda sink: sink.step(step, metrics, batch))
@@ -137,22 +149,25 @@ class Monitor:
             call(sink)
         except Exception as error:
             known = name in self._failed
-            self._failed.add(name)
             if not sink.essential:
-                if not known:
-                    self._warn(
-                        f"the sink {name!r} of {WHERE} failed: {_said(error)}; the run goes on without what it misses"
-                    )
+                self._warn_once(
+                    name, f"the sink {name!r} of {WHERE} failed: {_said(error)}; the run goes on without what it misses"
+                )
             elif not isinstance(error, OSError):
                 raise
             elif not known:  # or it is closed because of this: what it had still to write fails once more
+                self._failed.add(name)
                 raise UserError(
                     f"the record of the run cannot be written ({error.strerror or error})",
                     where=str(error.filename or self._run.dir),
                     fix="make room, and continue from the last checkpoint with --resume",
                 ) from error
 
-    def _warn(self, text: str) -> None:
+    def _warn_once(self, name: str, text: str) -> None:
+        """Of a sink or metric that fails."""
+        if name in self._failed:
+            return
+        self._failed.add(name)
         with contextlib.suppress(OSError):  # it may be the terminal that is gone
             print(f"warning: {text}", file=sys.stderr, flush=True)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # the report reads what is written here, and does without tor
     from megatron_stare.records.trajectory import Trajectory
 
 DIGITS = 5  # significant digits of a number of a token
-_SELECTED = {1: "+", -1: "-", 0: "."}
+_SELECTED = {1: "+", -1: "-", 2: "p", -2: "m", 0: "."}
 _RARE = {1: "r", 0: "c", -1: "?"}
 NOT_TRAINED = " "  # in both of these: a token that an environment wrote
 
@@ -33,7 +33,8 @@ class Token:
     surprisal, entropy: nats, under the policy of the log-prob pass, at the temperature of the run.
     advantage: of its response.
     weight: what the loss multiplied the advantage by, all of the method's doing included; NaN where the advantage is 0.
-    selected: "+" in L+, "-" in L-, "." in neither; " " for a token that an environment wrote.
+    selected: "+" in L+, the rarest of positive advantage that a method picks, "-" in L-, of negative advantage; "p" in
+        U+, "m" in U-, the common ones; "." in none; " " for a token that an environment wrote.
     rare: "r" past the critical surprisal of its position, "c" not, "?" where the run had no forecast; " " as above.
     """
 

@@ -24,6 +24,7 @@ EVAL_FILE = "eval.jsonl"
 ROLLOUTS_DIR = "rollouts"
 TENSORBOARD_DIR = "tensorboard"
 CONFIG_FILE = "config.yaml"
+_FIGURES = ("full_solve", "length_mean", "truncated", "distinct_answers", "distinct_solutions")
 STARTS_FILE = "starts.jsonl"  # when, where and from which commit the run was started, and resumed
 
 
@@ -133,6 +134,14 @@ def result_name(record: Record) -> str:
     """What the mean result of an evaluation is called: pass@1, or avg@k of k responses a problem."""
     samples = record.get("decoding", {}).get("samples", 1)
     return "pass@1" if samples == 1 else f"avg@{samples}"
+
+
+def evaluation_figures(record: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of an evaluation by name, without intervals; what it does not have is left out."""
+    found: dict[str, Any] = {name: record.get(name) for name in ("pass1", "greedy", *_FIGURES)}
+    found |= {name: each["value"] for name, each in record.get("results", {}).items()}
+    found |= {f"reflection/{category}": mean for category, mean in record.get("reflection", {}).items()}
+    return {name: float(value) for name, value in found.items() if value is not None}
 
 
 def _last(evals: Sequence[Record], weights: str) -> Record | None:

@@ -13,10 +13,45 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_stare.metric import Metric
+
 if TYPE_CHECKING:  # the report takes its words from here, and does without torch
     from torch import Tensor
 
     from megatron_stare.records.trajectory import Trajectory
+
+METRICS = (
+    Metric(
+        "signal/length_reward",
+        "correlation",
+        "Pearson's correlation of response length and reward over the verified responses",
+        "no drift towards 1 (length is paid for); NaN: one of them does not vary",
+    ),
+    Metric(
+        "signal/length_right",
+        "tokens",
+        "mean length of right responses (reward above 0.5)",
+        "moves with signal/length_wrong",
+    ),
+    Metric(
+        "signal/length_wrong", "tokens", "mean length of wrong responses", "does not grow away from signal/length_right"
+    ),
+    Metric(
+        "signal/repetition",
+        "share",
+        "4-grams of token ids that stood earlier in the same response",
+        "steady; rising: loops",
+    ),
+    Metric(
+        "signal/format", "share", "verified responses in which the verifier finds an answer", "rises early, then near 1"
+    ),
+    Metric(
+        "signal/no_reasoning",
+        "share",
+        "right answers with fewer than 8 tokens before them",
+        "does not rise; rising: guessed or remembered",
+    ),
+)
 
 NGRAM = 4  # tokens: two in a row repeat in any prose, four hardly do
 INT64_MAX = 2**63 - 1

@@ -8,10 +8,71 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
+from megatron_stare.metric import Metric
 from megatron_stare.observability.process_memory import tree_pss_bytes
 from megatron_stare.observability.signals import hacking_signals
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import Trajectory
+
+METRICS = (
+    Metric(
+        "reward/mean",
+        "reward",
+        "mean over verified responses, before length penalties",
+        "rises; NaN: no answer was verified",
+    ),
+    Metric(
+        "reward/timeouts",
+        "responses",
+        "whose verifier took longer than reward.timeout_s",
+        "0; any is an alert, many stop the run (reward.max_failure_rate)",
+    ),
+    Metric("reward/crashes", "responses", "whose verifier raised or took its process down", "0; as above"),
+    Metric(
+        "group/degenerate",
+        "share",
+        "prompt groups whose rewards are all equal, which teach nothing",
+        "below 0.9 (alert above); data too easy or too hard: batch.generate_prompts",
+    ),
+    Metric(
+        "response/length_mean",
+        "tokens",
+        "mean length of the responses, observations of an environment included",
+        "steady or slowly rising",
+    ),
+    Metric("response/length_max", "tokens", "longest response", "below rollout.max_new_tokens"),
+    Metric("response/truncated", "share", "responses cut off at rollout.max_new_tokens", "below 0.2 (alert above)"),
+    Metric(
+        "time/rollout_s",
+        "s",
+        "sampling and verifying; with rollout.staleness, waiting for them",
+        "the largest part of a step with long responses",
+    ),
+    Metric(
+        "time/log_probs_s",
+        "s",
+        "log-prob pass; missing where none is made",
+        "about a third of time/update_s with one update a batch, more with performance.keep_graph",
+    ),
+    Metric(
+        "time/update_s",
+        "s",
+        "all updates of the step: forward, backward, optimizer",
+        "steady for the same number of tokens",
+    ),
+    Metric("time/sync_s", "s", "weights to the engines, and the canary", "steady"),
+    Metric(
+        "time/step_s", "s", "the whole step; evaluations and checkpoints are not in it", "near the sum of its phases"
+    ),
+    Metric("perf/tokens_per_s", "tokens/s", "response tokens of the batch over time/step_s", "steady"),
+    Metric(
+        "memory/tree_pss_gb",
+        "GB",
+        "10^9 bytes: main memory of all the run's processes on the driver's node (Pss), read every 10 s",
+        "level after some steps; a steady rise is a leak",
+    ),
+)
+
 
 MEMORY_EVERY_S = 10.0  # reading every process's page tables takes milliseconds
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from megatron_stare.metric import Metric
 from megatron_stare.orchestration.groups import TrainerGroup
 from megatron_stare.resolved import ResolvedRun
 from megatron_stare.rollout.agreement import (
@@ -21,6 +22,16 @@ from megatron_stare.rollout.agreement_limits import Limits, Trend
 from megatron_stare.rollout.canary import LONGEST, canary_sequences
 from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.model_folder import load_tokenizer
+
+METRICS = (
+    Metric(
+        "agreement/trend",
+        "ratio",
+        "16 bits: median of agreement/mean over the newest agreement.window steps, over that of the run's first",
+        "below 2 (alert); agreement.trend stops the run",
+    ),
+)
+
 
 ROUTING = (
     "of a mixture of experts first suspect routing: each side chooses a token's experts by logits that round "
@@ -40,7 +51,7 @@ class AgreementWatch:
         self._has_log_probs = not config.skips_log_prob_pass
         self._trainers, self._engines = trainers, engines
         self._temperature = config.rollout.temperature
-        self._ahead = bool(config.rollout.staleness)
+        self._older = bool(config.rollout.staleness) or config.partial.tokens is not None
         self._routes_apart = run.shape.experts > 0 and not config.moe.routing_replay
         self._trend = Trend(config.agreement.window)
         self._newest: dict[str, float] = {}
@@ -74,7 +85,7 @@ class AgreementWatch:
 
     def after_log_probs(self, step: int) -> dict[str, float]:
         """The metrics of a rollout batch whose log-probs the trainer has just computed, and of the canary before it. A
-        batch that was sampled ahead of training is not judged: the canary, which the newest weights compute, is.
+        batch with tokens of older weights is not judged: the canary, which the newest weights compute, is.
 
         Raises:
             AgreementError: the log-probs differ by more than a limit, and what is to blame; or by ever more.
@@ -84,7 +95,7 @@ class AgreementWatch:
         if not self._has_log_probs:
             return dict(self._newest)
         sampled, where = self._trainers.compare(), f"step {step}"
-        if self._ahead and set(sampled.of_version) - {step - 1}:  # older weights' log-probs differ as policies do
+        if self._older and set(sampled.of_version) - {step - 1}:  # older weights' log-probs differ as policies do
             return {**agreement_metrics(sampled, step), **self._newest}
         if passed := self._limits.passed(sampled):
             verdict = rollout_verdict(sampled, self._trainers.compare(1.0), self._temperature, self._limits)

@@ -19,8 +19,25 @@ from collections.abc import Callable, Iterator
 
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.offload import PARTS
+from megatron_stare.metric import Metric
 from megatron_stare.orchestration.groups import TrainerGroup
 from megatron_stare.rollout.engine_pool import EnginePool
+
+METRICS = (
+    Metric(
+        "memory/engines_freed_mb",
+        "MB",
+        "10^6 bytes that the servers gave back after the rollout",
+        "weights and cache of all servers",
+    ),
+    Metric(
+        "memory/engines_taken_mb",
+        "MB",
+        "what they took again for the weight sync and the next rollout",
+        "as much as they gave back",
+    ),
+)
+
 
 LEAVING: dict[str, tuple[str, ...]] = {"all": PARTS, "optimizer": ("gradients", "optimizer"), "none": ()}
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_stare.batch import SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
+from megatron_stare.rollout.beside import Beside
 from megatron_stare.rollout.engine import Engine, GenerateRequest, GenerateResult, LostRequest, ModelInfo, ServedEngine
 from megatron_stare.rollout.model_folder import load_tokenizer, with_text
 from megatron_stare.rollout.replicas import make_replica
@@ -20,10 +21,14 @@ from megatron_stare.weights.stream_plan import BucketLayout
 
 
 class EngineWorker:
-    """Holds one engine: replica `number` of the run. Made in two steps, so that all replicas start together."""
+    """Holds one engine: replica `number` of the run. Made in two steps, so that all replicas start together.
 
-    def __init__(self, config: Config, number: int) -> None:
-        self._replica = make_replica(config, number)
+    Args:
+        beside: the replica's other nodes, where it has any.
+    """
+
+    def __init__(self, config: Config, number: int, beside: Beside | None = None) -> None:
+        self._replica = make_replica(config, number) if beside is None else make_replica(config, number, beside)
         self._model_path = config.model.path
         self._brought_up: Engine | None = None
         self._layouts: Sequence[BucketLayout] = ()
@@ -87,6 +92,12 @@ class EngineWorker:
 
     def end_sent_update(self, sent: Sequence[Any]) -> None:
         self._served.end_sent_update(sent)
+
+    def drop_weight_update(self) -> None:
+        self._served.drop_weight_update()
+
+    def check(self) -> None:
+        self._engine.check()
 
     def release_memory(self, parts: Collection[str] = MEMORY) -> None:
         self._served.release_memory(parts)

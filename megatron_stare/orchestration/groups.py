@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.batch import MicroBatchPlan
+from megatron_stare.config.schema import Config
 from megatron_stare.megatron.dump import write_batch
 from megatron_stare.models import cost_of
 from megatron_stare.ops.plan import PlanRules, plan_mini_batches
@@ -195,6 +196,14 @@ class Runner(Protocol):
         """Where ranks and engines were placed, a line each; none where there was nothing to choose."""
         ...
 
+    def engines_beside(self, config: Config) -> EnginePool:
+        """More engines, of this configuration, which take none of a cluster's GPUs. They end with the runner.
+
+        Raises:
+            UserError: one does not come up.
+        """
+        ...
+
     def close(self) -> None: ...
 
 
@@ -210,6 +219,11 @@ class WeightStream:
     def __init__(self, trainers: Workers, layouts: tuple[BucketLayout, ...], stages: Sequence[int] = ()) -> None:
         self._trainers, self._stages = trainers, stages
         self.layouts = layouts
+        self._prepared: tuple[Outlet, bool, list[Handle]] | None = None  # what the ranks were told to prepare for
+
+    def prepare(self, outlet: Outlet, prove: bool) -> None:
+        """Has all ranks gather a first bucket for `send_by` of the same arguments. Returns at once."""
+        self._prepared = outlet, prove, self._trainers.start("prepare_weights", outlet, prove)
 
     def send_by(self, outlet: Outlet, prove: bool) -> list[Any]:
         """Has the ranks send the weights; what each sender tells the engines of it. All ranks gather a first bucket at
@@ -218,21 +232,23 @@ class WeightStream:
         Args:
             prove: let them tell what proves the values.
         """
-        self._trainers.call("prepare_weights", outlet.owners_send)
-        stages = sorted(set(self._stages))
-        turns = [{stage} for stage in stages] if outlet.one_sender_at_a_time else [set(stages)]
-        told: list[Any] = []
-        for turn in turns:
-            ranks = [rank for rank, stage in enumerate(self._stages) if stage in turn]
-            told += self._told_by(ranks, "send_weights", outlet, prove)
+        if self._prepared is None or self._prepared[:2] != (outlet, prove):
+            self.prepare(outlet, prove)
+        assert self._prepared is not None
+        (*_, started), self._prepared = self._prepared, None
+        in_turn, every = outlet.one_sender_at_a_time, list(range(len(self._stages)))
+        stages = [{stage} for stage in sorted(set(self._stages))] if in_turn else [set(self._stages)]
+        turns = [("send_weights", [rank for rank in every if self._stages[rank] in stage]) for stage in stages]
         if outlet.owners_send:
-            every = list(range(len(self._stages)))
-            for owners in [[rank] for rank in every] if outlet.one_sender_at_a_time else [every]:
-                told += self._told_by(owners, "send_own_weights", outlet, prove)
-        return [each for each in told if each is not None]
-
-    def _told_by(self, ranks: Sequence[int], method: str, *args: Any) -> list[Any]:
-        return self._trainers.wait([self._trainers.start_on(rank, method, *args) for rank in ranks])
+            turns += [("send_own_weights", owners) for owners in ([[rank] for rank in every] if in_turn else [every])]
+        sends: list[Handle] = []
+        before: list[Handle] = []
+        for method, ranks in turns:
+            # the calls of a turn take those of the one before as arguments: they start, or fail, when these have ended
+            now = [self._trainers.start_on(rank, method, *before) for rank in ranks]
+            sends += now
+            before = now if in_turn else []
+        return [told for told in self._trainers.wait([*started, *sends])[len(started) :] if told is not None]
 
     def forget(self) -> None:
         """Has the ranks remove what they left for the engines to fetch."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,17 +19,27 @@ from megatron_stare.orchestration.groups import TrainerGroup, plan_rules
 from megatron_stare.performance import environment
 from megatron_stare.process_settings import shared_environment
 from megatron_stare.resolved import ResolvedRun
+from megatron_stare.rollout.beside import Beside
 from megatron_stare.rollout.engine_pool import EnginePool
-from megatron_stare.rollout.replicas import replica_count
+from megatron_stare.rollout.health import NO_RESTARTS, RestartRule
+from megatron_stare.rollout.replicas import make_part, replica_count, replica_nodes
 from megatron_stare.rollout.retries import RequestRule
-from megatron_stare.workers import Handle, Workers
+from megatron_stare.workers import Handle, WorkerLostError, Workers
+
+LOOPBACK = "127.0.0.1"
 
 
 class InlineWorkers(Workers):
-    """Objects of this process; a handle is the result."""
+    """Objects of this process; a handle is the result.
 
-    def __init__(self, workers: Sequence[Any]) -> None:
-        self._workers = list(workers)
+    Args:
+        make: makes the worker of a number anew; None: none of them can be.
+    """
+
+    def __init__(self, workers: Sequence[Any], make: Callable[[int], Any] | None = None) -> None:
+        self._workers, self._make = list(workers), make
+        self._closing = threading.Lock()
+        self._closed = False
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -47,9 +59,35 @@ class InlineWorkers(Workers):
     def share(self, value: Any) -> Handle:
         return value
 
+    def replace(self, worker: int) -> None:
+        """See Workers."""
+        if self._make is None:
+            return super().replace(worker)
+        with contextlib.suppress(Exception):  # what it speaks for is lost, whatever it says
+            self._workers[worker].close()
+        new = self._make(worker)
+        with self._closing:
+            if not self._closed:
+                self._workers[worker] = new
+                return None
+        new.close()
+        raise WorkerLostError(f"worker {worker} is not made anew: the run ends")
+
     def close(self) -> None:
-        while self._workers:
-            self._workers.pop().close()
+        with self._closing:
+            self._closed = True
+            workers, self._workers = self._workers, []
+        while workers:
+            workers.pop().close()
+
+
+def inline_engines(config: Config, beside: Sequence[Beside | None] = ()) -> InlineWorkers:
+    """All engines of a run, in this process, and how each is made anew. beside: of each, its other nodes."""
+
+    def make(number: int) -> EngineWorker:
+        return EngineWorker(config, number, beside[number] if beside else None)
+
+    return InlineWorkers([make(number) for number in range(replica_count(config))], make)
 
 
 class InlineRunner:
@@ -60,7 +98,7 @@ class InlineRunner:
         # before the rank's first CUDA call, which reads them
         os.environ.update(shared_environment(config) | environment(config.performance))
         self._rendezvous = tempfile.TemporaryDirectory()
-        self._started: list[InlineWorkers] = []
+        self._started: list[InlineWorkers | EnginePool] = []
         try:
             self.trainers, self.engines = in_order(config, lambda: self._trainers(run), lambda: self._engines(config))
         except BaseException:
@@ -75,12 +113,49 @@ class InlineRunner:
         self._started.append(workers)
         return TrainerGroup(workers, plan_rules(run))
 
+    def engines_beside(self, config: Config) -> EnginePool:
+        """See Runner."""
+        return self._engines(config)
+
     def _engines(self, config: Config) -> EnginePool:
-        workers = InlineWorkers([EngineWorker(config, number) for number in range(replica_count(config))])
+        beside = [self._beside(config, number) for number in range(replica_count(config))]
+        workers = inline_engines(config, beside)
         self._started.append(workers)  # servers that were started
-        return EnginePool(workers, config.rollout.prove_every, RequestRule.of(config))
+        rules = RequestRule.of(config), RestartRule.of(config)
+        self._started.append(pool := EnginePool(workers, config.rollout.prove_every, *rules))
+        return pool
+
+    def _beside(self, config: Config, number: int) -> Beside | None:
+        nodes = range(1, replica_nodes(config))
+        if not nodes:
+            return None
+        parts = InlineWorkers([make_part(config, number, node) for node in nodes])
+        self._started.append(parts)
+        return Beside(parts, LOOPBACK, (LOOPBACK,) * len(nodes))
 
     def close(self) -> None:
         while self._started:
             self._started.pop().close()
         self._rendezvous.cleanup()
+
+
+class InlineEngines:
+    """As InlineRunner, of the engines alone."""
+
+    def __init__(self, config: Config) -> None:
+        os.environ.update(shared_environment(config))
+        self._workers = inline_engines(config)
+        try:
+            self.engines = EnginePool(self._workers, config.rollout.prove_every, RequestRule.of(config), NO_RESTARTS)
+        except BaseException:
+            self.close()
+            raise
+
+    def notes(self) -> list[str]:
+        return []
+
+    def share(self, value: Any) -> Handle:
+        return self._workers.share(value)
+
+    def close(self) -> None:
+        self._workers.close()

@@ -6,8 +6,21 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
+from megatron_stare.metric import Metric
 from megatron_stare.orchestration.groups import TrainerGroup
 from megatron_stare.rollout.engine_pool import EnginePool
+
+PHASES = ("rollout", "log_probs", "update", "sync", "checkpoint", "eval")
+HELD = {
+    "peak_mb": ("the most that a rank of the trainer held in", "below the GPU's size; level over steps"),
+    "device_mb": ("what all processes hold of the fullest GPU at the end of", "below the GPU's size"),
+    "engines_mb": ("what servers on the trainer's devices hold at the end of", "small but in rollout, sync and eval"),
+}
+METRICS = tuple(
+    Metric(f"memory/{phase}_{what}", "MB", f"10^6 bytes: {meaning} the phase {phase}", healthy)
+    for phase in PHASES
+    for what, (meaning, healthy) in HELD.items()
+)
 
 
 class PhaseMemory:

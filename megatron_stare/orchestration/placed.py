@@ -39,12 +39,20 @@ def check_ranks(plan: Plan, ranks: Sequence[Spot]) -> None:
 
 
 def check_replicas(plan: Plan, ranks: Sequence[Spot], replicas: Sequence[Spot]) -> None:
-    """As `check_ranks`, of the replicas that take GPUs: their own, or, shared, those of the ranks they share with."""
+    """As `check_ranks`, of the parts of replicas that take GPUs: their own, or, shared, those of the ranks they share
+    with."""
     held = {(spot.node, gpu): f"rank {rank}" for rank, spot in enumerate(ranks) for gpu in spot.gpus or ()}
-    for number, (node, spot) in enumerate(zip(plan.replicas, replicas, strict=True)):
-        _check_spot(f"engine {number}", plan.demand.replica_gpus, node, spot, {} if plan.demand.shared else held)
-        if plan.demand.shared and (spot.gpus or ()) != _shared(plan, ranks, number):
-            raise _elsewhere(f"engine {number} does not see the GPUs of the ranks that it shares them with, on {node}")
+    for part, (node, spot) in enumerate(zip(plan.parts, replicas, strict=True)):
+        engine = f"engine {_named(plan, part)}"
+        _check_spot(engine, plan.demand.part_gpus, node, spot, {} if plan.demand.shared else held)
+        if plan.demand.shared and (spot.gpus or ()) != _shared(plan, ranks, part):
+            raise _elsewhere(f"{engine} does not see the GPUs of the ranks that it shares them with, on {node}")
+
+
+def _named(plan: Plan, part: int) -> str:
+    """A replica's number and, where it is on several nodes, which of its parts."""
+    replica, node = divmod(part, plan.demand.replica_nodes)
+    return str(replica) if plan.demand.replica_nodes == 1 else f"{replica} ({node + 1}/{plan.demand.replica_nodes})"
 
 
 def _check_spot(what: str, gpus: int, planned: Node, spot: Spot, held: dict[tuple[str, str], str]) -> None:
@@ -60,14 +68,15 @@ def _check_spot(what: str, gpus: int, planned: Node, spot: Spot, held: dict[tupl
         held[spot.node, gpu] = what
 
 
-def shown(plan: Plan, ranks: Sequence[Spot], replica: int) -> dict[str, str]:
-    """The variable that shows a replica its GPUs where those are the ranks'; its own are shown by who starts it."""
-    gpus = _shared(plan, ranks, replica) if plan.demand.shared else ()
+def shown(plan: Plan, ranks: Sequence[Spot], part: int) -> dict[str, str]:
+    """The variable that shows a replica's part its GPUs where those are the ranks'; its own are shown by who starts
+    it."""
+    gpus = _shared(plan, ranks, part) if plan.demand.shared else ()
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 
 
-def _shared(plan: Plan, ranks: Sequence[Spot], replica: int) -> tuple[str, ...]:
-    return tuple(gpu for rank in plan.sharing(replica) for gpu in ranks[rank].gpus or ())
+def _shared(plan: Plan, ranks: Sequence[Spot], part: int) -> tuple[str, ...]:
+    return tuple(gpu for rank in plan.sharing(part) for gpu in ranks[rank].gpus or ())
 
 
 def _elsewhere(what: str) -> PlacementError:
@@ -83,8 +92,8 @@ def table(plan: Plan, ranks: Sequence[Spot] = (), replicas: Sequence[Spot] = ())
         if seen := [gpu for rank in own if ranks for gpu in ranks[rank].gpus or ()]:
             ours.append(f"on {_spans(seen)}")
         engines = [
-            f"{number} on {_spans(gpus)}" if (gpus := replicas[number].gpus if replicas else None) else str(number)
-            for number in plan.replicas_on(node)
+            _named(plan, part) + (f" on {_spans(gpus)}" if (gpus := replicas[part].gpus if replicas else None) else "")
+            for part in plan.parts_on(node)
         ]
         rows.append((str(node), f"{node.free} of {node.total}", " ".join(ours), "; ".join(engines) or "-"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

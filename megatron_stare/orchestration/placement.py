@@ -15,7 +15,7 @@ from functools import cached_property
 
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, UserError
-from megatron_stare.rollout.replicas import replica_count, replica_gpus
+from megatron_stare.rollout.replicas import replica_count, replica_gpus, replica_nodes
 
 LOST_SHOWN = 4  # a cluster that has run for weeks remembers many
 
@@ -43,6 +43,7 @@ class Demand:
     """What is to be placed.
 
     replica_gpus: 0: replicas take none, and go anywhere.
+    replica_nodes: that a replica is on, with a part of its GPUs on each.
     shared: replicas are on the trainer's GPUs.
     """
 
@@ -52,6 +53,7 @@ class Demand:
     expert: int = 1
     replicas: int = 0
     replica_gpus: int = 0
+    replica_nodes: int = 1
     shared: bool = False
 
     @classmethod
@@ -65,6 +67,7 @@ class Demand:
             parallel.expert,
             replica_count(config),
             replica_gpus(config),
+            replica_nodes(config) if replica_gpus(config) else 1,
             config.sglang.colocated,
         )
 
@@ -72,6 +75,16 @@ class Demand:
     def gpus(self) -> int:
         """All of them."""
         return self.ranks + (0 if self.shared else self.replicas * self.replica_gpus)
+
+    @property
+    def part_gpus(self) -> int:
+        """What a replica takes on each of its nodes."""
+        return self.replica_gpus // self.replica_nodes
+
+    @property
+    def parts(self) -> int:
+        """Of all replicas, those that are to be placed."""
+        return self.replicas * self.replica_nodes if self.replica_gpus else 0
 
     def blocks(self) -> list[int]:
         """Ranks that are kept inside a node, the wish first: whole tensor groups, with the context and expert groups
@@ -81,35 +94,42 @@ class Demand:
         return [size for size in dict.fromkeys(sizes) if self.ranks % size == 0]
 
     def hosted(self, ranks: int, free: int) -> int:
-        """Replicas that a node of so many free GPUs can take beside or, shared, on those of so many ranks."""
+        """Parts of replicas that a node of so many free GPUs can take beside or, shared, on those of so many ranks: one
+        of a replica at most."""
         if not self.replica_gpus:
             return 0
-        return (ranks if self.shared else free - ranks) // self.replica_gpus
+        room = (ranks if self.shared else free - ranks) // self.part_gpus
+        return min(room, self.replicas) if self.replica_nodes > 1 else room
 
     def __str__(self) -> str:
+        if not self.ranks:
+            return f"{self.replicas} engine{'s' if self.replicas > 1 else ''} of {self.replica_gpus} GPUs"
         groups = f"{self.ranks} trainer ranks" + (f" in tensor groups of {self.tensor}" if self.tensor > 1 else "")
         if not self.replicas or not self.replica_gpus:
             return groups
         engines = f"{self.replicas} engine{'s' if self.replicas > 1 else ''} of {self.replica_gpus} GPUs"
+        if self.replica_nodes > 1:
+            engines += f" over {self.replica_nodes} nodes{' each' if self.replicas > 1 else ''}"
         return f"{groups} and {engines}{' on the same' if self.shared else ''}"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where everything goes: a node for every rank, in order, and for every replica that takes GPUs.
+    """Where everything goes: a node for every rank, in order, and for every part of a replica that takes GPUs.
 
+    parts: the nodes of the first replica, in order, then those of the next.
     block: ranks, from each multiple of which on as many are on one node.
     """
 
     demand: Demand
     ranks: tuple[Node, ...]
-    replicas: tuple[Node, ...]
+    parts: tuple[Node, ...]
     block: int
 
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
         """Those that are used, in order."""
-        return tuple(dict.fromkeys((*self.ranks, *self.replicas)))
+        return tuple(dict.fromkeys((*self.ranks, *self.parts)))
 
     def ranks_on(self, node: Node) -> range:
         """Of a node; consecutive."""
@@ -118,16 +138,16 @@ class Plan:
 
     def gpus_on(self, node: Node) -> int:
         """How many it takes of a node."""
-        apart = 0 if self.demand.shared else len(self.replicas_on(node))
-        return len(self.ranks_on(node)) + apart * self.demand.replica_gpus
+        apart = 0 if self.demand.shared else len(self.parts_on(node))
+        return len(self.ranks_on(node)) + apart * self.demand.part_gpus
 
-    def replicas_on(self, node: Node) -> list[int]:
-        return [number for number, each in enumerate(self.replicas) if each == node]
+    def parts_on(self, node: Node) -> list[int]:
+        return [number for number, each in enumerate(self.parts) if each == node]
 
-    def sharing(self, replica: int) -> range:
-        """The ranks whose GPUs a replica is on, where replicas share them."""
-        node, size = self.replicas[replica], self.demand.replica_gpus
-        first = self.ranks_on(node).start + size * self.replicas_on(node).index(replica)
+    def sharing(self, part: int) -> range:
+        """The ranks whose GPUs a part of a replica is on, where replicas share them."""
+        node, size = self.parts[part], self.demand.part_gpus
+        first = self.ranks_on(node).start + size * self.parts_on(node).index(part)
         return range(first, first + size)
 
 
@@ -145,9 +165,9 @@ def _dealt(demand: Demand, block: int, free: Sequence[int]) -> list[int] | None:
     """Ranks of every node, multiples of `block`, so that replicas fit, too: as many as can be on the first nodes.
     None: there is no way."""
     wanted = demand.ranks // block
-    replicas = demand.replicas if demand.replica_gpus else 0
+    parts = demand.parts
     never = -1
-    # most replicas that nodes i, i + 1, ... can take where they hold so many blocks between them
+    # most parts that nodes i, i + 1, ... can take where they hold so many blocks between them
     beyond: list[list[int]] = [[0] + [never] * wanted]
     for gpus in reversed(free):
         after = beyond[-1]
@@ -161,13 +181,13 @@ def _dealt(demand: Demand, block: int, free: Sequence[int]) -> list[int] | None:
             ]
         )
     beyond.reverse()
-    if beyond[0][wanted] < replicas:
+    if beyond[0][wanted] < parts:
         return None
     counts, left, room = [], wanted, 0
     for gpus, after in zip(free, beyond[1:], strict=True):
         for here in range(min(left, gpus // block), -1, -1):
             taken = demand.hosted(here * block, gpus)
-            if after[left - here] != never and room + taken + after[left - here] >= replicas:
+            if after[left - here] != never and room + taken + after[left - here] >= parts:
                 break
         counts.append(here * block)
         left, room = left - here, room + taken
@@ -176,9 +196,15 @@ def _dealt(demand: Demand, block: int, free: Sequence[int]) -> list[int] | None:
 
 def _filled(demand: Demand, block: int, nodes: Sequence[Node], counts: Sequence[int]) -> Plan:
     ranks = tuple(node for node, count in zip(nodes, counts, strict=True) for _ in range(count))
-    rooms = (node for node, count in zip(nodes, counts, strict=True) for _ in range(demand.hosted(count, node.free)))
-    replicas = demand.replicas if demand.replica_gpus else 0
-    return Plan(demand, ranks, tuple(node for node, _ in zip(rooms, range(replicas), strict=False)), block)
+    room = [demand.hosted(count, node.free) for node, count in zip(nodes, counts, strict=True)]
+    parts: list[Node] = []
+    while len(parts) < demand.parts:
+        # over several nodes those with the most room: what is left of them can then still take the others
+        found = sorted((n for n in range(len(nodes)) if room[n]), key=lambda n: -room[n] * (demand.replica_nodes > 1))
+        for n in sorted(found[: demand.replica_nodes]):
+            room[n] -= 1
+            parts.append(nodes[n])
+    return Plan(demand, ranks, tuple(parts), block)
 
 
 def check_possible(demand: Demand, nodes: Sequence[Node]) -> None:
@@ -190,12 +216,13 @@ def check_possible(demand: Demand, nodes: Sequence[Node]) -> None:
             where="parallel.tensor",
             fix=f"at most {largest}; parallel.pipeline and parallel.context go over nodes",
         )
-    if demand.replica_gpus > largest:
+    if demand.part_gpus > largest:
+        over = f" over {demand.replica_nodes} nodes, {demand.part_gpus} on each," if demand.replica_nodes > 1 else ""
+        enough = _divisor(demand.replica_gpus, largest)
         raise ConfigError(
-            f"a replica of {demand.replica_gpus} GPUs is larger than a node: the largest has {largest}, and servers "
-            "over several nodes are not done here",
+            f"a replica of {demand.replica_gpus} GPUs{over} is larger than a node: the largest has {largest}",
             where="sglang.tensor_parallel",
-            fix=f"at most {largest}, or start such servers yourself and name them in sglang.urls",
+            fix=f"at most {largest * demand.replica_nodes}, or lay it over {enough} nodes (sglang.nodes)",
         )
     if demand.shared and demand.replicas * demand.replica_gpus > demand.ranks:
         raise ConfigError(
@@ -212,6 +239,11 @@ def check_possible(demand: Demand, nodes: Sequence[Node]) -> None:
             where="parallel",
             fix="add nodes, or lower parallel.data or rollout.engines",
         ) from None
+
+
+def _divisor(gpus: int, most: int) -> int:
+    """The fewest equal parts of so many GPUs of which none has more than `most`."""
+    return next(parts for parts in range(1, gpus + 1) if gpus % parts == 0 and gpus // parts <= max(most, 1))
 
 
 def _needs(demand: Demand) -> str:

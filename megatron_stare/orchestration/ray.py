@@ -31,16 +31,14 @@ from megatron_stare.interruption import raise_if_received, uninterrupted
 from megatron_stare.network import free_port, interface_address
 from megatron_stare.orchestration.placed import Spot
 from megatron_stare.orchestration.placement import Node, Plan, lost_node, still_pending
-from megatron_stare.workers import Handle, Workers
+from megatron_stare.workers import Handle, WorkerLostError, Workers
 
 LOOPBACK = "127.0.0.1"
 CONNECT_S = 10.0
+LEFT_S = 10.0  # that workers are given to close at the end of a run
+ENDED_S = 60.0  # and one that is made anew, whose server may hang
 PROBE_S = 1.0  # between looks at a cluster that does not have everything yet
 GPU, VISIBLE, NODE_LABEL = "GPU", "CUDA_VISIBLE_DEVICES", "ray.io/node-id"
-
-
-class WorkerLostError(UserError):
-    """A worker process died or did not answer in time."""
 
 
 class Actor:
@@ -49,7 +47,7 @@ class Actor:
     def __init__(self) -> None:
         self._worker: Any = None
 
-    def build(self, kind: type, pickled: bytes) -> None:
+    def build(self, kind: Callable[..., Any], pickled: bytes) -> None:
         """Makes the worker of its pickled arguments. They are read here, where an error is the worker's own: a method
         of the user's, say, that this node does not have. Ray would lose what it says."""
         self._worker = kind(*pickle.loads(pickled))
@@ -82,12 +80,20 @@ class Actor:
 
 
 class RayWorkers(Workers):
-    """One actor a worker."""
+    """One actor a worker.
 
-    def __init__(self, actors: Sequence[Any], what: str, timeout_s: float) -> None:
-        self._actors = list(actors)
+    Args:
+        makers: of each actor, where it belongs: it is called again where the actor is to be made anew.
+    """
+
+    def __init__(self, makers: Sequence[Callable[[], Any]], what: str, timeout_s: float) -> None:
+        self._makers = list(makers)
+        self._actors = [make() for make in makers]
         self._what = what
         self._timeout_s = timeout_s
+        self._built: list[tuple[Callable[..., Any], bytes]] = []  # what every actor hosts, and its arguments
+        self._closing = threading.Lock()
+        self._closed = False
 
     def __len__(self) -> int:
         return len(self._actors)
@@ -119,19 +125,66 @@ class RayWorkers(Workers):
     def renumber(self, order: Sequence[int]) -> None:
         """Makes actor order[i] worker i."""
         self._actors = [self._actors[number] for number in order]
+        self._makers = [self._makers[number] for number in order]
 
-    def build(self, kind: type, arguments: Sequence[tuple[Any, ...]]) -> None:
+    def peers(self, numbers: Sequence[int]) -> RayPeers:
+        """Some of them, for a worker that speaks to them."""
+        return RayPeers([self._actors[number] for number in numbers], self._what, self._timeout_s)
+
+    def build(self, kind: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> None:
         """Makes every actor's worker, of its arguments."""
-        self.wait(
-            [actor.build.remote(kind, pickle.dumps(each)) for actor, each in zip(self._actors, arguments, strict=True)]
-        )
+        self._built = [(kind, pickle.dumps(each)) for each in arguments]
+        self.wait([actor.build.remote(*each) for actor, each in zip(self._actors, self._built, strict=True)])
+
+    def replace(self, worker: int) -> None:
+        """See Workers. The new actor has the resources, the bundle and the environment of the old one."""
+        _end([self._actors[worker]], ENDED_S)  # first, as it may hold what the new one is to get
+        with self._closing:
+            if self._closed:
+                raise WorkerLostError(f"the {self._what} is not made anew: the run ends")
+            self._actors[worker] = actor = self._makers[worker]()
+        self.wait([actor.build.remote(*self._built[worker])])
 
     def close(self) -> None:
-        actors, self._actors = self._actors, []
-        with contextlib.suppress(Exception):  # they are killed next, whatever they say
-            ray.get([actor.close.remote() for actor in actors], timeout=10)
-        for actor in actors:
-            ray.kill(actor)
+        with self._closing:
+            self._closed = True
+            actors, self._actors = self._actors, []
+        _end(actors, LEFT_S)
+
+
+def _end(actors: Sequence[Any], limit_s: float) -> None:
+    """Closes what actors host, as far as they do in this time, and ends them."""
+    with contextlib.suppress(Exception):  # they are killed next, whatever they say
+        ray.get([actor.close.remote() for actor in actors], timeout=limit_s)
+    for actor in actors:
+        ray.kill(actor)
+
+
+class RayPeers(Workers):
+    """Workers as another one has them: it calls them, and they end with whoever started them."""
+
+    def __init__(self, actors: Sequence[Any], what: str, timeout_s: float) -> None:
+        self._actors, self._what, self._timeout_s = list(actors), what, timeout_s
+
+    def __len__(self) -> int:
+        return len(self._actors)
+
+    def start_on(self, worker: int, method: str, *args: Any) -> Handle:
+        return self._actors[worker].method.remote(method, *args)
+
+    def wait(
+        self, handles: Sequence[Handle], on_done: Callable[[int], None] | None = None, timeout_s: float | None = None
+    ) -> list[Any]:
+        return get(handles, self._what, self._timeout_s if timeout_s is None else timeout_s, on_done)
+
+    async def result(self, handle: Handle) -> Any:
+        return (await asyncio.to_thread(self.wait, [handle]))[0]
+
+    def share(self, value: Any) -> Handle:
+        return ray.put(value)
+
+    def close(self) -> None:
+        """They are not this worker's."""
 
 
 def get(
@@ -279,7 +332,8 @@ def leave_ray() -> None:
 
 
 class Reservation:
-    """The GPUs of a plan, held for this run: a bundle for the ranks of a node, and one for each replica apart.
+    """The GPUs of a plan, held for this run: a bundle for the ranks of a node, and one for each part apart of a
+    replica.
 
     Args:
         wait_s: until the cluster has set them aside, seconds.
@@ -290,11 +344,11 @@ class Reservation:
 
     def __init__(self, plan: Plan, resource: str, wait_s: float) -> None:
         self.plan, self._resource = plan, resource
-        apart = () if plan.demand.shared else plan.replicas
+        apart = () if plan.demand.shared else plan.parts
         holders = list(dict.fromkeys(plan.ranks))
         self._of_node = {node: number for number, node in enumerate(holders)}
         bundles = [{resource: plan.ranks.count(node)} for node in holders]
-        bundles += [{resource: plan.demand.replica_gpus} for _ in apart]
+        bundles += [{resource: plan.demand.part_gpus} for _ in apart]
         where = [{NODE_LABEL: node.id} for node in (*holders, *apart)]
         self._group = placement_group(bundles, strategy="PACK", bundle_label_selector=where)
         deadline = time.monotonic() + wait_s
@@ -316,11 +370,11 @@ class Reservation:
         """Ray's options of the actor of a rank."""
         return {**self._takes(1), **self._bundle(self._of_node[self.plan.ranks[number]])}
 
-    def replica(self, number: int) -> dict[str, Any]:
-        """Ray's options of the actor of a replica. One that shares takes nothing: its ranks hold the GPUs."""
+    def part(self, number: int) -> dict[str, Any]:
+        """Ray's options of the actor of a part of a replica. One that shares takes nothing: its ranks hold the GPUs."""
         if self.plan.demand.shared:
-            return {**self._takes(0), **self._bundle(self._of_node[self.plan.replicas[number]])}
-        return {**self._takes(self.plan.demand.replica_gpus), **self._bundle(len(self._of_node) + number)}
+            return {**self._takes(0), **self._bundle(self._of_node[self.plan.parts[number]])}
+        return {**self._takes(self.plan.demand.part_gpus), **self._bundle(len(self._of_node) + number)}
 
     def _takes(self, gpus: int) -> dict[str, Any]:
         return {"num_gpus": gpus} if self._resource == GPU else {"resources": {self._resource: gpus} if gpus else {}}
@@ -377,9 +431,9 @@ def start_actors(
     """
     gpus = bool(ray.cluster_resources().get(GPU))
     common = {"OMP_NUM_THREADS": str(threads), "TORCHDYNAMO_DISABLE": "0" if gpus else "1", **settings}
-    actors = []
+    makers = []
     for number, spot in enumerate(spots):
         variables = {**common, **(own[number] if own else {})}
         # on a CPU a worker waits more than it computes; Ray is not to refuse three workers on two cores
-        actors.append(ray.remote(num_cpus=0, runtime_env={"env_vars": variables}, **spot)(Actor).remote())
-    return RayWorkers(actors, what, timeout_s)
+        makers.append(ray.remote(num_cpus=0, runtime_env={"env_vars": variables}, **spot)(Actor).remote)
+    return RayWorkers(makers, what, timeout_s)

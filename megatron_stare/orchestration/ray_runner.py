@@ -12,7 +12,7 @@ from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.orchestration.colocation import in_order
 from megatron_stare.orchestration.engine_worker import EngineWorker
 from megatron_stare.orchestration.groups import TrainerGroup, plan_rules
-from megatron_stare.orchestration.placed import check_ranks, check_replicas, rank_order, shown, table
+from megatron_stare.orchestration.placed import Spot, check_ranks, check_replicas, rank_order, shown, table
 from megatron_stare.orchestration.placement import Demand, PlacementError, Plan, check_possible, plan
 from megatron_stare.orchestration.ray import (
     GPU,
@@ -28,24 +28,27 @@ from megatron_stare.orchestration.ray import (
 from megatron_stare.performance import environment
 from megatron_stare.process_settings import port_share, shared_environment
 from megatron_stare.resolved import ResolvedRun
+from megatron_stare.rollout.beside import Beside
 from megatron_stare.rollout.engine_pool import EnginePool
-from megatron_stare.rollout.replicas import replica_count
+from megatron_stare.rollout.health import NO_RESTARTS, RestartRule
+from megatron_stare.rollout.replicas import make_part, replica_count, replica_gpus, replica_nodes
 from megatron_stare.rollout.retries import RequestRule
-from megatron_stare.workers import Workers
+from megatron_stare.workers import Handle, Workers
 
 
-def planned(config: Config, wait_s: float) -> Plan | None:
+def planned(config: Config, wait_s: float, demand: Demand | None = None) -> Plan | None:
     """Where a run's ranks and replicas go on the cluster that was joined. None: it has no GPUs, and everything goes
     anywhere.
 
     Args:
+        demand: what is to be placed; None: all of a run.
         wait_s: for GPUs that others hold, seconds; those of a run that has just ended come back in a few.
 
     Raises:
         ConfigError: the layout could never be placed there.
         PlacementError: it cannot be now.
     """
-    resource, demand = config.runtime.gpu_resource, Demand.of(config)
+    resource, demand = config.runtime.gpu_resource, demand or Demand.of(config)
     nodes = cluster_nodes(resource)
     if not any(node.total for node in nodes):
         if resource == GPU:
@@ -83,7 +86,7 @@ class RayRunner:
 
     def __init__(self, run: ResolvedRun) -> None:
         config = run.config
-        self._started: list[Workers] = []
+        self._started: list[Workers | EnginePool] = []
         self._reserved: Reservation | None = None
         self._table: list[str] = []
         try:
@@ -91,11 +94,11 @@ class RayRunner:
             runtime = config.runtime
             if (where := planned(config, runtime.placement_s)) is not None:
                 self._reserved = Reservation(where, runtime.gpu_resource, runtime.placement_s)
-            self._ranks, self._replicas = self._placed(config)
+            self._ranks, self._replicas, self._others = self._placed(config)
             self.trainers, self.engines = in_order(
                 config,
                 lambda: TrainerGroup(self._trainers(run), plan_rules(run)),
-                lambda: EnginePool(self._engines(config), config.rollout.prove_every, RequestRule.of(config)),
+                lambda: self._pool(config),
             )
         except BaseException:
             self.close()
@@ -105,10 +108,25 @@ class RayRunner:
         """Where everything was placed; a line each."""
         return self._table
 
-    def _placed(self, config: Config) -> tuple[RayWorkers, RayWorkers]:
-        """Processes for ranks and replicas, in order, on the nodes and GPUs that they were to get."""
+    def engines_beside(self, config: Config) -> EnginePool:
+        """See Runner."""
+        count, environment = replica_count(config), shared_environment(config)
+        blind = [{VISIBLE: ""}] * count
+        workers = self._start(
+            [{}] * count, config.rollout.threads, "evaluation engine", config.runtime.timeout_s, environment, blind
+        )
+        workers.build(EngineWorker, [(config, number) for number in range(count)])
+        rules = RequestRule.of(config), RestartRule.of(config)
+        self._started.append(pool := EnginePool(workers, config.rollout.prove_every, *rules))
+        return pool
+
+    def _placed(self, config: Config) -> tuple[RayWorkers, RayWorkers, RayWorkers]:
+        """Processes for ranks, for replicas and for the other nodes of these, in order, on the nodes and GPUs that they
+        were to get."""
         settings = shared_environment(config)
-        reserved, replicas = self._reserved, replica_count(config)
+        reserved, nodes = self._reserved, replica_nodes(config)
+        parts = range(replica_count(config) * nodes)
+        numbers = parts[::nodes], [part for part in parts if part % nodes]
         threads, timeout = config.rollout.threads, config.runtime.timeout_s
         ranks = self._start(
             [reserved.rank(number) if reserved else {} for number in range(config.parallel.world_size)],
@@ -118,25 +136,35 @@ class RayRunner:
             settings | environment(config.performance),
         )
         if reserved is None:
-            return ranks, self._start([{}] * replicas, threads, "rollout engine", timeout, settings)
+            replicas, others = (
+                self._start([{}] * len(some), threads, "rollout engine", timeout, settings) for some in numbers
+            )
+            return ranks, replicas, others
         spots = reserved.spots(ranks, timeout)
         order = rank_order(reserved.plan, spots)
         ranks.renumber(order)
         spots = [spots[number] for number in order]
         check_ranks(reserved.plan, spots)
         blind = {VISIBLE: ""}  # what takes no GPU is shown none: another's memory would be touched
-        engines = self._start(
-            [reserved.replica(number) for number in range(replicas)] if reserved.plan.replicas else [{}] * replicas,
-            threads,
-            "rollout engine",
-            timeout,
-            settings,
-            [shown(reserved.plan, spots, number) if reserved.plan.replicas else blind for number in range(replicas)],
+        placed = bool(reserved.plan.parts)
+        replicas, others = (
+            self._start(
+                [reserved.part(number) if placed else {} for number in some],
+                threads,
+                "rollout engine",
+                timeout,
+                settings,
+                [shown(reserved.plan, spots, number) if placed else blind for number in some],
+            )
+            for some in numbers
         )
-        seen = reserved.spots(engines, timeout) if reserved.plan.replicas else []
+        found: dict[int, Spot] = {}
+        for workers, some in zip((replicas, others) if placed else (), numbers, strict=False):
+            found |= dict(zip(some, reserved.spots(workers, timeout), strict=True))
+        seen = [found[part] for part in sorted(found)]
         check_replicas(reserved.plan, spots, seen)
         self._table = table(reserved.plan, spots, seen)
-        return ranks, engines
+        return ranks, replicas, others
 
     def _start(self, *arguments: Any) -> RayWorkers:
         """See start_actors. They end with this runner."""
@@ -145,22 +173,95 @@ class RayRunner:
 
     def _trainers(self, run: ResolvedRun) -> Workers:
         config, ranks = run.config, self._ranks
-        ports = port_share(config, 0, replica_count(config))
+        ports = port_share(config, 0, replica_count(config) * replica_nodes(config))
         # of the first; the others are asked as well, because each needs the interface
         address, *_ = ranks.wait(ranks.everywhere("address", config.runtime.interface, ports))
         ranks.build(Trainer, [(run, rank, f"tcp://{address}") for rank in range(len(ranks))])
         return ranks
 
+    def _pool(self, config: Config) -> EnginePool:
+        rules = RequestRule.of(config), RestartRule.of(config)
+        self._started.append(pool := EnginePool(self._engines(config), config.rollout.prove_every, *rules))
+        return pool
+
     def _engines(self, config: Config) -> Workers:
-        self._replicas.build(EngineWorker, [(config, number) for number in range(len(self._replicas))])
-        return self._replicas
+        """A worker for each replica, which speaks to those of its other nodes."""
+        replicas, others, beside = self._replicas, self._others, replica_nodes(config) - 1
+        if not beside:
+            replicas.build(EngineWorker, [(config, number) for number in range(len(replicas))])
+            return replicas
+        others.build(make_part, [(config, part // beside, part % beside + 1) for part in range(len(others))])
+        asked = [each.everywhere("address", config.runtime.interface, None) for each in (replicas, others)]
+        firsts, rest = ([found.rpartition(":")[0] for found in replicas.wait(handles)] for handles in asked)
+        replicas.build(
+            EngineWorker,
+            [
+                (config, number, Beside(others.peers(parts), firsts[number], tuple(rest[part] for part in parts)))
+                for number in range(len(replicas))
+                for parts in [range(number * beside, (number + 1) * beside)]
+            ],
+        )
+        return replicas
 
     def close(self) -> None:
         """Ends the actors, and Ray where it was started here."""
         with uninterrupted():
-            for workers in self._started:
-                workers.close()
+            for each in self._started:
+                each.close()
             self._started = []
+            if self._reserved is not None:
+                self._reserved.release()
+                self._reserved = None
+            leave_ray()
+
+
+class RayEngines:
+    """As RayRunner, of the engines alone: what a run's trainer would take is left free.
+
+    Args:
+        config: whose servers, if they take GPUs, have them to themselves.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._started: RayWorkers | None = None
+        self._reserved: Reservation | None = None
+        self._table: list[str] = []
+        runtime, replicas = config.runtime, replica_count(config)
+        try:
+            start_ray(config)
+            demand = Demand(ranks=0, replicas=replicas, replica_gpus=replica_gpus(config))
+            spots: list[dict[str, Any]] = [{}] * replicas
+            if demand.gpus and (where := planned(config, runtime.placement_s, demand)) is not None:
+                self._reserved = Reservation(where, runtime.gpu_resource, runtime.placement_s)
+                spots = [self._reserved.part(number) for number in range(replicas)]
+            environment, limit = shared_environment(config), runtime.timeout_s
+            own = () if self._reserved else [{VISIBLE: ""}] * replicas  # what takes no GPU is shown none
+            self._started = start_actors(spots, config.rollout.threads, "rollout engine", limit, environment, own)
+            if self._reserved is not None:
+                seen = self._reserved.spots(self._started, limit)
+                check_replicas(self._reserved.plan, (), seen)
+                self._table = table(self._reserved.plan, (), seen)
+            self._started.build(EngineWorker, [(config, number) for number in range(replicas)])
+            self.engines = EnginePool(self._started, config.rollout.prove_every, RequestRule.of(config), NO_RESTARTS)
+        except BaseException:
+            self.close()
+            raise
+
+    def notes(self) -> list[str]:
+        """Where everything was placed; a line each."""
+        return self._table
+
+    def share(self, value: Any) -> Handle:
+        """Puts a value where every engine can take it from, once."""
+        assert self._started is not None
+        return self._started.share(value)
+
+    def close(self) -> None:
+        """Ends the actors, and Ray where it was started here."""
+        with uninterrupted():
+            if self._started is not None:
+                self._started.close()
+                self._started = None
             if self._reserved is not None:
                 self._reserved.release()
                 self._reserved = None

@@ -7,6 +7,38 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from megatron_stare.errors import NonFiniteError
+from megatron_stare.metric import Metric
+
+METRICS = (
+    Metric(
+        "update/count",
+        "steps",
+        "optimizer steps that were taken",
+        "batch.prompts / batch.mini_batch_prompts x batch.epochs",
+    ),
+    Metric(
+        "update/finite",
+        "0 or 1",
+        "0: a gradient of the step was not finite, and that update was not taken",
+        "1; 0 is an alert, three updates in a row stop the run",
+    ),
+    Metric(
+        "update/empty", "mini-batches", "in which no token had a loss, so that no step was taken", "0; any is an alert"
+    ),
+    Metric(
+        "update/skipped",
+        "updates",
+        "not taken because the loss scale was too large for the gradient; float16 alone",
+        "a few at the start, then one now and then",
+    ),
+    Metric(
+        "ratio/first_max_abs_log",
+        "nats",
+        "ratio/max_abs_log of the first of several updates, which is on policy",
+        "exactly 0",
+    ),
+)
+
 
 MAX_SKIPPED = 3  # consecutive updates without a finite gradient before the run stops
 

@@ -28,7 +28,7 @@ class TokenNumbers:
     entropy: Tensor  # [m] float32 nats, likewise
     advantage: Tensor  # [m] float32, of the response
     weight: Tensor  # [m] float32, what the loss multiplies the advantage by; NaN where that is 0
-    selected: Tensor  # [m] int8, 1 in L+, -1 in L-
+    selected: Tensor  # [m] int8: 1 in L+ (rarest of positive advantage), -1 in L- (of negative), 2 in U+, -2 in U-
     rare: Tensor  # [m] int8, 1 past the critical surprisal s* of its position, 0 not; -1 where that is not known
 
     def to_host(self) -> TokenNumbers:

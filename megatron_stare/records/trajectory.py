@@ -42,6 +42,7 @@ class Trajectory:
     reward_status: Literal["pending", "ok", "timeout", "crash"] = "pending"
     experts: Tensor | None = None  # [m, L, K] of the first m tokens of prompt and response; see records/routing.py
     answer_at: int | None = None  # character of `text` where the answer begins; -1: no answer; None: not known
+    answer: str | None = None  # in the verifier's normal form; "": no answer; None: not known
     numbers: TokenNumbers | None = None  # of its tokens, on the few that are written out with them
     pieces: Sequence[str] = ()  # of those few, the text of every token; see rollout.model_folder.token_texts
 

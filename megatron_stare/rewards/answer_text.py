@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
+from fractions import Fraction
 
 _GROUP = r"\{((?:[^{}]|\{[^{}]*\})*)\}"  # a braced group with at most one group in it
 _WRAPPED = re.compile(
@@ -28,6 +29,8 @@ _TENS = r"10\s*\^\s*(?:\{\s*([+-]?\d+)\s*\}|(\d))"
 _NUMBER = re.compile(
     r"([+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?)(?:(?:\\times|\\cdot)" + _TENS + r")?|([+-]?)" + _TENS
 )
+_QUOTIENT = re.compile(r"([+-]?)(?:\\[dt]?frac\{(\d+)\}\{(\d+)\}|(\d+)\s*/\s*(\d+))")
+_DIGITS = 100  # of a quotient's parts
 _UNIT = re.compile(r"\\(?:text|mathrm|textrm|mbox|operatorname)\{[^{}]*\}(?:\^\{?-?\d\}?)?$")
 _RELATION = r"(\\leq?|\\geq?|<|>|\\lt|\\gt)"
 _ABOVE_OR_BELOW = re.compile(r"([A-Za-z])" + _RELATION + r"(?![A-Za-z])(.+)")
@@ -73,6 +76,12 @@ def plain(text: str) -> str:
     return re.sub(r"\s+", "", text)
 
 
+def tidy(text: str) -> str:
+    """As `plain`, and still LaTeX: a space that ends a command's name stays."""
+    text = re.sub(r"(\\[A-Za-z]+)\s+(?=[A-Za-z])", "\\1\0", without_fonts(text))
+    return plain(text).replace("\0", " ")
+
+
 def number(text: str) -> Decimal | None:
     """The value of a number in digits, thousands' commas, powers of ten and a unit aside; None: something else."""
     text = _UNIT.sub("", re.sub(r"\s+|\\left|\\right", "", text))
@@ -83,6 +92,23 @@ def number(text: str) -> Decimal | None:
     if not any(map(str.isdigit, digits)) or len(power) > 5:
         return None
     return Decimal(f"{digits}E{power}")
+
+
+def quotient(text: str) -> Fraction | None:
+    """The value of a fraction of whole numbers; None: something else, or nothing that can be divided by."""
+    if not (found := _QUOTIENT.fullmatch(text)):
+        return None
+    sign, *parts = (part for part in found.groups() if part is not None)
+    if max(map(len, parts)) > _DIGITS or not int(parts[1]):
+        return None
+    return Fraction(int(sign + parts[0]), int(parts[1]))
+
+
+def exact_value(text: str) -> Fraction | None:
+    """The value of a number in digits or of a fraction of whole numbers; None: something else, or beyond 10^100."""
+    if (value := number(text)) is not None:
+        return Fraction(value) if not value or abs(value.adjusted()) <= _DIGITS else None
+    return quotient(text)
 
 
 def same_number(wanted: Decimal, given: Decimal) -> bool:

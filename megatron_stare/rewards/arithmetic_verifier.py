@@ -25,6 +25,12 @@ def answer_start(response: str) -> int:
     return response.rfind("=") if _answer(response) else -1
 
 
+def normal_answer(response: str) -> str:
+    """The integer that ends the response, without zeros before it; "" if there is none."""
+    match = _answer(response)
+    return match[1] + match[2] if match else ""
+
+
 def _answer(response: str) -> re.Match[str] | None:
     _, equals, tail = response.rpartition("=")
     return _LAST_INTEGER.fullmatch(tail) if equals else None

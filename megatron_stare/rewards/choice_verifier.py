@@ -38,6 +38,11 @@ def verify(response: str, answer: str) -> float:
 answer_start = final_answer_start
 
 
+def normal_answer(response: str) -> str:
+    """The letters of the final answer, in alphabetical order; "" if it names none."""
+    return ",".join(sorted(_letters(final_answer(response) or "") or ()))
+
+
 def _letters(text: str) -> frozenset[str] | None:
     """The choices that a text names; None where a part of it names none."""
     text = without_fonts(text).replace("$", "").strip()

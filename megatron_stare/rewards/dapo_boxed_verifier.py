@@ -24,3 +24,8 @@ def answer_start(response: str) -> int:
     """Where the last box begins, characters from the start; -1 if there is none that closes."""
     box = last_box(response)
     return box.start if box and box.content is not None else -1
+
+
+def normal_answer(response: str) -> str:
+    """The content of the last box, normalised; "" if there is none that closes."""
+    return normalised(last_boxed(response) or "")

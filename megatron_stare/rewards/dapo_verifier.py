@@ -61,6 +61,12 @@ def answer_start(response: str) -> int:
     return starts[-1] if starts else -1
 
 
+def normal_answer(response: str) -> str:
+    """What follows the last 'Answer:', normalised; "" if there is nothing."""
+    found = _ANSWER.findall(response[-_SEEN:])
+    return normalised(found[-1]) if found else ""
+
+
 def normalised(text: str) -> str:
     """An answer without units, articles, fonts and spaces, in one way to write fractions, roots and large integers."""
     text = text.rpartition("=")[2]

@@ -20,3 +20,8 @@ def verify(response: str, answer: str) -> float:
 
 
 answer_start = final_answer_start
+
+
+def normal_answer(response: str) -> str:
+    """The final answer without spaces at its ends; "" if there is none."""
+    return (final_answer(response) or "").strip()

@@ -88,6 +88,21 @@ def equal(wanted: str, given: str) -> bool:
     return equal_math(first, second, timeout_seconds=None, allow_set_relation_comp=True)
 
 
+def normal_answer(response: str) -> str:
+    """The content of the last box: of a number or a fraction of whole numbers its value, of words small letters, of all
+    else what is written, without what only dresses it. "" if there is nothing in it."""
+    given = last_boxed(response)
+    if given is None:
+        return ""
+    if len(given) > _LONGEST:
+        return given.strip()
+    text = answer_text.bare(given)
+    if (value := answer_text.exact_value(text)) is not None:
+        return str(value)
+    named = answer_text.word(text)
+    return named if named and len(named) > 1 else answer_text.tidy(text)
+
+
 def answer_start(response: str) -> int:
     r"""Where the last box begins, characters from the start; -1 if there is none with something in it."""
     box = last_box(response)

@@ -3,17 +3,12 @@ r"""The verifier of answers that are one number, within a tolerance. Runs in rew
 from __future__ import annotations
 
 import math
-import re
-from fractions import Fraction
 
-from megatron_stare.rewards.answer_text import bare, number
+from megatron_stare.rewards.answer_text import bare, number, quotient
 from megatron_stare.rewards.final_answer import final_answer, final_answer_start
 
 RELATIVE = 1e-6
 """Largest difference from the reference, as a share of it."""
-
-_FRACTION = re.compile(r"([+-]?)(?:\\[dt]?frac\{(\d+)\}\{(\d+)\}|(\d+)\s*/\s*(\d+))")
-_DIGITS = 100  # of a fraction's parts
 
 KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
     (r"\boxed{0.5}", "1/2", 1.0),
@@ -42,13 +37,15 @@ def verify(response: str, answer: str) -> float:
 answer_start = final_answer_start
 
 
+def normal_answer(response: str) -> str:
+    """The final answer, a number as Python writes it; "" if it is none."""
+    value = _value(final_answer(response) or "")
+    return "" if value is None else repr(value + 0.0).removesuffix(".0")  # + 0.0: -0 is 0
+
+
 def _value(text: str) -> float | None:
     text = bare(text)
     if (found := number(text)) is not None:
         return float(found)
-    if not (found_fraction := _FRACTION.fullmatch(text)):
-        return None
-    sign, *parts = (part for part in found_fraction.groups() if part is not None)
-    if max(map(len, parts)) > _DIGITS or not int(parts[1]):
-        return None
-    return float(Fraction(int(sign + parts[0]), int(parts[1])))
+    value = quotient(text)
+    return None if value is None else float(value)

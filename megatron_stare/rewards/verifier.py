@@ -5,7 +5,9 @@ A verifier is any function `(response text, reference answer) -> reward`. It may
 
 Its module may also have `KNOWN_ANSWERS`, triples (response, answer, reward) that every worker grades before anything
 else, `self_test() -> list of faults`, for what triples cannot say, and `answer_start(response) -> int`: the character
-where the answer begins as the verifier's parser sees it, -1 where no answer stands in the right format.
+where the answer begins as the verifier's parser sees it, -1 where no answer stands in the right format. And
+`normal_answer(response) -> str`: the answer in a normal form, which is the same for answers that differ in notation
+alone, and serves as a reference; "" where there is none. Majorities are counted by it (docs/evaluation.md).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from megatron_stare.registry import resolve
 
 Verifier = Callable[[str, str], SupportsFloat]
 AnswerStart = Callable[[str], int]
+NormalAnswer = Callable[[str], str]
 KnownAnswer = tuple[str, str, float]
 
 VERIFIERS = {
@@ -43,13 +46,15 @@ class WeightedSum:
     """A verifier whose reward is a sum of others' rewards, such as 'math + 0.1 * format'.
 
     Args:
-        terms: weight and verifier; the first that says where an answer begins says it for all.
+        terms: weight and verifier; the first that says where an answer begins, or what it is, says it for all.
     """
 
     def __init__(self, terms: Sequence[tuple[float, Verifier]]) -> None:
         self._terms = terms
         starts = [start for _, verify in terms if (start := answer_start_of(verify)) is not None]
         self.answer_start = starts[0] if starts else None
+        answers = [normal for _, verify in terms if (normal := normal_answer_of(verify)) is not None]
+        self.normal_answer = answers[0] if answers else None
 
     def __call__(self, response: str, answer: str) -> float:
         return sum(weight * float(verify(response, answer)) for weight, verify in self._terms)
@@ -78,6 +83,11 @@ def make_verifier(name: str) -> Verifier:
 def answer_start_of(verify: Verifier) -> AnswerStart | None:
     """What says where an answer begins, where the verifier or its module has it."""
     return getattr(verify, "answer_start", None) or getattr(_module(verify), "answer_start", None)
+
+
+def normal_answer_of(verify: Verifier) -> NormalAnswer | None:
+    """What gives an answer's normal form, where the verifier or its module has it."""
+    return getattr(verify, "normal_answer", None) or getattr(_module(verify), "normal_answer", None)
 
 
 def _proven(name: str) -> Verifier:

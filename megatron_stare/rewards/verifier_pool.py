@@ -28,13 +28,14 @@ class Verdict:
     """What became of one answer. `reward` is None unless `status` is 'ok'; `detail` says why.
 
     `answer_at` is the character where the answer begins, -1 where none stands in the right format, and None where the
-    verifier does not say.
+    verifier does not say. `answer` is its normal form (rewards/verifier.py), "" where there is none, None as above.
     """
 
     reward: float | None
     status: Literal["ok", "timeout", "crash"]
     detail: str = ""
     answer_at: int | None = None
+    answer: str | None = None
 
 
 @dataclass
@@ -286,4 +287,4 @@ class VerifierPool:
 def _verdict(message: dict[str, Any]) -> Verdict:
     if "error" in message:
         return Verdict(None, "crash", message["error"])
-    return Verdict(message["reward"], "ok", answer_at=message["answer_at"])
+    return Verdict(message["reward"], "ok", answer_at=message["answer_at"], answer=message["answer"])

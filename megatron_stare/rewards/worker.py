@@ -1,8 +1,8 @@
 """The verifier process: `python -m megatron_stare.rewards.worker <verifier> <fd>`, started by `rewards/process.py`.
 
 It reads lists of [response, answer] from the socket `fd` and writes one message an answer, in order, as soon as it has
-it. Three kinds of message go out: {"ready": true} or {"failed": {...}} once, then {"reward": x, "answer_at": n} or
-{"error": text}.
+it. Three kinds of message go out: {"ready": true} or {"failed": {...}} once, then {"reward": x, "answer_at": n,
+"answer": text} or {"error": text}.
 
 The verifier runs in the main thread, where signal handlers work. A second thread does nothing but read: it waits for
 the parent to send, and the end of the stream, which comes when the parent is gone, ends this process group even while
@@ -25,12 +25,20 @@ from queue import SimpleQueue
 from typing import Any, SupportsFloat
 
 from megatron_stare.errors import ConfigError
-from megatron_stare.rewards.verifier import AnswerStart, Verifier, answer_start_of, make_verifier
+from megatron_stare.rewards.verifier import (
+    AnswerStart,
+    NormalAnswer,
+    Verifier,
+    answer_start_of,
+    make_verifier,
+    normal_answer_of,
+)
 from megatron_stare.rewards.wire import Unpacker, pack
 
 _RECEIVE_BYTES = 1 << 16
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+LONGEST_ANSWER = 1_000  # characters of an answer that are told
 _DETAIL_CHARACTERS = 500  # of an exception's text; a sympy error can print a whole expression tree
 
 
@@ -48,25 +56,33 @@ def main(verifier: str, fd: int) -> None:
             channel.sendall(pack({"failed": {"what": error.what, "where": error.where, "fix": error.fix}}))
             return
         channel.sendall(pack({"ready": True}))
-        answer_start = answer_start_of(verify)
+        answer_start, normal_answer = answer_start_of(verify), normal_answer_of(verify)
         while True:
-            channel.sendall(pack(judge(verify, answer_start, *inbox.get())))
+            channel.sendall(pack(judge(verify, answer_start, normal_answer, *inbox.get())))
 
 
-def judge(verify: Verifier, answer_start: AnswerStart | None, response: str, answer: str) -> dict[str, Any]:
-    """{"reward": a finite float, "answer_at": see `verifier_pool.Verdict`}, or {"error": why there is none}."""
+def judge(
+    verify: Verifier,
+    answer_start: AnswerStart | None,
+    normal_answer: NormalAnswer | None,
+    response: str,
+    answer: str,
+) -> dict[str, Any]:
+    """{"reward": a finite float, "answer_at" and "answer": see `verifier_pool.Verdict`}, or {"error": why there is
+    none}."""
     try:
         answer_at = None if answer_start is None else int(answer_start(response))
         reward = verify(response, answer)
         if not isinstance(reward, SupportsFloat):
             return {"error": f"the verifier returned {type(reward).__name__}, not a number"}
         value = float(reward)
+        given = None if normal_answer is None else str(normal_answer(response))[:LONGEST_ANSWER]
     except BaseException as error:  # SystemExit too: one answer must not take the process with it
         text = "".join(traceback.format_exception_only(error)).strip()[:_DETAIL_CHARACTERS]
         return {"error": f"{text} {users_line(error)}".rstrip()}
     if not math.isfinite(value):
         return {"error": f"the verifier returned {value}"}
-    return {"reward": value, "answer_at": answer_at}
+    return {"reward": value, "answer_at": answer_at, "answer": given}
 
 
 def users_line(error: BaseException) -> str:

@@ -12,9 +12,73 @@ from collections.abc import Sequence
 import torch
 
 from megatron_stare.errors import UserError
+from megatron_stare.metric import Metric
 from megatron_stare.records.log_prob_difference import LogProbDifference, Sizes
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.rollout.agreement_limits import TREND_FLOOR, Limits
+
+METRICS = (
+    Metric(
+        "agreement/mean",
+        "nats",
+        "mean |engine's log-prob - trainer's| over the step's sampled tokens",
+        "below agreement.mean, which stops a run in 16 bits",
+    ),
+    Metric(
+        "agreement/max",
+        "nats",
+        "the largest of them",
+        "float32 below sglang.agreement_limit, which stops a run; in 16 bits shown, not judged",
+    ),
+    Metric(
+        "agreement/p50",
+        "nats",
+        "the median of them, exact over all ranks",
+        "float32 near 1e-6; 16 bits below agreement/mean",
+    ),
+    Metric("agreement/p90", "nats", "the 90 % quantile of them, exact over all ranks", "steady"),
+    Metric(
+        "agreement/p99",
+        "nats",
+        "the 99 % quantile of them, exact over all ranks",
+        "below agreement.p99, which stops a run in 16 bits",
+    ),
+    Metric(
+        "agreement/p999",
+        "nats",
+        "the 99.9 % quantile of them, exact over all ranks",
+        "below agreement.p999, which stops a run in 16 bits",
+    ),
+    Metric(
+        "agreement/likely_mean", "nats", "mean over tokens of a probability of at least 1/1000", "near agreement/mean"
+    ),
+    Metric("agreement/unlikely_mean", "nats", "mean over the less likely tokens", "some times agreement/mean"),
+    Metric(
+        "agreement/max_from_position_<n>",
+        "nats",
+        "the largest of tokens from this position of the response on, to where the next range begins",
+        "alike in all ranges; growing with the position: positions or cache",
+    ),
+    Metric(
+        "agreement/max_of_age_<n>",
+        "nats",
+        "the largest of tokens sampled by weights that many steps old",
+        "of age 1 as agreement/max; older ones differ as the policies do",
+    ),
+    Metric(
+        "agreement/canary_max",
+        "nats",
+        "the largest over the canary, fixed sequences that every server scores after a sync",
+        "float32 below sglang.agreement_limit",
+    ),
+    Metric(
+        "agreement/canary_likely_mean",
+        "nats",
+        "mean over the canary's likely tokens, of the server that differs most",
+        "below 4 x agreement.mean, which stops a run in 16 bits",
+    ),
+    Metric("agreement/canary_unlikely_mean", "nats", "mean over its unlikely tokens", "shown, not judged"),
+)
 
 
 class AgreementError(UserError):

@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_stare.batch import SamplingParams
-from megatron_stare.errors import WeightVersionError
+from megatron_stare.metric import Metric
 from megatron_stare.records.rollout_batch import RolloutBatch
-from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory
+from megatron_stare.rollout.ages import Ages
 from megatron_stare.rollout.engine_pool import Exported
 from megatron_stare.rollout.rollout_source import (
     Collected,
@@ -32,6 +32,23 @@ from megatron_stare.rollout.rollout_source import (
     RolloutSource,
     training_params,
 )
+
+METRICS = (
+    Metric(
+        "staleness/mean_age",
+        "steps",
+        "mean over the step's tokens of the steps since the weights that sampled them",
+        "at most rollout.staleness",
+    ),
+    Metric("staleness/max_age", "steps", "the largest age of a token", "at most rollout.staleness; more stops the run"),
+    Metric(
+        "staleness/steps_ahead",
+        "steps",
+        "whole batches that wait to be trained on",
+        "0: training waits for rollouts; rollout.staleness: rollouts wait",
+    ),
+)
+
 
 T = TypeVar("T")
 PromptState = dict[str, int]  # see data.prompt_source.PromptSource
@@ -50,6 +67,7 @@ class AsynchronousSource(RolloutSource):
         prompts: the state of the stream that `groups` takes them from.
         staleness: the oldest that a token may be when it is trained on, in versions.
         last_step: nothing is sampled for steps after it.
+        masked_from: see Ages.
     """
 
     def __init__(
@@ -61,9 +79,11 @@ class AsynchronousSource(RolloutSource):
         staleness: int,
         last_step: int,
         progress: Progress = lambda *_: None,
+        masked_from: int | None = None,
     ) -> None:
         if staleness < 0:
             raise ValueError(f"no token is {staleness} versions old")
+        self._ages = Ages(staleness, masked_from)
         self._rollouts, self._groups, self._sampling, self._prompts = rollouts, groups, sampling, prompts
         self._staleness, self._last, self._progress = staleness, last_step, progress
         self.version = -1  # of the newest weights
@@ -88,13 +108,9 @@ class AsynchronousSource(RolloutSource):
             ValueError: greedily, or from a part of the vocabulary; the loss takes the policy for what was sampled from.
         """
         collected = self._wait_showing(step)
-        ages = ages_of(collected.trajectories, step - 1)
-        check_ages(ages, self._staleness, step)
-        tokens = sum(ages.values())
         self.metrics = {
             **collected.metrics,
-            "staleness/mean_age": sum(age * n for age, n in ages.items()) / tokens if tokens else 0.0,
-            "staleness/max_age": max(ages, default=0),
+            **self._ages.settle(collected.trajectories, step),
             "staleness/steps_ahead": self._wait(self._count_made()),
         }
         return RolloutBatch.from_trajectories(collected.trajectories, step)
@@ -111,8 +127,8 @@ class AsynchronousSource(RolloutSource):
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
         """While open, the engines are the caller's: what was begun has been made, and nothing is begun."""
-        self._wait(self._hold())
         try:
+            self._wait(self._hold())  # raises the error of what was begun, and then holds nothing
             yield
         finally:
             self._wait(self._go_on())
@@ -126,6 +142,7 @@ class AsynchronousSource(RolloutSource):
         self._thread.join()
 
     def _serve(self, threads: int) -> None:
+        """The thread: waits for whatever the loop's tasks wait for; unblocked for good by `close`."""
         torch.set_num_threads(threads)
         asyncio.set_event_loop(self._loop)
         try:
@@ -139,7 +156,8 @@ class AsynchronousSource(RolloutSource):
         return future.result()
 
     def _wait_showing(self, step: int) -> Collected:
-        """A step's trajectories; progress is told meanwhile, in the caller's thread."""
+        """A step's trajectories. Waits for news of the step, and tells progress in the caller's thread; unblocked by
+        each trajectory that is finished, and at last by `_taken`, whatever it ends with."""
         news: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
         self._watched = step, news
         try:
@@ -176,6 +194,8 @@ class AsynchronousSource(RolloutSource):
         return not self._held and self.version >= step - 1 - self._staleness
 
     async def _collect(self, step: int, settled: asyncio.Event) -> Collected:
+        """Makes a step's batch. Waits as Groups.collect does; whatever it ends with lets the next step begin."""
+
         def progress(done: int, wanted: int) -> None:
             self._counts[step] = done, wanted
             if self._watched and self._watched[0] == step:
@@ -215,6 +235,8 @@ class AsynchronousSource(RolloutSource):
         return self._before[min(self._before)] if self._before else dict(self._prompts())
 
     async def _hold(self) -> None:
+        """Lets no step begin. Waits for the last verdicts of those that have; unblocked by them, or by the first
+        error."""
         async with self._changed:
             self._held = True
         await asyncio.gather(*self._ahead.values())
@@ -225,6 +247,7 @@ class AsynchronousSource(RolloutSource):
             self._changed.notify_all()
 
     async def _cancel(self) -> None:
+        """Ends every task of the loop. Waits until they are cancelled: for the call that a replica is answering."""
         tasks: Sequence[asyncio.Task[Any]] = [*self._ahead.values(), *([self._making] if self._making else [])]
         for task in tasks:
             task.cancel()
@@ -234,25 +257,3 @@ class AsynchronousSource(RolloutSource):
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
-
-
-def ages_of(trajectories: Sequence[Trajectory], newest: int) -> dict[int, int]:
-    """Sampled tokens by how many versions older than `newest` the weights were."""
-    found: dict[int, int] = {}
-    for trajectory in trajectories:
-        for version, tokens in trajectory.versions:
-            if version != NOT_SAMPLED and tokens:
-                found[newest - version] = found.get(newest - version, 0) + tokens
-    return found
-
-
-def check_ages(ages: Mapping[int, int], bound: int, step: int) -> None:
-    """Raises WeightVersionError where a token is older than the bound, or newer than the trainer's weights."""
-    wrong = {age: tokens for age, tokens in ages.items() if not 0 <= age <= bound}
-    if wrong:
-        counts = ", ".join(f"{tokens} tokens of age {age}" for age, tokens in sorted(wrong.items()))
-        raise WeightVersionError(
-            f"weights between 0 and {bound} versions old may sample what step {step} trains on, but there are {counts}",
-            where="rollout",
-            fix="an engine does not say which weights it sampled with, or was not given those that were published",
-        )

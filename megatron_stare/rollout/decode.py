@@ -48,7 +48,8 @@ def decode_batch(model: Any, requests: Sequence[GenerateRequest], params: Sampli
     is drawn from a given distribution. (The distribution itself moves by float rounding, about 1e-7, with the shape of
     the matrix products.)
     """
-    keys = row_keys(params.seed, params.step, [r.prompt_cursor for r in requests], [r.sample_index for r in requests])
+    steps = [params.step if r.noise_step is None else r.noise_step for r in requests]
+    keys = row_keys(params.seed, steps, [r.prompt_cursor for r in requests], [r.sample_index for r in requests])
     starts = np.array([r.start for r in requests])
     limits = torch.tensor([min(r.max_new_tokens or params.max_new_tokens, params.max_new_tokens) for r in requests])
     longest = int(limits.max())

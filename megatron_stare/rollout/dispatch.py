@@ -6,15 +6,15 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 from megatron_stare.batch import SamplingParams
 from megatron_stare.errors import UserError
-from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, LostRequest, ModelInfo, RequestLostError
+from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, LostRequest, RequestLostError
+from megatron_stare.rollout.fleet import LOST, Fleet
 from megatron_stare.rollout.retries import Retries
-from megatron_stare.workers import Workers
 
 LATER_S = 1e-3  # a timer may go off a tick before its time, and nothing else would wake a pool of one replica
 WAIT_S = 0.1  # a replica that is at work is asked this often whether it takes more
@@ -32,6 +32,7 @@ class _Replica:
     capacity: int | None  # see ModelInfo
     assigned: deque[tuple[GenerateRequest, SamplingParams]] = field(default_factory=deque)  # not handed over yet
     under_way: int = 0  # assigned, or handed over and not answered
+    reserved: int = 0  # places of requests just answered, for those that continue them
     work: asyncio.Event = field(default_factory=asyncio.Event)  # there is something under way
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it is asked; first come, first served
 
@@ -59,16 +60,15 @@ class Dispatch:
         held: whether replicas may not be asked for tokens now; `hold` waits for those that are being asked.
     """
 
-    def __init__(
-        self, workers: Workers, infos: Sequence[ModelInfo], held: Callable[[], bool], retries: Retries
-    ) -> None:
-        self._workers, self._held, self._retries = workers, held, retries
+    def __init__(self, fleet: Fleet, held: Callable[[], bool], retries: Retries) -> None:
+        self._fleet, self._held, self._retries = fleet, held, retries
         self._wake_ups: set[asyncio.TimerHandle] = set()
         self._going_on = asyncio.Event()  # set when what held the replicas ends
+        self._assigning = False  # will be done soon
         self.loop = asyncio.get_running_loop()
         self.servings: list[Serving] = []  # in the order in which they were opened
         self.asked: dict[str, tuple[Serving, GenerateRequest, asyncio.Future[GenerateResult]]] = {}
-        self.replicas = [_Replica(number, info.capacity) for number, info in enumerate(infos)]
+        self.replicas = [_Replica(number, info.capacity) for number, info in enumerate(fleet.infos)]
         self.together = any(replica.capacity is None for replica in self.replicas)
         self.pumps = [asyncio.create_task(self._pump(replica)) for replica in self.replicas]
 
@@ -79,17 +79,46 @@ class Dispatch:
 
     def assign(self) -> None:
         """Gives replicas what they have room for."""
+        self._assigning = False
         for serving in self.servings:
             serving.assign()
 
+    def assign_soon(self) -> None:
+        """As `assign`, once all who were woken with the caller have asked: they come before what is not begun."""
+        if not self._assigning:
+            self._assigning = True
+            self.loop.call_soon(self.assign)
+
+    @property
+    def serving(self) -> list[_Replica]:
+        """The replicas that may be asked."""
+        return [replica for replica in self.replicas if self._fleet.serves(replica.number)]
+
     def place(self, request: GenerateRequest, params: SamplingParams) -> bool:
         """Gives a request to a replica with room, if there is one for it."""
-        now = self.loop.time()
-        rooms = [self._retries.room(r.number, r.capacity or 0, r.under_way, now) for r in self.replicas]
-        best = self._retries.choose(request.rid, rooms, now)
+        best = self._retries.choose(request.rid, self._rooms(), self.loop.time())
         if best is not None:
             self.give(self.replicas[best], [request], params)
         return best is not None
+
+    def place_at(self, replica: int, request: GenerateRequest, params: SamplingParams) -> bool:
+        """Gives a request to this replica, if it has room and has lost nothing since it last answered."""
+        if not self.trusted(replica) or (self._rooms()[replica] or 0) < 1:
+            return False
+        self.give(self.replicas[replica], [request], params)
+        return True
+
+    def trusted(self, replica: int) -> bool:
+        """Whether it is there; and see Retries."""
+        return self._fleet.serves(replica) and self._retries.trusted(replica, self.loop.time())
+
+    def _rooms(self) -> list[int | None]:
+        """By replica, how many more requests it may be given now; None: it is not there."""
+        now = self.loop.time()
+        rooms: list[int | None] = [None] * len(self.replicas)
+        for r in self.serving:
+            rooms[r.number] = self._retries.room(r.number, r.capacity or 0, r.under_way + r.reserved, now)
+        return rooms
 
     def give(self, replica: _Replica, requests: Sequence[GenerateRequest], params: SamplingParams) -> None:
         now = self.loop.time()
@@ -104,11 +133,12 @@ class Dispatch:
                 pass
 
     def go_on(self) -> None:
-        """What held the replicas has ended."""
+        """What held the replicas has ended. One that has come back meanwhile is given requests."""
         self._going_on.set()
+        self.assign()
 
     async def stop(self) -> None:
-        """Ends the pumps."""
+        """Ends the pumps. Waits until they are cancelled, and for no replica."""
         for wake_up in self._wake_ups:
             wake_up.cancel()
         for pump in self.pumps:
@@ -120,7 +150,8 @@ class Dispatch:
 
         Waits for an assignment where nothing is under way, else for the replica; unblocked by what it has finished, or
         after WAIT_S where it can say that nothing is, so that it is given more meanwhile. Where replicas are held it
-        waits for the end of that.
+        waits for the end of that, and after each answer for one turn of the loop, in which those who were answered ask
+        for more.
         """
         params = None
         while True:
@@ -128,22 +159,56 @@ class Dispatch:
             while self._held():
                 self._going_on.clear()
                 await self._going_on.wait()
+            if not self._fleet.serves(replica.number):
+                self._lost_all(replica, "its engine was lost in a weight update")
+                self.assign()
+                continue
             async with replica.turn:
                 new, params = replica.next_call() if replica.assigned else ([], params)
-                handle = self._workers.start_on(replica.number, "advance", new, params, WAIT_S)
-                results = await self._workers.result(handle)
+                gone, results = await self._advanced(replica.number, new, params)
             for result in results:
                 if isinstance(result, LostRequest):
+                    before = self._retries.in_a_row(replica.number)
                     self._lost(replica, result)
+                    counts = self._retries.in_a_row(replica.number) > before
+                    if result.gone or self._fleet.lost_request(replica.number, result.reason, counts):
+                        gone = gone or result.reason
                 else:
                     self._retries.answered(result.rid, replica.number)
+                    self._fleet.answered(replica.number)
                     _, _, answer = self.asked.pop(result.rid)
                     if not answer.cancelled():
-                        answer.set_result(result)
+                        answer.set_result(replace(result, replica=replica.number))
                 replica.under_way -= 1
+            if gone:
+                self._fleet.lose(replica.number, gone)
+                self._fleet.require_serving()
+                self._lost_all(replica, gone)
             if not replica.under_way:
                 replica.work.clear()
+            replica.reserved = len(results)
+            await asyncio.sleep(0)  # who was answered asks for more, if at once
+            replica.reserved = 0
             self.assign()
+
+    async def _advanced(
+        self, replica: int, new: Sequence[GenerateRequest], params: SamplingParams | None
+    ) -> tuple[str, Sequence[GenerateResult | LostRequest]]:
+        """Why the replica is lost, "" where it is there; and what it has finished."""
+        workers = self._fleet.workers
+        try:
+            return "", await workers.result(workers.start_on(replica, "advance", new, params, WAIT_S))
+        except LOST as error:
+            return error.what, []
+
+    def _lost_all(self, replica: _Replica, why: str) -> None:
+        """Has all that a lost replica had made again."""
+        for rid in self._retries.under_way(replica.number):
+            self._lost(replica, LostRequest(rid, why))
+        replica.assigned.clear()
+        replica.under_way = 0
+        replica.work.clear()
+        self._retries.renew(replica.number)
 
     def _lost(self, replica: _Replica, lost: LostRequest) -> None:
         """Has a request made again. Where it was made as often as allowed, whoever waits for it is told."""
@@ -168,10 +233,14 @@ class Dispatch:
 class Serving:
     """Requests of trajectories under way, from their environments to the replicas and back.
 
-    Where replicas have a capacity, each request goes at once to the one with the most room. Where they take all that
-    waits, requests wait until every trajectory that is still being made waits for tokens, and are shared out then: what
-    stands in a batch depends on the trajectories alone, not on the clock. An environment that waits for something
-    else, a tool say, keeps such replicas waiting.
+    Where replicas have a capacity, each request goes at once to the one with the most room. One that continues what a
+    replica had before goes there again, in front of what is begun, because that holds its keys and values. While that
+    one is full it waits, as long as there is other work for the rest: no replica is left with room for its sake. One
+    that has lost a request since it last answered is not waited for.
+
+    Where replicas take all that waits, requests wait until every trajectory that is still being made waits for tokens,
+    and are shared out then: what stands in a batch depends on the trajectories alone, not on the clock. An environment
+    that waits for something else, a tool say, keeps such replicas waiting.
 
     Args:
         trajectories: that will be made; each says `leave` at its end.
@@ -184,6 +253,7 @@ class Serving:
         self.dispatch, self._params, self._limit_s = dispatch, params, limit_s
         self._live = trajectories
         self._waiting: deque[GenerateRequest] = deque()
+        self._continuing: dict[int, deque[GenerateRequest]] = {}  # by the replica that had what stands before them
         self.again: deque[GenerateRequest] = deque()  # lost by a replica
         dispatch.servings.append(self)
 
@@ -195,12 +265,15 @@ class Serving:
         """
         answer: asyncio.Future[GenerateResult] = self.dispatch.loop.create_future()
         self.dispatch.asked[request.rid] = self, request, answer
-        self._waiting.append(request)
-        self.assign()
+        if request.replica is None or self.dispatch.together:
+            self._waiting.append(request)
+        else:
+            self._continuing.setdefault(request.replica, deque()).append(request)
+        self.dispatch.assign_soon()
         try:
             return await answer
         except asyncio.CancelledError:
-            for line in (self._waiting, self.again):
+            for line in (self._waiting, self.again, *self._continuing.values()):
                 with contextlib.suppress(ValueError):  # it has been given to a replica, which may still answer
                     line.remove(request)
             raise
@@ -208,7 +281,7 @@ class Serving:
     def leave(self) -> None:
         """A trajectory is finished and will ask for nothing more."""
         self._live -= 1
-        self.assign()
+        self.dispatch.assign_soon()
 
     async def finished(self, trajectories: Sequence[asyncio.Task[None]]) -> None:
         """Waits until all trajectories are; unblocked by the first error of one of them or of a replica, and raises
@@ -239,8 +312,8 @@ class Serving:
 
     def assign(self) -> None:
         """Gives replicas what waits here and they have room for."""
-        replicas = self.dispatch.replicas
         if self.dispatch.together:
+            replicas = self.dispatch.serving
             waiting = len(self.again) + len(self._waiting)
             if not waiting or waiting < self._live:
                 return
@@ -251,12 +324,17 @@ class Serving:
             for replica, shard in zip(replicas, split_evenly(order, len(replicas)), strict=True):
                 self.dispatch.give(replica, shard, self._params)
             return
+        for number, line in self._continuing.items():
+            while line and self.dispatch.place_at(number, line[0], self._params):
+                line.popleft()
         for _ in range(len(self.again)):  # one may have to wait for a replica that the next has not to
             request = self.again.popleft()
             if not self.dispatch.place(request, self._params):
                 self.again.append(request)
-        while self._waiting and self.dispatch.place(self._waiting[0], self._params):
-            self._waiting.popleft()
+        left = [line for number, line in self._continuing.items() if not self.dispatch.trusted(number)]
+        for line in (*left, self._waiting, *self._continuing.values()):
+            while line and self.dispatch.place(line[0], self._params):
+                line.popleft()
 
 
 def split_evenly(requests: Sequence[GenerateRequest], engines: int) -> list[list[GenerateRequest]]:

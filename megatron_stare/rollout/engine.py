@@ -25,7 +25,7 @@ from megatron_stare.weights.outlet import Route
 class GenerateRequest:
     """Tokens wanted: a response, or the next part of one.
 
-    `prompt_cursor`, `sample_index` and the position in the response key its sampling noise (sampling.py).
+    `prompt_cursor`, `sample_index`, `noise_step` and the position in the response key its sampling noise (sampling.py).
     """
 
     rid: str  # unique among the requests under way
@@ -34,6 +34,8 @@ class GenerateRequest:
     sample_index: int
     start: int = 0  # tokens of the response that are among `input_ids`
     max_new_tokens: int | None = None  # at most as many as the sampling parameters allow; None: as many
+    noise_step: int | None = None  # the step that the response was begun in; None: that of the sampling parameters
+    replica: int | None = None  # that had what stands before it, and may still hold its keys and values
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class GenerateResult:
     prompt_tokens: int
     text: str = ""  # of the tokens; the engine's worker decodes it, see model_folder.with_text
     experts: Tensor | None = None  # [m, L, K] of the first m tokens, input and output; see records/routing.py
+    replica: int | None = None  # that answered; who hands the requests out fills it in
 
     @property
     def completion_tokens(self) -> int:
@@ -60,15 +63,21 @@ class LostRequest:
 
     reason: what became of it, and where.
     late: its limit passed.
+    gone: whoever was to answer it is lost, with all else that it had.
     """
 
     rid: str
     reason: str
     late: bool = False
+    gone: bool = False
 
 
 class RequestLostError(UserError):
     """A response did not come."""
+
+
+class EngineLostError(UserError):
+    """What an engine speaks for has ended, does not answer any more, or holds other weights than it was given."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +167,9 @@ class Engine(ABC):
     def model_info(self) -> ModelInfo:
         """What the engine holds; answers in every state."""
 
+    def check(self) -> None:  # noqa: B027 - an engine in process is there as long as its worker
+        """Raises EngineLostError where the engine can do nothing more."""
+
     @abstractmethod
     def close(self) -> None:
         """Frees the model; the engine is DEAD. Closing twice is allowed."""
@@ -227,6 +239,10 @@ class ServedEngine(Engine):
             EngineStateError: the engine gave no route, or no session is open.
         """
         raise EngineStateError("weights that nobody was given a route for cannot have been brought by ranks")
+
+    def drop_weight_update(self) -> None:
+        """Gives the open update up, whatever has come of it; the engine is DIRTY. Nothing where none is open."""
+        raise EngineStateError("an update that ranks did not bring cannot be given up")
 
     @abstractmethod
     def memory_mb(self) -> float | None:

@@ -10,9 +10,40 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from megatron_stare.batch import Prompt, SamplingParams
-from megatron_stare.config.schema import BatchConfig
+from megatron_stare.errors import DataError
+from megatron_stare.metric import Metric
 from megatron_stare.records.trajectory import Trajectory
 from megatron_stare.rollout.rollout_source import Collected, Progress, PromptStream, Rollouts
+
+METRICS = (
+    Metric(
+        "sampling/rounds",
+        "rounds",
+        "of prompts that the step was sampled in",
+        "1 or 2; the most allowed: too few groups differ",
+    ),
+    Metric(
+        "sampling/dropped",
+        "share",
+        "groups that were dropped because their rewards are all equal",
+        "any; near 1 a step costs many times its batch",
+    ),
+    Metric(
+        "sampling/filled_up",
+        "groups",
+        "that teach nothing and were taken all the same, as the rounds gave too few",
+        "0",
+    ),
+    Metric("sampling/given_back", "groups", "behind the last one taken, whose prompts went back to the stream", "any"),
+    Metric("sampling/waste", "share", "sampled tokens that were not trained on", "rises with sampling/dropped"),
+    Metric(
+        "sampling/reward_mean",
+        "reward",
+        "mean over all groups that were sampled, dropped ones too",
+        "rises; reward/mean is of the groups taken",
+    ),
+)
+
 
 Group = list[Trajectory]
 
@@ -31,6 +62,16 @@ class Groups(ABC):
         Args:
             settled: called once no more prompts will be taken, nor given back, where that is known before the end.
         """
+
+    def kept(self) -> bytes:
+        """What a checkpoint must hold of prompts that were taken and not trained on, between two steps; most keep
+        none."""
+        return b""
+
+    def restore(self, kept: bytes) -> None:
+        """Goes on with what `kept` gave. Raises DataError where that cannot be."""
+        if kept:
+            raise DataError("the checkpoint keeps responses that were under way, and this run cuts none")
 
 
 class EveryGroup(Groups):
@@ -151,10 +192,3 @@ def informative(group: Sequence[Trajectory]) -> bool:
 def tokens_of(trajectories: Sequence[Trajectory]) -> int:
     """Tokens of the responses."""
     return sum(len(trajectory) for trajectory in trajectories)
-
-
-def make_groups(batch: BatchConfig, prompts: ReturnablePrompts) -> Groups:
-    """What the configuration asks for."""
-    if batch.generate_prompts is None:
-        return EveryGroup(prompts, batch.prompts, batch.samples_per_prompt)
-    return InformativeGroups(prompts, batch.prompts, batch.samples_per_prompt, batch.generate_prompts, batch.max_rounds)

@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from megatron_stare.batch import FinishReason
 from megatron_stare.errors import DataError
 from megatron_stare.rollout.engine import GenerateResult
 
@@ -69,10 +71,15 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def with_text(result: GenerateResult, tokenizer: PreTrainedTokenizerBase) -> GenerateResult:
-    """The result with its text: without special tokens and without the stop token. Not every one of those is special to
-    its tokenizer, and verifiers read what comes before it. For where the engine is, not for the driver."""
-    body = result.output_ids[:-1] if result.finish_reason == "stop" else result.output_ids
-    return replace(result, text=tokenizer.decode(body.tolist(), skip_special_tokens=True))
+    """The result with its text. For where the engine is, not for the driver."""
+    return replace(result, text=text_of(result.output_ids, result.finish_reason, tokenizer))
+
+
+def text_of(ids: Tensor, finish_reason: FinishReason, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of tokens [n]: without special tokens and without the stop token. Not every one of those is special to
+    its tokenizer, and verifiers read what comes before it."""
+    body = ids[:-1] if finish_reason == "stop" else ids
+    return tokenizer.decode(body.tolist(), skip_special_tokens=True)
 
 
 def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:

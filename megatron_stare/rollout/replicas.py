@@ -10,6 +10,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.registry import resolve
+from megatron_stare.rollout.beside import Beside, ReplicaPart
 from megatron_stare.rollout.engine import Engine
 from megatron_stare.rollout.served_memory import ServedMemory
 
@@ -66,6 +67,17 @@ class Replica(ABC):
         """How many GPUs of a cluster a replica needs; 0: it takes none."""
         return 0
 
+    @classmethod
+    def nodes(cls, config: Config) -> int:
+        """How many nodes they are on, in equal parts. Where there are several, a replica is made with a Beside as
+        well, of parts that `part` has made."""
+        return 1
+
+    @classmethod
+    def part(cls, config: Config, number: int, node: int) -> ReplicaPart:
+        """What replica `number` has on its node `node`, from 1 on; not started yet."""
+        raise NotImplementedError(f"{cls.__name__} is on one node")
+
 
 class InProcess(Replica):
     """An engine that is an object of its worker's process: ours, or a user's own, a subclass of Engine that is made
@@ -109,10 +121,21 @@ def resolve_engine(name: str) -> type[Engine] | type[Replica]:
     return kind
 
 
-def make_replica(config: Config, number: int) -> Replica:
-    """Replica `number` of a run. Raises UserError where it cannot be started."""
+def make_replica(config: Config, number: int, beside: Beside | None = None) -> Replica:
+    """Replica `number` of a run. Raises UserError where it cannot be started.
+
+    Args:
+        beside: its other nodes, where it has any.
+    """
     kind = resolve_engine(config.rollout.engine)
-    return InProcess(config, number, kind) if issubclass(kind, Engine) else kind(config, number)
+    if issubclass(kind, Engine):
+        return InProcess(config, number, kind)
+    return kind(config, number, *(() if beside is None else (beside,)))
+
+
+def make_part(config: Config, number: int, node: int) -> ReplicaPart:
+    """See Replica.part."""
+    return _kind(config).part(config, number, node)
 
 
 def check_engine(config: Config, shape: ModelShape) -> None:
@@ -128,6 +151,11 @@ def replica_count(config: Config) -> int:
 def replica_gpus(config: Config) -> int:
     """How many GPUs each replica of a run needs where the cluster has any; 0: it takes none."""
     return _kind(config).gpus(config)
+
+
+def replica_nodes(config: Config) -> int:
+    """How many nodes each replica of a run is on."""
+    return _kind(config).nodes(config)
 
 
 def served_memory(config: Config, shape: ModelShape, capacity: int) -> ServedMemory | None:

@@ -71,13 +71,34 @@ class Retries:
             return 0
         return (1 if standing.lost_in_a_row else capacity) - under_way
 
-    def choose(self, rid: str, rooms: Sequence[int], now: float) -> int | None:
-        """The replica with the most room among those that should be asked; None: none of them has any."""
+    def trusted(self, replica: int, now: float) -> bool:
+        """Whether a replica has lost nothing since it last answered; it may have no room for all that."""
+        return now >= self._standings[replica].avoided_until and not self._standings[replica].lost_in_a_row
+
+    def choose(self, rid: str, rooms: Sequence[int | None], now: float) -> int | None:
+        """The replica with the most room among those that should be asked; None: none of them has any.
+
+        Args:
+            rooms: of each replica; None: it is not there.
+        """
         lost_by = {replica for replica, _ in self._lost.get(rid, ())}
-        usable = [n for n, standing in enumerate(self._standings) if now >= standing.avoided_until]
-        candidates = [n for n in usable if n not in lost_by] or usable or range(len(rooms))
-        best = max(candidates, key=lambda n: rooms[n])
-        return best if rooms[best] > 0 else None
+        there = {n: room for n, room in enumerate(rooms) if room is not None}
+        usable = [n for n in there if now >= self._standings[n].avoided_until]
+        candidates = [n for n in usable if n not in lost_by] or usable or list(there)
+        best = max(candidates, key=lambda n: there[n], default=None)
+        return best if best is not None and there[best] > 0 else None
+
+    def under_way(self, replica: int) -> list[str]:
+        """The requests that it was given and has neither answered nor lost."""
+        return [rid for rid, (given_to, _) in self._given.items() if given_to == replica]
+
+    def in_a_row(self, replica: int) -> int:
+        """How many it lost one after the other."""
+        return self._standings[replica].lost_in_a_row
+
+    def renew(self, replica: int) -> None:
+        """What it lost is no longer held against it: it is made anew before it is given anything."""
+        self._standings[replica] = _Standing()
 
     def give(self, rid: str, replica: int, now: float) -> None:
         """The request goes to the replica."""

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -22,6 +22,8 @@ from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory, VersionRu
 from megatron_stare.rollout.dispatch import Serving
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult
 from megatron_stare.rollout.engine_pool import EnginePool, Exported
+from megatron_stare.rollout.model_folder import text_of
+from megatron_stare.rollout.under_way import ResponseCut, UnderWay
 
 Progress = Callable[[int, int], None]  # is told trajectories finished and wanted
 Enough = Callable[
@@ -38,6 +40,8 @@ class Verdict(Protocol):
     def status(self) -> Literal["ok", "timeout", "crash"]: ...
     @property
     def answer_at(self) -> int | None: ...
+    @property
+    def answer(self) -> str | None: ...
 
 
 class Judge(Protocol):
@@ -60,7 +64,8 @@ class RolloutSource(ABC):
     - a token's weight version is that of the weights that sampled it, and none is older than the bound that was asked
       for; at a bound of 0 every batch is the synchronous source's, bit for bit;
     - `publish` never leaves a replica with a mixture of weights that goes on sampling;
-    - trajectories in flight, and those that wait for their step, are of prompts that `state` counts as not used.
+    - trajectories in flight, and those that wait for their step, are of prompts that `state` counts as not used, or are
+      kept beside it (see group_sampling.Groups.kept).
     """
 
     @abstractmethod
@@ -96,10 +101,16 @@ class Rollouts:
     verify: Callable[[int], contextlib.AbstractAsyncContextManager[Judge]]
 
     def make(
-        self, prompts: Sequence[Prompt], samples: int, params: SamplingParams, progress: Progress = lambda *_: None
+        self,
+        prompts: Sequence[Prompt],
+        samples: int,
+        params: SamplingParams,
+        progress: Progress = lambda *_: None,
+        wanted: Sequence[tuple[Prompt, int]] | None = None,
+        verified: Callable[[Trajectory], None] = lambda _: None,
     ) -> list[Trajectory]:
         """See `made`; in an event loop of its own."""
-        return run_whole(self.made(prompts, samples, params, progress))
+        return run_whole(self.made(prompts, samples, params, progress, wanted=wanted, verified=verified))
 
     async def made(
         self,
@@ -108,6 +119,8 @@ class Rollouts:
         params: SamplingParams,
         progress: Progress = lambda *_: None,
         enough: Enough = lambda _: False,
+        wanted: Sequence[tuple[Prompt, int]] | None = None,
+        verified: Callable[[Trajectory], None] = lambda _: None,
     ) -> list[Trajectory]:
         """`samples` trajectories a prompt, in canonical order, verified as they come.
 
@@ -116,22 +129,60 @@ class Rollouts:
 
         Args:
             enough: once it says so, what is still being sampled is given up, and missing from what is returned.
+            wanted: prompt and sample number of every trajectory that is made; None: all of them.
+            verified: is told each trajectory as it gets its verdict.
 
         Raises:
             DataError: an engine or an environment broke its contract.
         """
-        wanted = [(prompt, index) for prompt in prompts for index in range(samples)]
-        found: list[Trajectory | None] = [None] * len(wanted)
-        groups: dict[int, list[Trajectory]] = {prompt.cursor: [] for prompt in prompts}  # those that are verified
+        asked = wanted or [(prompt, index) for prompt in prompts for index in range(samples)]
+        begun = [UnderWay(prompt, index, params.step) for prompt, index in asked]
+        await self.carry_on(begun, params, progress, enough, verified=verified)
+        made = [each.trajectory for each in begun if each.trajectory is not None]
+        return sorted(made, key=lambda t: (t.prompt.cursor, t.sample_index))
+
+    async def carry_on(
+        self,
+        responses: Sequence[UnderWay],
+        params: SamplingParams,
+        progress: Progress = lambda *_: None,
+        enough: Enough = lambda _: False,
+        tokens: int | None = None,
+        verified: Callable[[Trajectory], None] = lambda _: None,
+    ) -> None:
+        """Makes responses that are under way, or have not been begun, to their end and their verdict, or until each has
+        grown by so many tokens.
+
+        Waits for the last verdict, and the last token of those that are cut; unblocked as `made` is.
+
+        Args:
+            responses: of whole groups, where `enough` is given.
+            enough: as in `made`.
+            tokens: that are sampled of a response; what is not finished then is cut. None: to its end.
+            verified: is told each trajectory as it gets its verdict.
+
+        Raises:
+            DataError: an engine or an environment broke its contract.
+            WeightVersionError: responses are cut, and a token is not of the weights that `params.step` trains.
+        """
+        wanted = Counter(response.prompt.cursor for response in responses)
+        groups: dict[int, list[Trajectory]] = {cursor: [] for cursor in wanted}  # those that are verified
         sampling: dict[int, asyncio.Task[None]] = {}
         made, given_up = 0, False
 
         async def one(number: int, serving: Serving, judge: Judge) -> None:
-            """One trajectory, from its prompt to its verdict."""
+            """One trajectory, from its prompt to its verdict. Waits for its environment, which waits for tokens, and
+            then for the verifier; unblocked by them, by a cut, or by cancellation once there is enough."""
             nonlocal made, given_up
-            prompt, index = wanted[number]
+            response = responses[number]
+            prompt = response.prompt
+            calls = itertools.count()
             try:
-                trajectory = await self.environment.run(prompt, self._generate(serving, prompt, index, params))
+                trajectory = await self.environment.run(
+                    prompt, self._generate(serving, response, calls, params, tokens)
+                )
+            except ResponseCut:
+                return
             except asyncio.CancelledError:
                 if given_up:
                     return
@@ -139,57 +190,92 @@ class Rollouts:
             finally:
                 del sampling[number]
                 serving.leave()
-            trajectory.prompt, trajectory.sample_index = prompt, index
+            if next(calls) < len(response.answers):
+                raise response.not_repeated()
+            trajectory.prompt, trajectory.sample_index = prompt, response.sample_index
             check_trajectory(trajectory, params.max_new_tokens)
-            found[number] = trajectory
             made += 1
-            progress(made, len(wanted))
+            progress(made, len(responses))
             verdict = await judge.of(trajectory.text, prompt.answer)
             trajectory.reward, trajectory.reward_status = verdict.reward, verdict.status
-            trajectory.answer_at = verdict.answer_at
+            trajectory.answer_at, trajectory.answer = verdict.answer_at, verdict.answer
+            response.finish(trajectory)
+            verified(trajectory)
             group = groups[prompt.cursor]
             group.append(trajectory)
-            if len(group) == samples and not given_up and enough(group):
+            if len(group) == wanted[prompt.cursor] and not given_up and enough(group):
                 given_up = True
                 for task in sampling.values():
                     task.cancel()
 
-        progress(0, len(wanted))
-        async with self.verify(len(wanted)) as judge, self.pool.serving(params, len(wanted)) as serving:
-            for number in range(len(wanted)):
+        progress(0, len(responses))
+        async with self.verify(len(responses)) as judge, self.pool.serving(params, len(responses)) as serving:
+            for number in range(len(responses)):
                 sampling[number] = asyncio.create_task(one(number, serving, judge))
             await serving.finished(list(sampling.values()))
-        return sorted((t for t in found if t is not None), key=lambda t: (t.prompt.cursor, t.sample_index))
 
-    def _generate(self, serving: Serving, prompt: Prompt, index: int, params: SamplingParams) -> Generate:
-        turns = itertools.count()
+    def _generate(
+        self,
+        serving: Serving,
+        response: UnderWay,
+        calls: Iterator[int],
+        params: SamplingParams,
+        tokens: int | None,
+    ) -> Generate:
+        """What the environment of a response asks for tokens: see environments.environment.Generate.
+
+        Args:
+            calls: numbers what it asks for.
+            tokens: as in `carry_on`.
+        """
+        prompt, budget = response.prompt, tokens
 
         async def generate(context: Sequence[int], max_new_tokens: int | None = None) -> Turn:
-            """See environments.environment.Generate."""
+            nonlocal budget
             start = len(context) - len(prompt.token_ids)
             if tuple(context[: len(prompt.token_ids)]) != prompt.token_ids:
                 raise DataError("what is to be continued does not begin with the prompt", where=f"prompt {prompt.id}")
             left = params.max_new_tokens - start
             if left < 1:
                 return Turn(torch.zeros(0, dtype=torch.int32), torch.zeros(0), (), "length", "")
-            request = GenerateRequest(
-                rid=f"{prompt.cursor}:{index}:{next(turns)}",
-                input_ids=tuple(context),
-                prompt_cursor=prompt.cursor,
-                sample_index=index,
-                start=start,
-                max_new_tokens=min(left, max_new_tokens or left),
-            )
-            result = await serving.generate(request)
-            check_result(result, params.stop_token_ids)
-            return Turn(
-                result.output_ids,
-                result.output_log_probs,
-                result.versions,
-                result.finish_reason,
-                result.text,
-                result.experts,
-            )
+            call, limit = next(calls), min(left, max_new_tokens or left)
+            answer = response.answer(call, context)
+            while answer.finish_reason is None:
+                asked = limit - len(answer)
+                if asked < 1:
+                    raise response.not_repeated()
+                if budget is not None:
+                    asked = min(asked, budget)
+                    budget -= asked
+                    if not asked:
+                        raise response.cut(context)
+                result = await serving.generate(
+                    GenerateRequest(
+                        rid=f"{prompt.cursor}:{response.sample_index}:{call}",
+                        input_ids=(*context, *answer.tokens.tolist()),
+                        prompt_cursor=prompt.cursor,
+                        sample_index=response.sample_index,
+                        start=start + len(answer),
+                        max_new_tokens=asked,
+                        noise_step=response.step,
+                        replica=response.replica,
+                    )
+                )
+                check_result(result, params.stop_token_ids)
+                if tokens is not None:
+                    check_versions([result], params.step - 1)
+                first = not len(answer)
+                answer.add(result)
+                response.replica = result.replica
+                # one that ends by its length before it was told to has no room left in the engine's context
+                if result.finish_reason != "length" or len(result.output_ids) < asked or len(answer) == limit:
+                    answer.finish_reason = result.finish_reason
+                    answer.text = (
+                        result.text
+                        if first
+                        else text_of(answer.tokens, result.finish_reason, self.environment.tokenizer)
+                    )
+            return answer.turn()
 
         return generate
 
@@ -208,52 +294,6 @@ class GroupSampling(Protocol):
     async def collect(
         self, rollouts: Rollouts, params: SamplingParams, progress: Progress, settled: Callable[[], None]
     ) -> Collected: ...
-
-
-class SynchronousSource(RolloutSource):
-    """Samples a step's batch when it is asked for, from the weights that were published last.
-
-    Args:
-        groups: takes prompts, and says which of their trajectories a step trains on.
-        sampling: for a step's number, how its trajectories are sampled.
-        prompts: the state of the stream that `groups` takes them from.
-        idle: called when a batch is made and the engines have nothing to do until the next `publish`.
-    """
-
-    def __init__(
-        self,
-        rollouts: Rollouts,
-        groups: GroupSampling,
-        sampling: Callable[[int], SamplingParams],
-        prompts: Callable[[], dict[str, int]],
-        progress: Progress = lambda *_: None,
-        idle: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._rollouts, self._groups = rollouts, groups
-        self._sampling, self._prompts, self._progress, self._idle = sampling, prompts, progress, idle
-        self.version = -1  # of the newest weights
-        self.metrics: Mapping[str, float] = {}  # of the last batch
-
-    def next(self, step: int) -> RolloutBatch:
-        """See RolloutSource.
-
-        Raises:
-            WeightVersionError: a token was sampled by other weights than the newest.
-            ValueError: greedily, or from a part of the vocabulary; the loss takes the policy for what was sampled from.
-        """
-        params = training_params(self._sampling(step))
-        collected = run_whole(self._groups.collect(self._rollouts, params, self._progress, lambda: None))
-        check_versions(collected.trajectories, self.version)
-        self._idle()
-        self.metrics = collected.metrics
-        return RolloutBatch.from_trajectories(collected.trajectories, step)
-
-    def publish(self, weights: Exported, version: int) -> None:
-        self._rollouts.pool.update_weights(version, weights)
-        self.version = version
-
-    def state(self) -> dict[str, int]:
-        return self._prompts()
 
 
 def training_params(params: SamplingParams) -> SamplingParams:
@@ -314,11 +354,11 @@ def covered(versions: VersionRuns) -> int:
     return sum(tokens for _, tokens in versions)
 
 
-def check_versions(trajectories: Sequence[Trajectory], expected_version: int) -> None:
+def check_versions(responses: Sequence[Trajectory | GenerateResult], expected_version: int) -> None:
     """Raises WeightVersionError unless every sampled token was sampled by the weights of `expected_version`."""
     found: Counter[int] = Counter()
-    for trajectory in trajectories:
-        for version, tokens in trajectory.versions:
+    for response in responses:
+        for version, tokens in response.versions:
             found[version] += tokens
     del found[NOT_SAMPLED]
     if set(found) <= {expected_version}:

@@ -19,8 +19,14 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 _BLOCK = 1 << 22  # logits handled at once, so that the float64 copies of a large vocabulary stay near 100 MB
 
 
-def row_keys(seed: int, step: int, cursors: Sequence[int], sample_indices: Sequence[int]) -> NDArray[np.uint64]:
-    """[B] the part of the noise key that is the same at every position of a response."""
+def row_keys(
+    seed: int, step: int | Sequence[int], cursors: Sequence[int], sample_indices: Sequence[int]
+) -> NDArray[np.uint64]:
+    """[B] the part of the noise key that is the same at every position of a response.
+
+    Args:
+        step: that a response was begun in; one for all or [B].
+    """
     key = _absorb(np.zeros(len(cursors), dtype=np.uint64), seed)
     key = _absorb(key, step)
     key = _absorb(key, cursors)

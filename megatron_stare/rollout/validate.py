@@ -43,10 +43,11 @@ def check_requests(requests: Sequence[GenerateRequest], params: SamplingParams, 
                 where=where,
                 fix="use the tokenizer that belongs to the model",
             )
-        total = len(request.input_ids) + params.max_new_tokens
+        new = min(request.max_new_tokens or params.max_new_tokens, params.max_new_tokens)
+        total = len(request.input_ids) + new
         if total > info.context_length:
             raise DataError(
-                f"{len(request.input_ids)} prompt tokens and up to {params.max_new_tokens} new ones make {total}; "
+                f"{len(request.input_ids)} prompt tokens and up to {new} new ones make {total}; "
                 f"the model's context holds {info.context_length}",
                 where=where,
                 fix="lower rollout.max_new_tokens or rollout.max_prompt_tokens",

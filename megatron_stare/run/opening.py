@@ -13,6 +13,7 @@ from megatron_stare.data.prompt_source import PromptSource, make_source
 from megatron_stare.environments.environment import Environment
 from megatron_stare.errors import ConfigError
 from megatron_stare.models import read_shape
+from megatron_stare.observability.own_metrics import OwnMetric, load_metrics
 from megatron_stare.observability.run_files import evaluated_steps
 from megatron_stare.observability.sink import Sink, make_sinks
 from megatron_stare.performance import hints
@@ -39,6 +40,7 @@ class Inputs:
     environment: Environment
     evaluations: list[Evaluation]
     sinks: dict[str, Sink]
+    metrics: dict[str, OwnMetric]  # of the user's own
 
     def verifiers(self) -> dict[str, Task]:
         """The name of every verifier, and the first task that names it."""
@@ -71,6 +73,7 @@ def read_inputs(config: Config) -> Inputs:
         task.environment(tokenizer),
         [Evaluation(each, each.problems(tokenizer), each.environment(tokenizer)) for each in evaluation_tasks(config)],
         make_sinks(config.observability.sinks),
+        load_metrics(config.observability.metrics),
     )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 from megatron_stare.algorithms.method import Method
 from megatron_stare.algorithms.policy import PolicyGradient
+from megatron_stare.config.engines_alone import evaluation_engines
 from megatron_stare.config.load import with_absolute_paths
 from megatron_stare.config.schema import Config
 from megatron_stare.device_rules import check_device
@@ -18,10 +20,11 @@ from megatron_stare.performance import check_device_performance, check_performan
 from megatron_stare.process_settings import check_environment, check_ports
 from megatron_stare.resolved import ResolvedRun, resolve_run
 from megatron_stare.rollout.make_source import check_staleness
-from megatron_stare.rollout.replicas import check_engine, replica_count
-from megatron_stare.tasks.task import evaluation_tasks
+from megatron_stare.rollout.replicas import check_engine, replica_count, replica_gpus, replica_nodes
+from megatron_stare.tasks.task import Task, evaluation_tasks
 from megatron_stare.weights.blocks import cut
 from megatron_stare.weights.check import check_folder
+from megatron_stare.weights.convert import companions_of
 from megatron_stare.weights.torch_dist import TorchDist, is_checkpoint
 from megatron_stare.weights.torch_dist_check import check_checkpoint
 
@@ -53,8 +56,9 @@ def check(config: Config) -> ResolvedRun:
     check_moe(config, shape)
     check_lengths(config, shape)
     check_engine(config, shape)
-    check_ports(config, replica_count(config))
+    check_ports(config, replica_count(config), replica_nodes(config))
     check_tasks(config, shape)
+    check_evaluation_engines(config, shape)
     return run
 
 
@@ -216,12 +220,73 @@ def check_lengths(config: Config, shape: ModelShape) -> None:
 
 
 def check_tasks(config: Config, shape: ModelShape) -> None:
-    """Raises ConfigError where a response of an evaluation fits neither the model nor an engine. Nothing is trained on
-    it, so no micro-batch has to hold it."""
+    """See `check_task`, of what training evaluates."""
     for task in evaluation_tasks(config):
-        with task.blamed():
-            check_positions(task.config, shape)
-            check_engine(task.config, shape)
+        check_task(task, shape)
+
+
+def check_task(task: Task, shape: ModelShape) -> None:
+    """Raises ConfigError where a response of an evaluation fits neither the model nor an engine, or k is above its
+    responses. Nothing is trained on it, so no micro-batch has to hold it."""
+    with task.blamed():
+        check_positions(task.config, shape)
+        check_engine(task.config, shape)
+    task.check_ks()
+
+
+def check_evaluation_engines(config: Config, shape: ModelShape) -> None:
+    """Raises ConfigError for engines of the evaluation's own that could not run."""
+    if (engines := evaluation_engines(config)) is None:
+        return
+    if config.eval.engines and config.eval.urls:
+        raise ConfigError("engines are to be started, and others attached to", where="eval.engines", fix="set one")
+    if config.eval.engines and replica_nodes(engines) > 1:
+        raise ConfigError(
+            "engines of the evaluation's own are started on one machine each",
+            where="sglang.nodes",
+            fix="start servers yourself and name them in eval.urls, or evaluate with those of training: eval.engines=0",
+        )
+    if config.eval.engines and replica_gpus(engines):
+        raise ConfigError(
+            "engines of the evaluation's own are started where the command runs, and not placed on GPUs",
+            where="eval.engines",
+            fix="start servers yourself and name them in eval.urls, or evaluate with those of training: eval.engines=0",
+        )
+    try:
+        check_engine(engines, shape)
+    except ConfigError as error:
+        where = (error.where or "eval.engines").replace("sglang.urls", "eval.urls")
+        raise ConfigError(error.what, where=where, fix=error.fix) from error
+
+
+def check_checkpoint_of(path: Path, config: Config) -> ModelShape:
+    """Holds the weights that are to be evaluated against model.path.
+
+    Args:
+        path: a Hugging Face folder, or a distributed checkpoint.
+
+    Raises:
+        UserError: they are another model's, or not whole.
+    """
+    shape = read_shape(config.model.path)
+    if (theirs := _shape_beside(path)) not in (None, shape):
+        differing = [each.name for each in fields(shape) if getattr(theirs, each.name) != getattr(shape, each.name)]
+        said = ", ".join(f"{name} {getattr(theirs, name)}, not {getattr(shape, name)}" for name in differing[:3])
+        raise ConfigError(
+            f"{path} is another model than {config.model.path}: {said}",
+            where="--checkpoint",
+            fix="another checkpoint, or as model.path the model that this one is of",
+        )
+    check_weights(str(path), shape)
+    return shape
+
+
+def _shape_beside(path: Path) -> ModelShape | None:
+    """Of the model that weights say they are of; None: they say nothing."""
+    try:
+        return read_shape(companions_of(path) if is_checkpoint(path) else path)
+    except ConfigError:  # of Megatron-LM, say, or of a run whose model is gone
+        return None
 
 
 def check_positions(config: Config, shape: ModelShape) -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from megatron_stare.batch import Prompt
+from megatron_stare.config.engines_alone import evaluation_engines
 from megatron_stare.data.prompt_queue import PromptQueue
-from megatron_stare.environments.environment import Environment
-from megatron_stare.errors import RewardFailureError, UserError
+from megatron_stare.errors import UserError
 from megatron_stare.interruption import ClosingStack, Standing, raise_if_received, stopped_at
 from megatron_stare.observability.monitor import Monitor
 from megatron_stare.observability.run_files import evaluated_steps
@@ -26,21 +24,17 @@ from megatron_stare.orchestration.phase_memory import PhaseMemory
 from megatron_stare.orchestration.policy_export import export_policy
 from megatron_stare.orchestration.policy_trainer import PolicyTrainer
 from megatron_stare.orchestration.training_source import TrainingSource
-from megatron_stare.records.trajectory import Trajectory
 from megatron_stare.resolved import ResolvedRun
 from megatron_stare.rewards.known_answers import open_pool
-from megatron_stare.rewards.verdicts import Verdicts, verdicts
-from megatron_stare.rewards.verifier_pool import TooManyFailuresError, VerifierPool
-from megatron_stare.rollout.group_sampling import make_groups
-from megatron_stare.rollout.make_source import make_source
+from megatron_stare.rewards.verifier_pool import VerifierPool
+from megatron_stare.rollout.engine_pool import EnginePool
+from megatron_stare.rollout.make_source import make_groups, make_source
 from megatron_stare.rollout.model_folder import token_texts
-from megatron_stare.rollout.rollout_source import Progress, Rollouts, check_versions
-from megatron_stare.run.evaluate import evaluate
+from megatron_stare.run.evaluator import Evaluator
 from megatron_stare.run.opening import Inputs, check_dump_step
 from megatron_stare.run.preflight import notices
 from megatron_stare.run.resuming import find_run, resume_point
 from megatron_stare.run_state import RunDir, RunState
-from megatron_stare.tasks.task import Evaluation
 
 INTERRUPTED_S = 20.0  # for a checkpoint under way when a signal ends the run; Slurm kills 30 s after it sends one
 
@@ -83,7 +77,7 @@ class Session:
                 stack.callback(self.dir.forget_unfinished)
                 stack.push(self._discard_if_nothing_was_made)
                 stack.push(self._note_standing)
-            self.monitor = Monitor(inputs.sinks, RunOutline(self.dir.path, config))
+            self.monitor = Monitor(inputs.sinks, RunOutline(self.dir.path, config), inputs.metrics)
             stack.callback(self.monitor.close)
             self.monitor.resume(self.state.step) if resume else self.monitor.start()
             self.verifiers: dict[str, VerifierPool] = {}
@@ -106,16 +100,28 @@ class Session:
             self.monitor.gauges.append(lambda: colocation.metrics)
             self.monitor.gauges.append(lambda: self.engines.metrics)
             self.monitor.gauges.append(lambda: self.samples.metrics)
+            self.evaluator = Evaluator(self.engines, self.verifiers, config.reward, self.stop_ids)
+            self.own_engines: EnginePool | None = None
+            self.own_version: int | None = None  # of the weights that those hold
+            if inputs.evaluations and (alone := evaluation_engines(config)):
+                self.own_engines = runner.engines_beside(alone)
+                pools = {}  # the training's are asked from another thread meanwhile
+                for verifier in {evaluation.task.verifier for evaluation in inputs.evaluations}:
+                    pools[verifier] = open_pool(verifier, config.reward, config.reward.workers)
+                    stack.callback(pools[verifier].close)
+                self.own_evaluator = Evaluator(self.own_engines, pools, config.reward, self.stop_ids)
+            self.groups = make_groups(config, self.source)
+            self.groups.restore(self.state.kept)
             self.samples = make_source(
                 config,
-                self._rollouts(self.task.verifier, inputs.environment),
-                make_groups(config.batch, self.source),
+                self.evaluator.rollouts(self.task.verifier, inputs.environment),
+                self.groups,
                 lambda step: replace(
                     self.task.sampling(step, config.run.seed, self.stop_ids),
                     return_experts=config.moe.routing_replay,
                 ),
                 self.source.state,
-                self.monitor.progress,
+                self._progress,
                 colocation.release,
             )
             stack.callback(self.samples.close)
@@ -185,16 +191,26 @@ class Session:
         export_policy(self.ranks, self.dir.path / "hf", Path(self.config.model.path), self.state.step)
         self.monitor.finish()
 
+    def _progress(self, done: int, wanted: int) -> None:
+        self._tell_news()
+        self.monitor.progress(done, wanted)
+
+    def _tell_news(self) -> None:
+        """What became of engines, to who watches."""
+        for line in self.engines.news():
+            self.monitor.note(line)
+
     def _published(self, version: int) -> None:
         """The weights of this version are what comes next is sampled by, so the run stands at this step."""
         self.state.step, self.state.data = version, self.rollouts.state()
+        self._tell_news()
 
     def _save_if_due(self) -> None:
         """Writes the checkpoint that is due after the step the run stands at."""
         run = self.config.run
         if self.state.step == run.steps or (run.checkpoint_every and self.state.step % run.checkpoint_every == 0):
             with self.phase("checkpoint"), self.colocation.saving():
-                self.checkpoints.save(self.state)
+                self.checkpoints.save(replace(self.state, kept=self.groups.kept()))
 
     def _evaluate_if_due(self) -> None:
         """Evaluates the newest weights on the held-out problems where that is due - before, after and in between - and
@@ -206,75 +222,23 @@ class Session:
             task = evaluation.task
             if step in evaluated_steps(self.dir.path, task.name):
                 continue
-            with self.phase("eval"):
-                record = evaluate(
-                    evaluation.prompts,
-                    partial(self.trajectories, evaluation, answered(evaluation, self.monitor.progress)),
-                    step=step,
-                    greedy=task.config.eval.greedy,
-                    samples=task.samples,
-                    about=task.about(),
-                )
-            self.monitor.evaluation(record)
+            with self.phase("eval"), self._evaluated_by() as evaluator:
+                found = evaluator.evaluate(evaluation, step, self.samples.version, self._progress)
+            self.monitor.evaluation(found.record)
 
-    def trajectories(
-        self,
-        evaluation: Evaluation,
-        progress: Progress,
-        prompts: list[Prompt],
-        count: int,
-        *,
-        step: int,
-        seed: int,
-        greedy: bool,
-    ) -> list[Trajectory]:
-        """`count` verified responses a prompt from the newest weights, in canonical order, as the evaluation has it."""
-        task = evaluation.task
-        params = task.sampling(step, seed, self.stop_ids, greedy)
-        with task.blamed(), self.rollouts.quiet():
-            rollouts = self._rollouts(task.verifier, evaluation.environment)
-            made = rollouts.make(prompts, count, params, progress)
-        check_versions(made, self.samples.version)
-        return made
-
-    def _rollouts(self, verifier: str, environment: Environment) -> Rollouts:
-        return Rollouts(self.engines, environment, partial(self._judged, verifier))
-
-    @contextlib.asynccontextmanager
-    async def _judged(self, verifier: str, answers: int) -> AsyncIterator[Verdicts]:
-        """Verifies a number of answers as they come.
-
-        Raises:
-            RewardFailureError: more verifiers timed out or crashed than the configuration allows; as soon as it is
-                certain, for a verifier that hangs would keep a step waiting for every answer in turn.
-        """
-        limit = self.config.reward.max_failure_rate
-        try:
-            async with verdicts(self.verifiers[verifier], math.floor(limit * answers)) as found:
-                yield found
-        except TooManyFailuresError as error:
-            first, waiting = error.failed[0], answers - error.known
-            raise RewardFailureError(
-                f"{len(error.failed)} of {answers} answers could not be verified, the limit is {limit:.0%}"
-                + (f" and {waiting} more were not waited for" if waiting else "")
-                + f"; the first: {first.status} {first.detail}".rstrip(),
-                where="reward.verifier",
-                fix="mend the verifier, or raise reward.timeout_s or reward.max_failure_rate",
-            ) from None
-
-
-def answered(evaluation: Evaluation, progress: Progress) -> Progress:
-    """Counts the answers of a whole evaluation, sampled and greedy, as one: a bar that begins anew says little."""
-    task, behind = evaluation.task, 0
-    total = len(evaluation.prompts) * (task.samples + task.config.eval.greedy)
-
-    def told(done: int, wanted: int) -> None:
-        nonlocal behind
-        progress(behind + done, total)
-        if done == wanted:
-            behind += wanted
-
-    return told
+    @contextlib.contextmanager
+    def _evaluated_by(self) -> Iterator[Evaluator]:
+        """Engines that hold the newest weights: the evaluation's own, which are given them, while training's may go on
+        sampling; or training's, which do nothing else meanwhile."""
+        if self.own_engines is None:
+            with self.rollouts.quiet():
+                yield self.evaluator
+            return
+        if self.own_version != self.samples.version:
+            self.own_engines.update_weights(self.samples.version, self.trainer.weights())
+            self.own_version = self.samples.version
+            self.colocation.synced()
+        yield self.own_evaluator
 
 
 def make_runner(run: ResolvedRun) -> Runner:

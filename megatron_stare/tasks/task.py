@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_stare.batch import Prompt, SamplingParams
-from megatron_stare.config.schema import Config, EvalTask
+from megatron_stare.config.eval_section import EvalTask
+from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_source import held_out
 from megatron_stare.environments.environment import Environment, make_environment
-from megatron_stare.errors import UserError
+from megatron_stare.errors import ConfigError, UserError
+from megatron_stare.evaluation.results import default_ks
 
 # what a task of `eval.tasks` may have of its own, and the run's setting that it takes the place of
 OWN = {
@@ -31,6 +33,8 @@ OWN = {
     "temperature": "rollout.temperature",
     "max_new_tokens": "rollout.max_new_tokens",
     "greedy": "eval.greedy",
+    "samples": "eval.samples",
+    "k": "eval.k",
 }
 
 
@@ -46,9 +50,28 @@ class Task:
 
     config: Config
     name: str | None = None
-    samples: int = 1
     top_p: float = 1.0
     own: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def samples(self) -> int:
+        """Responses a problem."""
+        return self.config.eval.samples
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """Of pass@k and maj@k, ascending."""
+        return tuple(sorted(set(self.config.eval.k))) or default_ks(self.samples)
+
+    def check_ks(self) -> None:
+        """Raises ConfigError where there are no k responses to a problem."""
+        if wrong := [k for k in self.ks if not 1 <= k <= self.samples]:
+            with self.blamed():
+                raise ConfigError(
+                    f"pass@{wrong[0]} cannot be told from {self.samples} responses a problem",
+                    where="eval.k",
+                    fix=f"from 1 to {self.samples}, or raise eval.samples",
+                )
 
     @property
     def verifier(self) -> str:
@@ -79,16 +102,20 @@ class Task:
         )
 
     def about(self) -> dict[str, Any]:
-        """What the record of an evaluation says of the task; nothing of the run's own, whose config.yaml has it."""
-        if self.name is None:
+        """What the record of an evaluation says of the task; of the run's own, whose config.yaml has it, nothing where
+        each problem is answered once."""
+        if self.name is None and self.samples == 1:
             return {}
-        decoding = {
+        return ({} if self.name is None else {"task": self.name}) | {"decoding": self.decoding()}
+
+    def decoding(self) -> dict[str, Any]:
+        """How responses are sampled, in a word each."""
+        return {
             "samples": self.samples,
             "temperature": self.config.rollout.temperature,
             "top_p": self.top_p,
             "max_new_tokens": self.config.rollout.max_new_tokens,
         }
-        return {"task": self.name, "decoding": decoding}
 
     @contextlib.contextmanager
     def blamed(self) -> Iterator[None]:
@@ -125,11 +152,15 @@ def training_task(config: Config) -> Task:
     return Task(config)
 
 
-def evaluation_tasks(config: Config) -> list[Task]:
-    """Those of `eval.tasks`; where there are none and `eval.prompts` is above 0, the run's own task."""
+def evaluation_tasks(config: Config, offline: bool = False) -> list[Task]:
+    """Those of `eval.tasks`; where there are none and `eval.prompts` is above 0, the run's own task.
+
+    Args:
+        offline: those too that training leaves out.
+    """
     if not config.eval.tasks:
         return [Task(config)] if config.eval.prompts else []
-    return [_task(config, section) for section in config.eval.tasks]
+    return [_task(config, section) for section in config.eval.tasks if offline or not section.offline]
 
 
 def _task(config: Config, section: EvalTask) -> Task:
@@ -143,7 +174,6 @@ def _task(config: Config, section: EvalTask) -> Task:
     return Task(
         config=config.model_copy(update=laid),
         name=section.name,
-        samples=section.samples,
         top_p=section.top_p,
         own={OWN[key]: key for key in given},
     )

@@ -13,11 +13,16 @@ from megatron_stare.weights.stream import Bucket
 class Connection(Protocol):
     """A sender's end, kept from one update to the next. One caller at a time; a failure leaves it usable."""
 
-    def begin(self, prove: bool) -> None:
-        """Opens an update; waits until whoever takes its buckets is there.
+    def expect(self, prove: bool, first: Bucket | None) -> None:
+        """Opens an update, ahead of this sender's turn: nothing leaves this process.
 
         Args:
             prove: gather what will prove that the values arrived.
+            first: what is sent first, if it is there already.
+        """
+
+    def begin(self) -> None:
+        """The turn has come: waits until whoever takes the buckets is there.
 
         Raises:
             UserError: they cannot be brought there; nothing has been sent.
@@ -42,6 +47,10 @@ class Outlet(Protocol):
     @property
     def one_sender_at_a_time(self) -> bool:
         """Whether senders must take turns."""
+
+    @property
+    def leaves_files(self) -> bool:
+        """Whether the engines fetch what senders leave, until these are told to `forget`."""
 
     @property
     def owners_send(self) -> bool:

@@ -34,9 +34,9 @@ def built(name: str, **more: Any) -> PolicyGradient:
     return method
 
 
-def with_everything(name: str) -> PolicyGradient:
+def with_everything(name: str, **more: Any) -> PolicyGradient:
     return replace(
-        built(name),
+        built(name, **more),
         correction=Correction(level="sequence", mode="mask", low=0.2, high=5.0, veto=0.5, normalise=True)
         if name != "dr_grpo"
         else Correction(mode="icepop"),
@@ -166,6 +166,9 @@ def test_equal_surprisals_and_minus_zero(name: str) -> None:
         ({"name": "grpo", "correction": {"level": "geometric", "normalise": True}}, "normalise"),
         ({"name": "grpo", "reference_kl": {"coef": -1}}, "at least 0"),
         ({"name": "gtpo", "entropy_clamp": [0.3, 0.2]}, "entropy_clamp"),
+        ({"name": "stare", "rare_below": 1.0}, "rare_below must lie in"),
+        ({"name": "stare", "rare_below": 0.1, "common": "bottom"}, "common must be complement"),
+        ({"name": "stare", "gate": "token", "entropy_target": None}, "gate token needs an entropy_target"),
         ({"name": "twenty_entropy", "share": 0}, "share"),
         ({"name": "clip_cov", "cov_low": 5}, "cov_low"),
     ],

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from support.token_batches import ask, by_sequence, token_batch
+from support.token_batches import ask, by_sequence, state_of, token_batch
 
 from megatron_stare.algorithms.method import Method
 from megatron_stare.config.load import build_method
@@ -16,9 +17,18 @@ from megatron_stare.records.batch_statistics import Threshold, scalar, tensor, t
 REWARDS = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
 
 
-@pytest.mark.parametrize("name", ["stare", "stapo", "twenty_entropy", "clip_cov", "kl_cov"])
-def test_selections_are_those_of_the_micro_batch_alone(name: str) -> None:
-    method: Method = build_method({"name": name})
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"name": name} for name in ("stare", "stapo", "twenty_entropy", "clip_cov", "kl_cov")),
+        {"name": "stare", "variant": "C3", "common": "bottom"},
+        {"name": "stare", "variant": "C1", "rare_below": 0.1},
+        {"name": "twenty_entropy", "candidates": "all"},
+    ],
+    ids=lambda settings: " ".join(map(str, settings.values())),
+)
+def test_selections_are_those_of_the_micro_batch_alone(settings: dict[str, Any]) -> None:
+    method: Method = build_method(settings)
     batch = token_batch(REWARDS, method=method)
     cut = [batch.select(rows) for rows in (*by_sequence(batch), torch.arange(0))]  # the last is a dummy
     parts = gather_by_micro_batch([partial(method.requests, each) for each in cut], None)
@@ -51,12 +61,26 @@ def test_the_log_counts_what_micro_batches_selected() -> None:
     assert logged["entropy"] is whole["entropy"]
 
 
-def test_sums_by_group_lie_across_micro_batches() -> None:
-    method = build_method({"name": "gtpo"})
+def test_the_log_counts_the_complement_of_what_micro_batches_selected() -> None:
+    method = build_method({"name": "stare", "variant": "C3"})
+    batch = token_batch(REWARDS, method=method)
+    cut = [batch.select(rows) for rows in by_sequence(batch)]
+    parts = gather_by_micro_batch([partial(method.requests, each) for each in cut], None)
+    whole = ask(method, batch)
+    logged = method.metrics(summary(method.requests(batch, whole), whole, parts, None), state_of(method))
+    chosen = [method.selected(each, part) for each, part in zip(cut, parts, strict=True)]
+    for name, code in (("common_plus", 2), ("common_minus", -2)):
+        number = sum(int((each == code).sum()) for each in chosen)
+        assert float(logged[f"stare/selected_{name}"]) == number > 0
+
+
+@pytest.mark.parametrize("settings", [{"name": "gtpo"}, {"name": "stare", "gate": "sample"}])
+def test_sums_by_group_lie_across_micro_batches(settings: dict[str, Any]) -> None:
+    method = build_method(settings)
     batch = token_batch(REWARDS, method=method)
     cut = [batch.select(rows) for rows in by_sequence(batch)]
     whole = ask(method, batch)
+    assert {"gtpo/d", "gate/entropy"} & whole.keys()
     for part in gather_by_micro_batch([partial(method.requests, each) for each in cut], None):
-        for key, value in whole.items():
-            assert isinstance(value, torch.Tensor)
-            torch.testing.assert_close(tensor(part, key), value, msg=key)
+        for key in whole.keys() - {"entropy", "plus"}:  # which are a micro-batch's own
+            torch.testing.assert_close(tensor(part, key), tensor(whole, key), msg=key)

@@ -36,6 +36,7 @@ MINI_BATCHES = [[0, 1], [2, 3, 4]]  # prompts
 TRUNCATED = (3, 9, 18)
 MASKED = {"mode": "mask", "low": 0.9, "high": 1.15}
 BY_RESPONSE = {"mode": "mask", "level": "sequence", "low": 0.7, "high": 1.4}
+BOTH = {"variant": "C2", "share": 0.3, "amplify": 1.7, "attenuate": 0.4}
 
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"name": "grpo", "dual_clip": 3.0},
@@ -90,7 +91,34 @@ CASES: dict[str, dict[str, Any]] = {
     "stare": {"name": "stare", "share": 0.2, "amplify": 1.7},
     "stare O4": {"name": "stare", "variant": "O4", "share": 0.2, "attenuate": 0.3, "correction": MASKED},
     "stare C2": {"name": "stare", "variant": "C2", "share": 0.3, "amplify": 1.7, "aggregation": "sequence_mean"},
+    "stare O2": {"name": "stare", "variant": "O2", "share": 0.2, "attenuate": 0.4},
+    "stare O3 at the bottom": {"name": "stare", "variant": "O3", "common": "bottom", "share": 0.2, "amplify": 1.9},
+    "stare C1": {"name": "stare", "variant": "C1", "share": 0.3, "amplify": 1.7, "correction": MASKED},
+    "stare C3": {"name": "stare", "variant": "C3", "amplify": 1.7, "attenuate": 0.4, "aggregation": "sequence_mean"},
+    "stare C4 at the bottom": {"name": "stare", "variant": "C4", "common": "bottom", "share": 0.2, "attenuate": 0.4},
+    "stare below a bound": {"name": "stare", "variant": "C2", "rare_below": 0.2, "amplify": 1.7, "attenuate": 0.4},
+    "stare above a bound": {"name": "stare", "variant": "C3", "rare_below": 0.4, "amplify": 1.7, "truncated": "mask"},
+    "stare, gate by sample": {"name": "stare", **BOTH, "gate": "sample", "entropy_target": 1.0, "correction": MASKED},
+    "stare, gate by the sample's kept": {
+        "name": "stare",
+        **BOTH,
+        "gate": "sample",
+        "gate_entropy": "kept",
+        "entropy_target": 1.05,
+        "correction": MASKED,
+    },
+    "stare, gate by token": {"name": "stare", **BOTH, "gate": "token", "entropy_target": 0.8},
+    "stapo_stare C3, gate by sample": {
+        "name": "stapo_stare",
+        **BOTH,
+        "variant": "C3",
+        "gate": "sample",
+        "entropy_target": 1.0,
+        "spurious": {"tau_p": 0.3},
+    },
     "twenty_entropy": {"name": "twenty_entropy"},
+    "twenty_entropy of all": {"name": "twenty_entropy", "candidates": "all", "share": 0.3},
+    "twenty_entropy of all, quantile": {"name": "twenty_entropy", "candidates": "all", "rule": "quantile"},
     "twenty_entropy after a mask": {"name": "twenty_entropy", "share": 0.4, "correction": MASKED},
     "twenty_entropy all": {"name": "twenty_entropy", "denominator": "all", "aggregation": "sequence_mean"},
     "twenty_entropy quantile": {"name": "twenty_entropy", "rule": "quantile", "share": 0.4, "correction": MASKED},

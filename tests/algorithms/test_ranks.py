@@ -18,15 +18,27 @@ from megatron_stare.algorithms import METHODS
 from megatron_stare.ops.rank_sums import sum_over_ranks
 from megatron_stare.ops.statistics_executor import gather_statistics
 
+# settings besides the methods' own, of those whose selections and gates are read from other statistics
+VARIANTS = {
+    "stare C1, gate by sample": ("stare", {"variant": "C1", "gate": "sample", "entropy_target": 1.0}),
+    "stare C3 at the bottom, gate by token": (
+        "stare",
+        {"variant": "C3", "common": "bottom", "share": 0.3, "gate": "token", "entropy_target": 1.0},
+    ),
+    "stapo_stare C4, gate by sample": ("stapo_stare", {"variant": "C4", "gate": "sample", "entropy_target": 1.0}),
+    "stare below a bound": ("stare", {"variant": "C2", "rare_below": 0.3}),
+    "twenty_entropy of all": ("twenty_entropy", {"candidates": "all"}),
+}
+CASES = {name: (name, {}) for name in METHODS} | VARIANTS
 OWNER = torch.tensor([2, 0, 1, 1, 0, 2, 1, 0])  # of eight responses; the last rank holds none
 
 
 def _part(rank: int, init: str, world: int, by_token: bool) -> dict[str, tuple[float, torch.Tensor, torch.Tensor]]:
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
     results = {}
-    for name in METHODS:
+    for case, (name, settings) in CASES.items():
         for make in (built, with_everything):
-            method = make(name)
+            method = make(name, **settings)
             whole = token_batch(MIXED, method=method)
             # by token, two by two: a short response is not on all ranks, and one of twelve on two of them twice
             owner = (whole.position // 2) % world if by_token else OWNER[whole.sequence]
@@ -38,7 +50,7 @@ def _part(rank: int, init: str, world: int, by_token: bool) -> dict[str, tuple[f
             loss = method.token_loss(here, statistics, state_of(method, statistics)).loss
             total = (method.coefficients(here, statistics) * loss).sum()
             (gradient,) = torch.autograd.grad(total, leaf)
-            results[f"{name} {make.__name__}"] = (float(total), here.index, gradient)
+            results[f"{case} {make.__name__}"] = (float(total), here.index, gradient)
     dist.destroy_process_group()
     return results
 
@@ -47,9 +59,9 @@ def _part(rank: int, init: str, world: int, by_token: bool) -> dict[str, tuple[f
 @pytest.mark.parametrize("by_token", [False, True], ids=["by response", "by token"])
 def test_four_ranks_train_as_one_would(ranks, by_token: bool) -> None:
     parts = ranks.run(_part, 4, 4, by_token)
-    for name in METHODS:
+    for case, (name, settings) in CASES.items():
         for make in (built, with_everything):
-            key, method = f"{name} {make.__name__}", make(name)
+            key, method = f"{case} {make.__name__}", make(name, **settings)
             loss, gradient = loss_and_gradient(method, token_batch(MIXED, method=method))
             assert sum(part[key][0] for part in parts) == pytest.approx(float(loss), rel=1e-5, abs=1e-6), key
             got = torch.zeros_like(gradient)

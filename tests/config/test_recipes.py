@@ -1,4 +1,5 @@
-"""Every recipe is what was published of it, passes preflight on a model of its size, and fits the GPUs it names."""
+"""Every recipe is what was published of it, passes preflight on a model of its size, and fits the GPUs it names. An
+ablation is a recipe but for a setting of its method."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -19,10 +21,12 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.models import read_shape
 from megatron_stare.run.memory_check import check_memory
 from megatron_stare.run.preflight import check
+from megatron_stare.tasks.task import evaluation_tasks
 from megatron_stare.weights.check import expected
 
-FOLDER = ROOT / "configs/recipes"
+FOLDER, ABLATIONS = ROOT / "configs/recipes", ROOT / "configs/ablations"
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+CELLS = sorted(path.stem for path in ABLATIONS.glob("*.yaml"))
 LAYERS = sorted(FOLDER.glob("*/*.yaml"))
 ARCHITECTURES = ROOT / "assets/architectures"
 # parameters as published in the index of each model's weights
@@ -33,6 +37,8 @@ PARAMETERS = {
     "qwen2.5-32b": 32_763_876_352,
     "r1-distill-qwen-1.5b": 1_777_088_000,
     "qwen3-8b-base": 8_190_735_360,
+    "qwen3-1.7b-base": 1_720_574_976,  # whose embedding is tied and counts once
+    "qwen3-14b-base": 14_768_307_200,
 }
 ARCHITECTURE = {
     "Qwen2.5-Math-7B": "qwen2.5-math-7b",
@@ -41,6 +47,8 @@ ARCHITECTURE = {
     "Qwen2.5-32B": "qwen2.5-32b",
     "DeepSeek-R1-Distill-Qwen-1.5B": "r1-distill-qwen-1.5b",
     "Qwen3-8B-Base": "qwen3-8b-base",
+    "Qwen3-1.7B-Base": "qwen3-1.7b-base",
+    "Qwen3-14B-Base": "qwen3-14b-base",
 }
 # prompts a round, prompts, prompts an optimizer step, samples, prompt tokens, response tokens, warm-up in optimizer
 # steps, dtype, GPUs
@@ -51,6 +59,13 @@ PUBLISHED = {
     "short_cot_qwen2.5_32b": (*STARE, 1024, 7168, 0, "float16", 32),
     "long_cot_r1_distill_1.5b": (*STARE, 1024, 15360, 0, "float16", 16),
     "long_cot_qwen3_8b": (*STARE, 1024, 15360, 0, "float16", 16),
+    "stapo_qwen3_1.7b": (None, 256, 64, 8, 1024, 15360, 40, "bfloat16", 16),
+    "stapo_qwen3_14b": (None, 256, 64, 8, 1024, 15360, 40, "bfloat16", 16),
+    "justrl_r1_distill_1.5b": (None, 256, 64, 8, 1024, 15360, 40, "bfloat16", 32),
+    "dapo_qwen2.5_32b": (1536, 512, 32, 16, 2048, 20480, 160, "bfloat16", 32),
+    "twenty_entropy_qwen3_14b": (1536, 512, 32, 16, 2048, 20480, 160, "bfloat16", 16),
+    "kl_cov_qwen2.5_7b": (768, 256, 32, 8, 2048, 8192, 0, "bfloat16", 16),
+    "gtpo_qwen2.5_32b": (None, 128, None, 16, 2048, 4096, 0, "bfloat16", 32),
     "stapo_qwen3_8b": (None, 256, 64, 8, 1024, 15360, 40, "bfloat16", 16),
     "gtpo_qwen2.5_7b": (None, 128, None, 16, 2048, 4096, 0, "bfloat16", 16),
 }
@@ -63,9 +78,20 @@ WEIGHTS = {  # STARE's W and M, steps
 }
 
 
+# STARE's ablations: what differs from the recipe of Qwen2.5-Math-7B
+ABLATED: dict[str, dict[str, Any]] = {
+    **{f"operator_{name.lower()}": {"variant": name} for name in ("O1", "O2", "O3", "O4", "C1", "C2", "C3", "C4")},
+    "gate_sample": {"gate": "sample"},
+    "gate_token": {"gate": "token"},
+    "fixed_threshold": {"rare_below": 0.1},
+    "adaptive": {"adaptive": True},
+    "no_gate": {"entropy_target": None},
+}
+
+
 @functools.cache
 def loaded(name: str) -> Config:
-    return load_config(f"recipes/{name}.yaml", [])
+    return load_config(f"{'ablations' if name in CELLS else 'recipes'}/{name}.yaml", [])
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +138,21 @@ def test_a_recipe_is_what_was_published(name: str) -> None:
     found = (*said, *lengths, config.optimizer.warmup_steps, config.model.dtype, config.parallel.world_size)
     assert found == PUBLISHED[name]
     assert (config.optimizer.lr, config.optimizer.clip_grad, rollout.temperature) == (1e-6, 1.0, 1.0)
-    assert {task.samples for task in config.eval.tasks} == {32}
+    asked = 1 if config.algorithm.name == "dapo" else 32
+    assert {(task.name, task.samples) for task in evaluation_tasks(config)} == {("aime24", asked), ("aime25", asked)}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_the_final_evaluation_is_what_was_published(name: str) -> None:
+    """avg@32 of the small sets and avg@4 of the large ones, at temperature 1 and top-p 0.7; training asks two alone,
+    every ten steps."""
+    tasks = evaluation_tasks(loaded(name), offline=True)
+    samples = {"aime24": 32, "aime25": 32, "amc23": 32, "math500": 4, "minerva": 4, "olympiadbench": 4}
+    assert {task.name: task.samples for task in tasks} == samples
+    assert {(task.config.rollout.temperature, task.top_p, task.config.eval.greedy) for task in tasks} == {
+        (1, 0.7, False)
+    }
+    assert loaded(name).eval.every == 10
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -129,17 +169,61 @@ def test_the_baseline_differs_in_weights_and_gate_alone(name: str) -> None:
         assert getattr(method, setting) == getattr(grpo.algorithm.method, setting), setting
 
 
+def test_every_cell_of_the_ablations_has_its_file() -> None:
+    assert {*CELLS} == ABLATED.keys() | {"operator_none"}
+    none, grpo = loaded("operator_none"), loaded("short_cot_qwen2.5_math_7b_grpo")
+    assert none.algorithm == grpo.algorithm and none.run.steps == 4000
+
+
+@pytest.mark.parametrize("name", ABLATED)
+def test_an_ablation_differs_in_what_it_ablates_alone(name: str) -> None:
+    cell, recipe = (loaded(each).model_dump(mode="json") for each in (name, "short_cot_qwen2.5_math_7b"))
+    assert cell["run"].pop("name") == "ablation-" + name.removeprefix("operator_").replace("_", "-")
+    recipe["run"].pop("name")
+    recipe["run"]["steps"] = 4000
+    recipe["algorithm"] |= ABLATED[name]
+    assert cell == recipe
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_an_ablation_passes_preflight(name: str, models: Path) -> None:
+    """Its memory is the recipe's."""
+    run = check(load_config(f"ablations/{name}.yaml", on(models, loaded(name))))
+    assert run.config.algorithm == loaded(name).algorithm
+
+
+def test_variants_of_a_recipe_differ_in_what_they_name_alone() -> None:
+    for name, of, changed in (
+        ("stapo_v1_qwen3_8b", "stapo_qwen3_8b", {"version": "v1", "quantile": 0.8}),
+        ("gtpo_qwen2.5_7b_eq6", "gtpo_qwen2.5_7b", {"normalise": "separate"}),
+    ):
+        one, other = (loaded(each).model_dump(mode="json") for each in (name, of))
+        assert other["run"].pop("name") != one["run"].pop("name")
+        assert one == {**other, "algorithm": {**other["algorithm"], **changed}}
+
+
 def test_the_methods_of_the_other_papers() -> None:
-    stapo, gtpo, grpo_s = (loaded(name).algorithm for name in ("stapo_qwen3_8b", "gtpo_qwen2.5_7b", RECIPES[1]))
+    names = ("stapo_qwen3_8b", "gtpo_qwen2.5_7b", "gtpo_qwen2.5_7b_grpo_s")
+    stapo, gtpo, grpo_s = (loaded(name).algorithm for name in names)
     assert (stapo.name, gtpo.name, grpo_s.name) == ("stapo", "gtpo", "grpo_s")
     assert (stapo.method.tau_p, stapo.method.quantile) == (0.002, 0.75)  # type: ignore[attr-defined]
     assert (gtpo.method.alpha1, gtpo.method.alpha2) == (1.0, 0.1)  # type: ignore[attr-defined]
+    for name in ("justrl_r1_distill_1.5b", "dapo_qwen2.5_32b", "twenty_entropy_qwen3_14b"):
+        config = loaded(name)
+        method: Any = config.algorithm.method
+        assert (method.clip_low, method.clip_high, method.dual_clip) == (0.2, 0.28, 10.0)
+        assert config.optimizer.weight_decay == 0.1
+        overlong = None if config.algorithm.name == "justrl" else (20480, 4096, 1.0)
+        assert overlong == (method.overlong and (*vars(method.overlong).values(),))
+    assert loaded("justrl_r1_distill_1.5b").batch.micro_batch_tokens == 32768
+    assert loaded("kl_cov_qwen2.5_7b").optimizer.weight_decay == 0.0
+    assert loaded("gtpo_qwen2.5_32b_grpo_s").algorithm.name == "grpo_s"
 
 
-@pytest.mark.parametrize("path", LAYERS + [FOLDER / f"{name}.yaml" for name in RECIPES], ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [*LAYERS, *FOLDER.glob("*.yaml"), *ABLATIONS.glob("*.yaml")], ids=lambda p: p.stem)
 def test_every_value_has_its_source_or_is_said_to_be_ours(path: Path) -> None:
     """On its line, in the comment above it, or for the whole file at its top."""
-    mark = re.compile(r"\[[RPTN]\]|silent: our choice|assumed")
+    mark = re.compile(r"\[[RPTNJ8]\]|silent: our choice|assumed")
     lines = path.read_text().splitlines()
     if any("very value is our choice" in line for line in lines if line.startswith("#")):
         return

@@ -52,6 +52,11 @@ QUICK = ("stare by micro-batch", "gspo", "grpo with correction")  # of two ranks
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "stare": (STARE, {}),
     "stare by micro-batch": (STARE, {"scope": "micro_batch"}),
+    "stare C3, gate by sample": ({**STARE, "variant": "C3", "gate": "sample", "entropy_target": 2.5}, {}),
+    "stare C1 by micro-batch, gate by token": (
+        {**STARE, "variant": "C1", "common": "bottom", "gate": "token", "entropy_target": 2.5},
+        {"scope": "micro_batch"},
+    ),
     "twenty_entropy by micro-batch": ({"name": "twenty_entropy", "rule": "quantile"}, {"scope": "micro_batch"}),
     "gspo": ({"name": "gspo", "clip_low": 0.05, "clip_high": 0.05}, {}),
     "grpo_s": ({"name": "grpo_s", "beta2": 0.5, "ratio": "geometric"}, {}),

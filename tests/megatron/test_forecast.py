@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,26 @@ def one_rank(rank: int, init: str, config: Config) -> dict[str, Any]:
 
 
 def watched(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if name.startswith("forecast/")}
+    return {name: value for name, value in metrics.items() if name.startswith(("forecast/", "gradient/"))}
+
+
+def of_selection(tokens: TokenBatch) -> dict[str, float]:
+    """Precisions, sums of A Phi and the norm of the gradient in the logits, of config_of's STARE, token by token."""
+    counted = tokens.loss_mask.nonzero().squeeze(1)
+    log_p, entropy, advantage, p2, p2_log_p = (
+        x[counted].double()
+        for x in (tokens.old_log_prob, tokens.entropy, tokens.advantage, tokens.sum_p2, tokens.sum_p2_log_p)
+    )
+    phi = log_p.exp() * (log_p + entropy) - (p2_log_p + entropy * p2)
+    weight, found = torch.ones_like(log_p), {}
+    for name, sign, factor in (("plus", 1, 2.0), ("minus", -1, 0.9)):
+        side = (sign * advantage > 0).nonzero().squeeze(1)
+        rarest = side[log_p[side].argsort()[: math.ceil(0.2 * len(side) - 1e-6)]]
+        weight[rarest] = factor
+        found[f"forecast/precision_{name}"] = float((phi[rarest] < -3e-6).double().mean())
+        found[f"forecast/a_phi_{name}"] = float((advantage * phi)[rarest].sum()) / TEMPERATURE**2
+    square = (weight * advantage / len(counted)) ** 2 * (1 - 2 * log_p.exp() + p2)
+    return found | {"gradient/logit_norm": float(square.sum().sqrt()) / TEMPERATURE}
 
 
 @pytest.mark.distributed
@@ -62,7 +82,10 @@ def test_every_layout_forecasts_and_measures_the_same(ranks, tmp_path: Path) -> 
     every = {"observability": {"measured_every": 1}}
     (alone,) = ranks.run(one_rank, 1, config_of(tmp_path, **every))
     want = watched(alone["metrics"])
-    assert len(want) == 14
+    assert len(want) == 23
+    by_hand = of_selection(alone["before"])
+    assert {name: want[name] for name in by_hand} == pytest.approx(by_hand, rel=1e-4)
+    assert 0 < want["gradient/logit_norm_low"] < want["gradient/logit_norm"] < want["gradient/logit_norm_high"]
     assert want["forecast/mass_rare_plus"] > 0 > want["forecast/mass_rare_minus"]
     assert want["forecast/entropy_change"] > want["forecast/plain_change"]  # the gate is open: L+ is amplified
     change = (alone["after"] - alone["before"].entropy).double().mean()

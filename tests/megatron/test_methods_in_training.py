@@ -223,6 +223,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "stapo": ({"name": "stapo", "tau_p": 0.1, "correction": CORRECTION}, {}),
+    "stare C3, gate by sample": (
+        {"name": "stare", "variant": "C3", "amplify": 2.0, "attenuate": 0.3, "gate": "sample", "entropy_target": 2.5},
+        {"surprisal": "current"},
+    ),
+    "stare C4, gate by token": (
+        {"name": "stare", "variant": "C4", "rare_below": 0.1, "attenuate": 0.3, "gate": "token", "entropy_target": 2.5},
+        {},
+    ),
     "clip_cov": ({"name": "clip_cov", "share": 0.1, "cov_low": 0.1}, {"surprisal": "current"}),
     "kl_cov": ({"name": "kl_cov", "share": 0.2}, {"surprisal": "current"}),
     "gspo": ({"name": "gspo", "clip_low": 0.3, "clip_high": 0.4}, {}),
@@ -249,9 +257,10 @@ def test_updates_equal_those_by_hand(ranks: RankPool, tmp_path: Path, case: str)
         ("qwen2", {"data": 2}, True, "stapo"),  # whose tokens that count are told by statistics of each mini-batch
         ("qwen3_moe", {"data": 2, "expert": 2}, False, "grpo"),
         ("qwen2_tied", {"context": 2}, True, "grpo_s"),
+        ("qwen2_tied", {"context": 2}, False, "stare C3, gate by sample"),
         ("qwen2_tied", {"context": 2, "tensor": 2}, False, "gspo"),
     ],
-    ids=["tp2", "pp2", "dp2-distributed", "ep2", "cp2-distributed", "cp2-tp2"],
+    ids=["tp2", "pp2", "dp2-distributed", "ep2", "cp2-distributed", "cp2", "cp2-tp2"],
 )
 def test_a_layout_clips_by_the_norm_of_the_whole_policy(
     ranks: RankPool, tmp_path: Path, family: str, layout: dict[str, int], distributed: bool, case: str

@@ -29,18 +29,28 @@ class Collected:
         self._sender, self._fail_at = sender, fail_at
         self._tensors: dict[str, Tensor] = {}
         self._sizes: list[int] = []
+        self._first: dict[str, Tensor] | None = None  # that was announced
 
-    def begin(self, prove: bool) -> None:
+    def expect(self, prove: bool, first: Bucket | None) -> None:
+        assert prove
+        self._first = None if first is None else {name: tensor.clone() for name, tensor in first.tensors()}
+
+    def begin(self) -> None:
         self._tensors, self._sizes = {}, []
 
     def send(self, bucket: Bucket) -> None:
         if len(self._sizes) == self._fail_at:
             self._fail_at = None
             raise UserError("lost")
+        if self._first is not None:  # as it was, and nothing before it
+            sent = dict(bucket.tensors())
+            assert sent.keys() == self._first.keys() and all(torch.equal(sent[n], self._first[n]) for n in sent)
+            self._first = None
         self._sizes.append(bucket.layout.nbytes)
         self._tensors |= {name: tensor.clone() for name, tensor in bucket.tensors()}
 
     def end(self) -> Any:
+        assert self._first is None
         return self._sender, self._tensors, self._sizes
 
     def forget(self) -> None: ...
@@ -76,11 +86,11 @@ def sent_twice(rank: int, init: str, config: Config, outlet: Collecting) -> tupl
         with torch.no_grad():
             for _, parameter in named_parameters(trainer.policy.model):
                 parameter.add_(1)
-        trainer.prepare_weights(outlet.owners_send)
+        trainer.prepare_weights(outlet, prove=True)
         try:
-            told.append(trainer.send_weights(outlet, prove=True))
+            told.append(trainer.send_weights())
             if outlet.owners_send:
-                own = trainer.send_own_weights(outlet, prove=True)
+                own = trainer.send_own_weights()
                 assert told[-1] is None or own is None
                 told[-1] = told[-1] or own
         except UserError as error:
@@ -175,38 +185,56 @@ def test_the_driver_hands_on_what_senders_tell(ranks: RankPool, tmp_path: Path) 
 
 
 class Stages:
-    """Trainer ranks of two stages, that say when they are asked for what."""
+    """Trainer ranks of two stages, that say when they are asked for what, and after what."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.asked: list[tuple[str, tuple[Any, ...]]] = []
 
     def __len__(self) -> int:
         return 4
 
     def start_on(self, worker: int, method: str, *args: Any) -> str:
-        self.asked.append(f"{method} {worker}")
+        self.asked.append((f"{method} {worker}", args))
         return f"{method} {worker}"
 
-    def wait(self, handles: list[str]) -> list[Any]:
-        self.asked.append("wait")
-        return [None if handle[-1] in "13" else handle for handle in handles]
+    def start(self, method: str, *args: Any) -> list[str]:
+        return [self.start_on(worker, method, *args) for worker in range(4)]
 
-    def call(self, method: str, *args: Any) -> list[Any]:
-        self.asked.append(f"{method} all")
-        return []
+    def wait(self, handles: list[str]) -> list[Any]:
+        self.asked.append(("wait", tuple(handles)))
+        return [None if handle[-1] in "13" else handle for handle in handles]
 
 
 @pytest.mark.parametrize("in_turn", [True, False])
 @pytest.mark.parametrize("owners", [True, False])
 def test_stages_take_turns_where_servers_want_it(in_turn: bool, owners: bool) -> None:
-    """But gather their first bucket together before; owners of experts follow."""
-    workers = Stages()
-    told = WeightStream(workers, (), [0, 0, 1, 1]).send_by(Collecting(in_turn, owners), True)  # type: ignore[arg-type]
+    """But gather their first bucket together before; owners of experts follow. All is asked at once: a turn's calls
+    take those before them as arguments, which they therefore follow, and fail with."""
+    workers, outlet = Stages(), Collecting(in_turn, owners)
+    told = WeightStream(workers, (), [0, 0, 1, 1]).send_by(outlet, True)  # type: ignore[arg-type]
     sends = ["send_weights", "send_own_weights"] if owners else ["send_weights"]
     assert told == [f"{send} {rank}" for send in sends for rank in (0, 2)]
-    first, second = ([f"send_weights {rank}" for rank in pair] for pair in ((0, 1), (2, 3)))
-    wanted = [*first, "wait", *second, "wait"] if in_turn else [*first, *second, "wait"]
-    if owners:
-        own = [f"send_own_weights {rank}" for rank in range(4)]
-        wanted += [each for call in own for each in (call, "wait")] if in_turn else [*own, "wait"]
-    assert workers.asked == ["prepare_weights all", *wanted]
+    prepared = [f"prepare_weights {rank}" for rank in range(4)]
+    turns = [[f"send_weights {rank}" for rank in pair] for pair in ((0, 1), (2, 3))]
+    turns += [[f"send_own_weights {rank}"] for rank in range(4) if owners]
+    if not in_turn:
+        every = [call for turn in turns for call in turn]
+        turns = [every[:4], every[4:]]
+    wanted: list[tuple[str, tuple[Any, ...]]] = [(call, (outlet, True)) for call in prepared]
+    before: list[str] = []
+    for turn in turns:
+        wanted += [(call, tuple(before) if in_turn else ()) for call in turn]
+        before = turn
+    assert workers.asked == [*wanted, ("wait", (*prepared, *(call for turn in turns for call in turn)))]
+
+
+def test_what_ranks_were_told_to_prepare_is_not_asked_for_again() -> None:
+    """Unless it was for another outlet, or another proof."""
+    for outlet, prove, again in ((Collecting(), True, 0), (Collecting(), False, 4), (Collecting(False), True, 4)):
+        workers = Stages()
+        weights = WeightStream(workers, (), [0, 0, 1, 1])  # type: ignore[arg-type]
+        weights.prepare(Collecting(), True)
+        assert len(workers.asked) == 4  # and nobody waits
+        weights.send_by(outlet, prove)
+        prepared = [call for call, _ in workers.asked if call.startswith("prepare")]
+        assert len(prepared) == 4 + again

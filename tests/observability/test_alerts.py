@@ -21,6 +21,8 @@ HEALTHY = {
     "agreement/mean": 0.02,
     "rollout/retried": 0.0,
     "rollout/retried_late": 0.0,
+    "engine/dead": 0.0,
+    "engine/serving": 1.0,
 }
 GRPO = {key: value for key, value in HEALTHY.items() if key != "entropy/target"}
 
@@ -50,6 +52,7 @@ def test_a_healthy_run_has_none():
         ({"update/empty": 2.0}, "no token had a loss in 2 of this step's mini-batches", "nothing to learn"),
         ({"agreement/trend": 2.1}, "differ 2.1 times as much as at first, 0.02 nats", "engine and trainer drift apart"),
         ({"rollout/retried": 3.0, "rollout/retried_late": 1.0}, "3 requests for responses were lost", "requests lost"),
+        ({"engine/dead": 2.0}, "engines were lost 2 times, 1 serve", "engines lost"),
         ({"group/degenerate": 0.95}, "95% of the groups have equal rewards", "groups without signal"),
     ],
 )

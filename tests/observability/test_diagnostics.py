@@ -89,6 +89,24 @@ def test_a_run_without_them_has_no_such_parts(tmp_path):
     assert "reward hacking" not in page.text
 
 
+def test_the_proxys_precision_and_what_its_tokens_did_in_all(tmp_path):
+    sets = {"forecast/precision_plus": 0.75, "forecast/a_phi_plus": -0.5, "forecast/a_phi_common_minus": -0.25}
+    bounds = {"gradient/logit_norm": 2.0, "gradient/logit_norm_low": 1.0, "gradient/logit_norm_high": 3.0}
+    run = make_run(tmp_path / "run", **sets, **bounds)
+    rows = (run / "metrics.jsonl").read_text().replace('a_phi_plus": -0.5', 'a_phi_plus": null', 1)
+    (run / "metrics.jsonl").write_text(rows)  # the first step had none
+    entropy, _ = parts(read_runs([run]))
+    charts = {chart.title: chart for chart in entropy.charts}
+    assert [line.label for line in charts["Proxy precision"].lines] == ["L+"]
+    first, second = charts["Cumulative ΣÂΦ"].lines
+    assert (first.label, second.label) == ("L+", "U−")
+    assert list(first.values) == pytest.approx([-0.5 * step for step in range(40)])
+    assert list(second.values) == pytest.approx([-0.25 * step for step in range(1, 41)])
+    norm = charts["Gradient in the logits"]
+    assert norm.lines[0].values[0] == 2.0
+    assert [line.values[0] for line in norm.targets] == pytest.approx([1.0, 3.0])
+
+
 def test_an_outlier_does_not_flatten_the_others(tmp_path):
     run = make_run(tmp_path / "run", steps=60)
     rows = (run / "metrics.jsonl").read_text().replace('weight": 2.0', 'weight": -900.0', 1)

@@ -19,6 +19,7 @@ from megatron_stare.errors import DataError
 from megatron_stare.observability.rollout_files import rollout_rows
 from megatron_stare.observability.run_files import read_metrics
 from megatron_stare.observability.sink import RunOutline
+from megatron_stare.observability.sinks.console import Console
 from megatron_stare.observability.sinks.jsonl_files import JsonlFiles
 from megatron_stare.observability.sinks.tensorboard import TensorBoard
 from megatron_stare.records.rollout_batch import RolloutBatch
@@ -108,6 +109,18 @@ def test_resume_cuts_back_to_the_checkpoint_and_drops_the_torn_line(tmp_path):
     assert not list(tmp_path.glob(".*.tmp"))
 
 
+OF_SEVERAL = {
+    "results": {
+        name: {"value": value, "low": 0.0, "high": 1.0}
+        for name, value in {"avg@4": 0.25, "pass@1": 0.25, "pass@4": 0.75, "maj@4": 0.5}.items()
+    },
+    "full_solve": 0.125,
+    "length_mean": 20.0,
+    "distinct_answers": None,
+    "reflection": {"backtracking": 1.5},
+}
+
+
 def test_tensorboard_shows_the_run_as_if_it_had_never_stopped(tmp_path):
     with opened(TensorBoard(), tmp_path) as sink:
         for step in (1, 2, 3):
@@ -115,12 +128,27 @@ def test_tensorboard_shows_the_run_as_if_it_had_never_stopped(tmp_path):
     with opened(TensorBoard(), tmp_path, 1) as sink:
         sink.step(2, {"reward/mean": 0.75}, NONE)
         sink.evaluation({"step": 2, "weights": "trained", "pass1": 0.5, "greedy": None})
-        sink.evaluation({"step": 2, "weights": "trained", "task": "aime", "pass1": 0.25, "greedy": 0.75})
+        sink.evaluation({"step": 2, "weights": "trained", "task": "aime", "pass1": 0.25, "greedy": 0.75, **OF_SEVERAL})
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.75)]
     assert [(e.step, e.value) for e in events.Scalars("eval/pass1")] == [(2, 0.5)]
     assert [e.value for e in events.Scalars("eval/aime/pass1")] == [0.25]
     assert [e.value for e in events.Scalars("eval/aime/greedy")] == [0.75]
+    named = {tag.removeprefix("eval/aime/") for tag in events.Tags()["scalars"] if tag.startswith("eval/aime/")}
+    figures = {"avg@4", "pass@1", "pass@4", "maj@4", "full_solve", "length_mean", "reflection/backtracking"}
+    assert named == figures | {"pass1", "greedy"}  # what a verifier does not say is left out
+    assert [e.value for e in events.Scalars("eval/aime/maj@4")] == [0.5]
+
+
+def test_the_line_of_an_evaluation_says_what_several_responses_come_to(capsys, tmp_path):
+    about = {"step": 2, "weights": "trained", "problems": 9, "pass1": 0.25, "greedy": None}
+    with opened(Console(), tmp_path) as sink:
+        sink.evaluation({**about, "task": "aime", "decoding": {"samples": 4}, **OF_SEVERAL})
+        sink.evaluation({**about, "results": {"avg@1": {"value": 0.25}, "pass@1": {"value": 0.25}}})
+        sink.evaluation(about)  # of an earlier release
+    several, *one = [line for line in capsys.readouterr().out.splitlines() if "held-out problems" in line]
+    assert several.endswith("9 held-out problems of aime: sampled 0.250, pass@4 0.750, maj@4 0.500")
+    assert {line.partition("problems: ")[2] for line in one} == {"sampled 0.250"}
 
 
 def test_a_new_run_does_not_mix_with_an_old_one(tmp_path):

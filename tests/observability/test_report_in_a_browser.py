@@ -62,7 +62,7 @@ def written(value: float) -> str:
 
 def tip(token: Token, number: int, of: int) -> list[list[str]]:
     """What stands under the pointer at a token, by the stored file."""
-    sets = {"+": "L+", "-": "L−", ".": "neither L+ nor L−", " ": "not trained on"}
+    sets = {"+": "L+", "-": "L−", "p": "U+", "m": "U−", ".": "neither L+ nor L−", " ": "not trained on"}
     place = {"r": "rare at its position", "c": "common at its position"}.get(token.rare, "")
     return [
         [f"token {number + 1} of {of}", json.dumps(token.text)],

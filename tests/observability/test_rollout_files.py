@@ -40,7 +40,7 @@ def trajectory(sample: int = 0, *, numbers: bool = True) -> Trajectory:
             entropy=torch.tensor([0.5, 0.25, nan, 1.0, 0.125]),
             advantage=torch.tensor([-1.5, -1.5, nan, -1.5, -1.5]),
             weight=torch.tensor([1.0, 1.0, nan, 0.3, 0.0]),
-            selected=torch.tensor([0, 0, 0, -1, 0], dtype=torch.int8),
+            selected=torch.tensor([2, 0, 0, -1, -2], dtype=torch.int8),
             rare=torch.tensor([0, 1, 0, 1, -1], dtype=torch.int8),
         )
     return made
@@ -53,7 +53,7 @@ def test_numbers_are_read_back_as_they_were(tmp_path: Path) -> None:
     assert without.tokens == () and without.response == "42\nok"
     tokens = with_numbers.tokens
     assert tuple(t.text for t in tokens) == PIECES
-    assert "".join(t.selected for t in tokens) == ".. -." and "".join(t.rare for t in tokens) == "cr r?"
+    assert "".join(t.selected for t in tokens) == "p. -m" and "".join(t.rare for t in tokens) == "cr r?"
     columns = {name: [getattr(t, name) for t in tokens] for name in ("surprisal", "entropy", "advantage", "weight")}
     assert all(math.isnan(column.pop(2)) for column in columns.values())
     assert columns == {

@@ -137,12 +137,19 @@ def asked(batch: TokenBatch, example: Example) -> dict[str, Request]:
 
 
 def measured(example: Example, batch: TokenBatch, group: ProcessGroup | None) -> tuple[Statistics, Tensor]:
-    """The answers to everything that can be asked, and STARE's weights of these tokens."""
+    """The answers to everything that can be asked, and the weights [methods, N] of these tokens by STARE's variants."""
     answers = answer(asked(batch, example), group)
-    method = Stare(variant="C2", share=example.share, entropy_target=2.0, adaptive=True, amplify=1.2)
-    statistics = gather_statistics(lambda known: method.requests(batch, known), group)
-    before = {name: torch.tensor(x, dtype=torch.float64) for name, x in method.initial_state().items()}
-    return answers, method.weights(batch, statistics, method.control(before, statistics))
+    share, weights = example.share, []
+    for method in (
+        Stare(variant="C2", share=share, entropy_target=2.0, adaptive=True, amplify=1.2),
+        Stare(variant="C3", share=share, entropy_target=None),
+        Stare(variant="C1", common="bottom", share=share, entropy_target=None),
+        Stare(variant="C4", rare_below=0.3, gate="token", entropy_target=1.0),
+    ):
+        statistics = gather_statistics(lambda known, m=method: m.requests(batch, known), group)
+        before = {name: torch.tensor(x, dtype=torch.float64) for name, x in method.initial_state().items()}
+        weights.append(method.weights(batch, statistics, method.control(before, statistics)))
+    return answers, torch.stack(weights)
 
 
 def _parts(rank: int, init: str, world: int, batches: list[Example]) -> list[tuple[Statistics, Tensor] | None]:
@@ -168,7 +175,7 @@ def test_any_split_gives_the_answers_of_one_process(ranks) -> None:
         want, weights = measured(example, batch, None)
         together = torch.full_like(weights, float("nan"))
         for rank in range(example.world):
-            got, together[example.held_by(rank)] = parts[rank][number]
+            got, together[:, example.held_by(rank)] = parts[rank][number]
             for name, right in want.items():
                 equal = same if name not in ("mean", "sum", "segments") else close
                 assert equal(got[name], right), (name, got[name], right, rank, example)

@@ -3,22 +3,39 @@ named, and so is one whose GPUs are in use. Nothing computes on a GPU here."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
+import torch
+from safetensors.torch import load_file
 from support.cluster import FAKE, Nodes, joined, left_behind, simulated
+from support.parts import First, Part
+from support.replicas import TOKENIZER, judged
 from support.runs import ROOT, metrics, model, train
 
+from megatron_stare.batch import Prompt, SamplingParams
 from megatron_stare.config.load import load_config
 from megatron_stare.config.schema import Config
-from megatron_stare.orchestration.placed import check_ranks, check_replicas, rank_order, shown
+from megatron_stare.environments.single_turn import SingleTurn
+from megatron_stare.errors import ConfigError
+from megatron_stare.orchestration.engine_worker import EngineWorker
+from megatron_stare.orchestration.placed import Spot, check_ranks, check_replicas, rank_order, shown
 from megatron_stare.orchestration.placement import Demand, PlacementError, plan
 from megatron_stare.orchestration.ray import Reservation, WorkerLostError, cluster_nodes, start_actors
 from megatron_stare.orchestration.ray_runner import planned
+from megatron_stare.rollout.beside import Beside
+from megatron_stare.rollout.engine_pool import EnginePool
+from megatron_stare.rollout.rollout_source import Rollouts
+from megatron_stare.rollout.state import EngineState
+from megatron_stare.weights.checksum import tensor_checksum
+from megatron_stare.weights.stream_plan import BucketLayout, Slot
 
 pytestmark = pytest.mark.distributed
 WAIT_S = 60.0
@@ -54,7 +71,7 @@ def test_actors_are_where_the_plan_has_them(two_nodes: Nodes, shared: bool) -> N
         spots = [spots[number] for number in order]
         check_ranks(found, spots)
         assert [spot.gpus for spot in spots] == [("0",), ("1",)]
-        started.append(engine := start_actors([reserved.replica(0)], 1, "engine", WAIT_S, {}, [shown(found, spots, 0)]))
+        started.append(engine := start_actors([reserved.part(0)], 1, "engine", WAIT_S, {}, [shown(found, spots, 0)]))
         (seen,) = reserved.spots(engine, WAIT_S)
         check_replicas(found, spots, [seen])
         assert (seen.node == spots[0].node) is shared
@@ -66,6 +83,58 @@ def test_actors_are_where_the_plan_has_them(two_nodes: Nodes, shared: bool) -> N
             workers.close()
         reserved.release()
         until_free(resource, 4)
+
+
+def test_the_parts_of_an_engine_are_on_several_nodes(two_nodes: Nodes) -> None:
+    """An engine of four GPUs on nodes of two, on those of the ranks. Its worker reaches that of the other node, with
+    no help of the driver's, and hears of its end."""
+    found = plan(Demand(4, tensor=2, replicas=1, replica_gpus=4, replica_nodes=2, shared=True), cluster_nodes(FAKE))
+    reserved = Reservation(found, FAKE, WAIT_S)
+    started = []
+    try:
+        started += [start_actors([reserved.part(number)], 1, "engine", WAIT_S) for number in range(2)]
+        seen = [spot for workers in started for spot in reserved.spots(workers, WAIT_S)]
+        check_replicas(found, [Spot(node.id) for node in found.ranks], seen)
+        first, part = started
+        part.build(Part, [(1,)])
+        first.build(First, [(Beside(part.peers([0]), "10.0.0.1", ("10.0.0.2",)),)])
+        assert first.call("asked") == [[f"1 on {found.parts[1].id}", "10.0.0.1", "10.0.0.2"]]
+        part.close()
+        with pytest.raises(WorkerLostError, match="a engine process died"):
+            first.call("asked")
+    finally:
+        for each in started:
+            each.close()
+        reserved.release()
+        until_free(FAKE, 4)
+
+
+@pytest.mark.slow
+def test_an_engine_of_eight_gpus_on_nodes_of_four() -> None:
+    """Beside a trainer of four; with one GPU taken it is refused, and every node named with what it has."""
+    layout = ("parallel.tensor=4", "rollout.engine=sglang", "sglang.tensor_parallel=8", "sglang.device=cuda")
+    asked = load_config(
+        str(ROOT / "configs/quickstart.yaml"), [*layout, "sglang.nodes=2", f"runtime.gpu_resource={FAKE}"]
+    )
+    with simulated(3, 4) as nodes, joined(nodes):
+        found = planned(asked, 0)
+        assert found is not None and len(set(found.parts)) == 2 and set(found.ranks).isdisjoint(found.parts)
+        reserved = Reservation(found, FAKE, WAIT_S)
+        try:
+            workers = start_actors([reserved.part(part) for part in range(2)], 1, "engine", WAIT_S)
+            check_replicas(found, [Spot(node.id) for node in found.ranks], reserved.spots(workers, WAIT_S))
+            workers.close()
+        finally:
+            reserved.release()
+            until_free(FAKE, 12)
+        taken = ray.util.placement_group([{FAKE: 1}])
+        assert taken.wait(WAIT_S)
+        (busy,) = (node for node in cluster_nodes(FAKE) if node.free == 3)
+        with pytest.raises(PlacementError, match="1 engine of 8 GPUs over 2 nodes") as refused:
+            planned(asked, 0)
+        assert f"{busy} has 3 of 4 free" in str(refused.value)
+        with pytest.raises(ConfigError, match=r"lay it over 2 nodes \(sglang.nodes\)"):
+            planned(load_config(str(ROOT / "configs/quickstart.yaml"), [*layout, f"runtime.gpu_resource={FAKE}"]), 0)
 
 
 def until_free(resource: str, gpus: int) -> None:
@@ -89,6 +158,63 @@ def test_gpus_in_use_are_waited_for_and_then_named(two_nodes: Nodes) -> None:
         ray.util.remove_placement_group(groups[0])
     waited = planned(config(gpu_resource=FAKE), WAIT_S)
     assert waited is not None and len(set(waited.ranks)) == 1
+
+
+@pytest.mark.slow
+def test_an_engine_whose_process_is_killed_is_brought_back_where_it_was(two_nodes: Nodes) -> None:
+    """On its node and GPU, though the other node has one that is free; beside a rollout that the other one makes, and
+    with all weights proved before it is asked for tokens."""
+    adder, resource = ROOT / "assets" / "tiny-adder", "GPU"
+    nodes = [node for node in cluster_nodes(resource) if node.total]
+    reserved = Reservation(plan(Demand(1, replicas=2, replica_gpus=1), nodes), resource, WAIT_S)
+    asked = Config.model_validate({"model": {"path": str(adder)}, "rollout": {"max_new_tokens": 4}})
+    engines = start_actors([reserved.replica(number) for number in range(2)], 1, "rollout engine", WAIT_S)
+    try:
+        before = reserved.spots(engines, WAIT_S)
+        engines.build(EngineWorker, [(asked, number) for number in range(2)])
+        pool = EnginePool(engines)
+        tensors = load_file(adder / "model.safetensors")
+        weights = Whole(tensors)
+        pool.update_weights(1, weights)
+        prompts = [Prompt(n, str(n), "", "", (2, 3 + n)) for n in range(4)]
+        params = SamplingParams(1.0, 4, seed=1, step=1, stop_token_ids=(1,))
+        rollouts = Rollouts(pool, SingleTurn(asked, TOKENIZER), judged)
+        whole = rollouts.make(prompts, 2, params)
+        (killed,) = ray.get([engines._actors[0].__ray_call__.remote(lambda actor: os.getpid())])
+        os.kill(killed, signal.SIGKILL)
+        made = rollouts.make(prompts, 2, params)
+        assert [t.tokens.tolist() for t in made] == [t.tokens.tolist() for t in whole]
+        pool.update_weights(2, weights)
+        assert [info.weight_version for info in pool.infos()] == [2]
+        pool._fleet._coming[0].result(WAIT_S)
+        pool.update_weights(3, weights)
+        assert [(info.state, info.weight_version) for info in pool.infos()] == [(EngineState.HEALTHY, 3)] * 2
+        assert reserved.spots(engines, WAIT_S) == before
+        assert [t.tokens.tolist() for t in rollouts.make(prompts, 2, params)] == [t.tokens.tolist() for t in whole]
+        assert [line.split()[3] for line in pool.news()] == ["dead", "starting", "dirty", "healthy"]
+    finally:
+        engines.close()
+        reserved.release()
+        until_free(resource, 4)
+
+
+class Whole:
+    """All weights in one bucket."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        slots, start = [], 0
+        for name, tensor in tensors.items():
+            slots.append(Slot(name, tuple(tensor.shape), start))
+            start += tensor.numel()
+        self.layouts = (BucketLayout(torch.float32, tuple(slots)),)
+        self._flat = torch.cat([tensor.flatten() for tensor in tensors.values()])
+        self._checksums = {name: tensor_checksum(tensor) for name, tensor in tensors.items()}
+
+    def buckets(self, checksums: bool = True) -> Iterator[tuple[Any, list[Any]]]:
+        yield ray.put(self._flat), []
+
+    def checksums(self) -> dict[str, str]:
+        return self._checksums
 
 
 def test_what_somebody_else_took_meanwhile_is_not_waited_for_forever(two_nodes: Nodes) -> None:

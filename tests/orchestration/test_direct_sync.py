@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_stare.rollout.engine import WeightUpdateError
 from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.sglang import server_outlet
 from megatron_stare.rollout.sglang.methods import make_sync
+from megatron_stare.rollout.sglang.protocol import SGLangError
 from megatron_stare.rollout.sglang.server_engine import SGLangEngine
 from megatron_stare.rollout.sglang.server_outlet import Way
 from megatron_stare.rollout.state import EngineState
@@ -36,18 +38,23 @@ class Rank:
         self.prepared = self.forgotten = 0
         self.left_out: set[str] = set()
         self._connection: Any = None
+        self._buckets: list[Bucket] = []
 
-    def prepare_weights(self, owners_send: bool) -> None:
-        assert not owners_send
+    def prepare_weights(self, outlet: Outlet, prove: bool) -> None:
+        assert not outlet.owners_send
         self.prepared += 1
-
-    def send_weights(self, outlet: Outlet, prove: bool) -> Any:
+        self._buckets = [
+            Bucket(BucketLayout(tensor.dtype, (Slot(name, tuple(tensor.shape), 0),)), tensor.flatten())
+            for name, tensor in TENSORS.items()
+            if name not in self.left_out
+        ]
         self._connection = self._connection or outlet.connect(0)
-        self._connection.begin(prove)
-        for name, tensor in TENSORS.items():
-            if name not in self.left_out:
-                layout = BucketLayout(tensor.dtype, (Slot(name, tuple(tensor.shape), 0),))
-                self._connection.send(Bucket(layout, tensor.flatten()))
+        self._connection.expect(prove, self._buckets[0])
+
+    def send_weights(self) -> Any:
+        self._connection.begin()
+        for bucket in self._buckets:
+            self._connection.send(bucket)
         return self._connection.end()
 
     def forget_weights(self) -> None:
@@ -64,6 +71,22 @@ class Up:
         self.engine = lambda: engine
 
     def close(self) -> None: ...
+
+
+class Elsewhere(InlineWorkers):
+    """As workers in other processes, they raise only to whoever waits for them."""
+
+    def start_on(self, worker: int, method: str, *args: Any) -> Any:
+        try:
+            return super().start_on(worker, method, *args)
+        except Exception as error:
+            return error
+
+    def wait(self, handles: Sequence[Any], *_: Any) -> list[Any]:
+        for handle in handles:
+            if isinstance(handle, Exception):
+                raise handle
+        return list(handles)
 
 
 class Run:
@@ -102,8 +125,38 @@ def test_ranks_send_to_all_servers_and_the_driver_hands_on_what_they_tell(monkey
     assert run.sync(2) == {(EngineState.UNPROVED, 2)}
     assert "/weights_checker" not in fakes[0].calls[fakes[0].calls.index("/update_weight_version") + 1 :]
     assert run.sync(3) == {(EngineState.HEALTHY, 3)}
-    assert run.rank.prepared == run.rank.forgotten == 3
+    assert run.rank.prepared == 3 and run.rank.forgotten == 0  # a broadcast leaves nothing
     assert [len(fake.worlds) for fake in fakes] == [1, 1]  # one group, kept
+    run.close()
+
+
+@pytest.mark.distributed
+def test_ranks_gather_while_servers_are_asked_to_pause(monkeypatch, fakes) -> None:
+    """From the second update on, when the way is known; nobody has waited for the servers by then."""
+    run, seen = Run(monkeypatch, fakes[:1], prove_every=1), []
+    wait, prepare = run.pool._fleet.workers.wait, run.rank.prepare_weights
+    monkeypatch.setattr(run.pool._fleet.workers, "wait", lambda *args: seen.append("waited") or wait(*args))
+    monkeypatch.setattr(run.rank, "prepare_weights", lambda *args: seen.append("prepared") or prepare(*args))
+    run.sync(1)
+    assert seen[:2] == ["waited", "prepared"]
+    seen.clear()
+    run.sync(2)
+    assert seen[:2] == ["prepared", "waited"] and seen.count("prepared") == 1
+    run.close()
+
+
+@pytest.mark.distributed
+def test_what_ranks_gathered_for_servers_that_did_not_pause_is_not_sent_later(monkeypatch, fakes) -> None:
+    """The next update gathers anew: by then the policy has moved on."""
+    run = Run(monkeypatch, fakes[:1], prove_every=1)
+    monkeypatch.setattr(run.pool._fleet, "workers", Elsewhere(run.pool._fleet.workers._workers))
+    run.sync(1)
+    fakes[0].broken = {"/pause_generation"}
+    with pytest.raises(SGLangError, match="is broken"):
+        run.sync(2)
+    assert run.rank.prepared == 2
+    fakes[0].broken = set()
+    assert run.sync(3) == {(EngineState.HEALTHY, 3)} and run.rank.prepared == 3
     run.close()
 
 
@@ -119,7 +172,7 @@ def test_a_failure_is_seen_and_what_follows_it_is_proven(monkeypatch, fakes) -> 
     run.rank.left_out, fakes[0].changed = set(), (1, "model.norm.weight")
     with pytest.raises(WeightUpdateError, match=r"model\.norm\.weight has other values on rank 1"):
         run.sync(3)
-    assert run.rank.forgotten == 3
+    assert run.rank.forgotten == 2
     fakes[0].changed = None
     assert run.sync(4) == {(EngineState.HEALTHY, 4)}
     run.close()

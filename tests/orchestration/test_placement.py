@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 import torch.distributed as dist
@@ -39,8 +39,8 @@ def nodes(*free: int, total: int = 8) -> list[Node]:
 
 
 def counts(found: Plan, of: Sequence[Node]) -> tuple[list[int], list[int]]:
-    """Ranks and replicas of each of the nodes."""
-    return [found.ranks.count(node) for node in of], [found.replicas.count(node) for node in of]
+    """Ranks and parts of replicas of each of the nodes."""
+    return [found.ranks.count(node) for node in of], [found.parts.count(node) for node in of]
 
 
 def test_a_demand_is_that_of_the_run() -> None:
@@ -61,6 +61,10 @@ def test_a_demand_is_that_of_the_run() -> None:
         assert plan(found, one).ranks == (one[0],)
     shared = demand("rollout.engine=sglang", "sglang.colocated=true", "parallel.data=2", "rollout.engines=4")
     assert shared.gpus == 4 and shared.shared and shared.replicas == 4
+    spread = demand(*served, "sglang.nodes=2")
+    assert spread == Demand(2, tensor=2, replicas=3, replica_gpus=4, replica_nodes=2)
+    assert (spread.gpus, spread.parts, spread.part_gpus) == (14, 6, 2)
+    assert demand(*served, "sglang.nodes=2", "sglang.device=cpu") == replace(alone, replicas=3)  # anywhere
 
 
 def test_tensor_groups_stay_inside_nodes_of_which_one_gpu_is_taken() -> None:
@@ -99,26 +103,59 @@ def test_engines_on_the_trainers_gpus_are_each_inside_one_node() -> None:
     assert [pairs.sharing(number) for number in range(4)] == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
 
 
+def test_a_replica_larger_than_a_node_is_on_several() -> None:
+    """Of 8 GPUs on nodes of 4: with a GPU taken it fits no two nodes, and each is named."""
+    here = nodes(4, 4, 4, total=4)
+    large = Demand(4, tensor=2, replicas=1, replica_gpus=8, replica_nodes=2)
+    found = plan(large, here)
+    assert found.ranks == (here[0],) * 4 and found.parts == tuple(here[1:])
+    assert [found.gpus_on(node) for node in here] == [4, 4, 4]
+    with pytest.raises(PlacementError) as refused:
+        plan(large, nodes(4, 4, 3, total=4))
+    text = str(refused.value)
+    assert "in tensor groups of 2 and 1 engine of 8 GPUs over 2 nodes need 12 GPUs" in text
+    assert "10.0.0.3 (cccccccc) has 3 of 4 free" in text and "10.0.0.2 (bbbbbbbb) has 4 of 4 free" in text
+    # 8 GPUs of one node would do for both parts: in one process's sight, as tensor_parallel alone has it
+    with pytest.raises(PlacementError, match="over 2 nodes"):
+        plan(replace(large, ranks=2), nodes(10, 3))
+    shared = plan(Demand(8, tensor=4, replicas=2, replica_gpus=4, replica_nodes=2, shared=True), nodes(4, 4))
+    assert [node.address for node in shared.parts] == ["10.0.0.1", "10.0.0.2"] * 2
+    assert [shared.sharing(part) for part in range(4)] == [range(0, 2), range(4, 6), range(2, 4), range(6, 8)]
+
+
 @given(
     st.lists(st.integers(0, 5), min_size=1, max_size=4),
     st.integers(1, 3),
     st.integers(1, 4),
     st.integers(0, 4),
     st.integers(1, 4),
+    st.integers(1, 3),
     st.booleans(),
 )
 def test_there_is_a_plan_if_and_only_if_there_is_a_way(
-    free: list[int], tensor: int, groups: int, replicas: int, size: int, shared: bool
+    free: list[int], tensor: int, groups: int, replicas: int, size: int, over: int, shared: bool
 ) -> None:
-    """Against every way to deal whole tensor groups to the nodes."""
+    """Against every way to deal whole tensor groups to the nodes, and `over` nodes of those with room to each
+    replica."""
     here = nodes(*free)
-    demand = Demand(tensor * groups, tensor=tensor, replicas=replicas, replica_gpus=size, shared=shared)
+    demand = Demand(tensor * groups, tensor, 1, 1, replicas, size * over, over, shared)
+
+    def fit(rooms: tuple[int, ...], left: int) -> bool:
+        if left == 0:
+            return True
+        if over == 1:
+            return sum(rooms) >= left
+        ways = combinations([n for n, room in enumerate(rooms) if room], over)
+        return any(fit(tuple(r - (n in way) for n, r in enumerate(rooms)), left - 1) for way in ways)
+
     ways = [
         dealt
         for dealt in product(*(range(each // tensor + 1) for each in free))
         if sum(dealt) == groups
-        and sum((tensor * g if shared else f - tensor * g) // size for f, g in zip(free, dealt, strict=True))
-        >= replicas
+        and fit(
+            tuple((tensor * g if shared else f - tensor * g) // size for f, g in zip(free, dealt, strict=True)),
+            replicas,
+        )
     ]
     try:
         found = plan(demand, here)
@@ -127,7 +164,9 @@ def test_there_is_a_plan_if_and_only_if_there_is_a_way(
         return
     ranks, engines = counts(found, here)
     assert ways and tuple(each // tensor for each in ranks) in ways
-    assert sum(engines) == replicas and sum(ranks) == demand.ranks
+    assert sum(engines) == replicas * over and sum(ranks) == demand.ranks
+    for number in range(replicas):
+        assert len(set(found.parts[number * over : (number + 1) * over])) == over
     for each, ours, theirs in zip(free, ranks, engines, strict=True):
         assert ours % tensor == 0 and ours <= each
         assert theirs * size <= ours if shared else theirs * size + ours <= each
@@ -165,7 +204,17 @@ def test_megatrons_own_groups_are_inside_nodes(
     ("demand", "where", "message"),
     [
         (Demand(16, tensor=16), "parallel.tensor", "16 GPUs is larger than a node: the largest has 8"),
-        (Demand(1, replicas=1, replica_gpus=16), "sglang.tensor_parallel", "a replica of 16 GPUs is larger than a"),
+        (
+            Demand(1, replicas=1, replica_gpus=16),
+            "sglang.tensor_parallel",
+            r"a replica of 16 GPUs is larger than a(.|\n)*at most 8, or lay it over 2 nodes \(sglang.nodes\)",
+        ),
+        (
+            Demand(1, replicas=1, replica_gpus=48, replica_nodes=4),
+            "sglang.tensor_parallel",
+            r"48 GPUs over 4 nodes, 12 on each, is larger than a(.|\n)*at most 32, or lay it over 6 nodes",
+        ),
+        (Demand(1, replicas=1, replica_gpus=12, replica_nodes=3), "parallel", "1 engine of 12 GPUs over 3 nodes need"),
         (Demand(4, replicas=3, replica_gpus=2, shared=True), "rollout.engines", "3 engines of 2 GPUs do not fit the"),
         (Demand(17), "parallel", "17 trainer ranks need 17 GPUs, more than these nodes could give"),
         (Demand(16, replicas=1, replica_gpus=1), "parallel", "16 trainer ranks and 1 engine of 1 GPUs need 17 GPUs"),
@@ -246,6 +295,25 @@ def test_engines_that_are_not_where_they_were_to_be() -> None:
         check_replicas(beside, RANKS, [Spot(A, ("3", "4")), Spot(A, ("6", "7"))])
     with pytest.raises(PlacementError, match="engine 0 and engine 1 were given the same GPU 5"):
         check_replicas(beside, RANKS, [Spot(A, ("4", "5")), Spot(A, ("5", "6"))])
+
+
+SPREAD = plan(Demand(2, replicas=1, replica_gpus=4, replica_nodes=2), nodes(4, 2, total=4))
+
+
+def test_parts_of_an_engine_that_are_not_where_they_were_to_be() -> None:
+    ranks = RANKS[:2]
+    check_replicas(SPREAD, ranks, [Spot(A, ("2", "3")), Spot(B, ("0", "1"))])
+    for spots, message in (
+        ([Spot(A, ("2", "3")), Spot(A, ("0", "1"))], r"engine 0 \(2/2\) was to be on node 10\.0\.0\.2"),
+        ([Spot(A, ("2",)), Spot(B, ("0", "1"))], r"engine 0 \(1/2\) was to see 2 GPUs"),
+        ([Spot(A, ("1", "2")), Spot(B, ("0", "1"))], r"rank 1 and engine 0 \(1/2\) were given the same GPU 1"),
+    ):
+        with pytest.raises(PlacementError, match=message):
+            check_replicas(SPREAD, ranks, spots)
+    assert table(SPREAD, ranks, [Spot(A, ("2", "3")), Spot(B, ("0", "1"))])[2:] == [
+        "10.0.0.1 (aaaaaaaa)  4 of 4     0-1 on 0-1     0 (1/2) on 2-3",
+        "10.0.0.2 (bbbbbbbb)  2 of 4     -              0 (2/2) on 0-1",
+    ]
 
 
 def test_engines_that_share_are_shown_the_gpus_of_their_ranks() -> None:

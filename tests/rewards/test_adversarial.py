@@ -38,7 +38,7 @@ def judge(hangs, workers):
     texts = [*hangs.values(), *WRONG.values(), *RIGHT.values()]
     with VerifierPool("math", workers=workers, timeout_s=2) as pool:
         verdicts = dict(zip([*hangs, *WRONG, *RIGHT], pool.verify(texts), strict=True))
-        assert pool.verify([(r"\boxed{42}", "42")] * 20) == [Verdict(1.0, "ok", answer_at=0)] * 20
+        assert pool.verify([(r"\boxed{42}", "42")] * 20) == [Verdict(1.0, "ok", answer_at=0, answer="42")] * 20
         return verdicts
 
 

@@ -246,7 +246,8 @@ sys.exit("torch" in sys.modules)
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
-def test_a_verifier_may_say_where_the_answer_stands():
+def test_a_verifier_may_say_where_the_answer_stands_and_what_it_is():
     with VerifierPool("arithmetic", workers=1, timeout_s=5) as pool:
         verdicts = pool.verify([("1+2=3;3+4=7", "7"), ("1+2=3;", "7")])
-    assert [(verdict.reward, verdict.answer_at) for verdict in verdicts] == [(1.0, 9), (0.0, -1)]
+    said = [(verdict.reward, verdict.answer_at, verdict.answer) for verdict in verdicts]
+    assert said == [(1.0, 9, "7"), (0.0, -1, "")]

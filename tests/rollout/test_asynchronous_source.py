@@ -20,16 +20,15 @@ from megatron_stare.batch import SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_queue import PromptQueue
 from megatron_stare.environments.single_turn import SingleTurn
-from megatron_stare.errors import DataError, WeightVersionError
-from megatron_stare.records.trajectory import Trajectory
+from megatron_stare.errors import DataError
 from megatron_stare.rewards.verifier_pool import Verdict
-from megatron_stare.rollout.asynchronous_source import AsynchronousSource, ages_of, check_ages
+from megatron_stare.rollout.asynchronous_source import AsynchronousSource
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, ModelInfo
 from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.group_sampling import EveryGroup, InformativeGroups
 from megatron_stare.rollout.rollout_source import Rollouts
 from megatron_stare.rollout.state import EngineState
-from megatron_stare.workers import Workers
+from megatron_stare.workers import WorkerLostError, Workers
 
 MODEL = str(Path(__file__).parents[2] / "assets" / "tiny-adder")
 CONFIG = Config.model_validate({"model": {"path": MODEL}, "rollout": {"max_new_tokens": 24}})
@@ -136,12 +135,13 @@ def source(
     dynamic: bool = False,
     seed: int = 0,
     sampling: Any = params,
+    masked_from: int | None = None,
 ):
     """With two groups a step, of two samples each."""
     queue = PromptQueue(Numbered())
     groups = InformativeGroups(queue, 2, 2, 1, 9) if dynamic else EveryGroup(queue, 2, 2)
     made = Rollouts(EnginePool(Fleet(replicas, seed)), SingleTurn(CONFIG, TOKENIZER), judged)
-    found = AsynchronousSource(made, groups, sampling, queue.state, staleness, steps)
+    found = AsynchronousSource(made, groups, sampling, queue.state, staleness, steps, masked_from=masked_from)
     try:
         yield found
     finally:
@@ -167,6 +167,12 @@ async def whatever_may_be(found: AsynchronousSource, steps: int) -> None:
         await found._changed.wait_for(lambda: len(found._ahead) >= steps)
     await asyncio.gather(*found._ahead.values())
     for _ in range(200):
+        await asyncio.sleep(0)
+
+
+async def stuck(slow: TokenByToken, responses: int) -> None:
+    """Waits until it has so many responses, each with three tokens of its weights."""
+    while len(slow.made) < responses or any(made[-3:].count(slow.version) < 3 for _, made in slow.made.values()):
         await asyncio.sleep(0)
 
 
@@ -199,18 +205,29 @@ def test_stalled_engines_go_on_with_the_weights_of_then(bound: int) -> None:
     of a response with each version finish it with the last that it may have."""
     slow = TokenByToken(64, lambda cursor, sample: 3 * min(cursor // 2 + 1, bound + 1), per_version=3)
 
-    async def stuck(responses: int) -> None:
-        while len(slow.made) < responses or any(made[-3:].count(slow.version) < 3 for _, made in slow.made.values()):
-            await asyncio.sleep(0)
-
     with source([slow], bound, steps=15) as found:
         found.publish(WEIGHTS, 0)
         for step in range(1, 16):
             batch = found.next(step)
-            found._wait(stuck(4 * (min(step + bound, 15) - step)))
+            found._wait(stuck(slow, 4 * (min(step + bound, 15) - step)))
             assert cursors(batch) == [2 * step - 2, 2 * step - 1]
             for trajectory in batch.trajectories:
                 assert trajectory.versions == tuple((v, 3) for v in range(max(0, step - 1 - bound), step))
+            found.publish(WEIGHTS, step)
+
+
+def test_stale_tokens_may_be_masked() -> None:
+    """Responses that grow by three tokens a version, over as many versions as the bound allows."""
+    slow = TokenByToken(64, lambda cursor, sample: 3 * min(cursor // 2 + 1, 3), per_version=3)
+    with source([slow], 2, steps=6, masked_from=2) as found:
+        found.publish(WEIGHTS, 0)
+        for step in range(1, 7):
+            batch = found.next(step)
+            found._wait(stuck(slow, 4 * (min(step + 2, 6) - step)))
+            ages = step - 1 - batch.weight_versions
+            assert batch.loss_mask.tolist() == (ages < 2).tolist()
+            assert found.metrics["staleness/masked"] == pytest.approx(float((ages >= 2).double().mean()))
+            assert set(ages.tolist()) <= {0, 1, 2} and (step < 3 or set(ages.tolist()) == {0, 1, 2})
             found.publish(WEIGHTS, step)
 
 
@@ -254,6 +271,82 @@ def test_an_error_is_that_of_the_step_that_waits_for_it() -> None:
             found.next(3)
 
 
+def test_a_hold_does_not_outlive_the_error_that_it_met() -> None:
+    """What was begun has failed: whoever wanted the engines for himself is told, and steps may begin as before."""
+    broken = threading.Event()
+
+    def asked() -> None:
+        if broken.is_set():
+            raise DataError("the engine has had enough")
+
+    with source([TokenByToken(None, all_of_length(2), asked)], 1) as found:
+        found.publish(WEIGHTS, 0)
+        found.next(1)
+        broken.set()
+        found.publish(WEIGHTS, 1)
+        with pytest.raises(DataError, match="had enough"), found.quiet():
+            raise AssertionError("the engines are nobody's")
+        assert not found._held
+
+
+class Mortal(TokenByToken):
+    """Is lost in the `fatal` call of the update to version 4."""
+
+    def __init__(self, fatal: str, *settings: Any) -> None:
+        super().__init__(*settings)
+        self._fatal, self.lost, self._to, self.asked_of = fatal, False, -1, set[str]()
+
+    def advance(self, new: Sequence[GenerateRequest], params: SamplingParams, wait_s: float) -> list[GenerateResult]:
+        assert not self.lost, "asked for tokens after it was lost"
+        self.asked_of |= {request.rid for request in new}
+        return super().advance(new, params, wait_s)
+
+    def begin_weight_update(self, version: int, prove: bool) -> None:
+        self._to = version
+        self._die_in("begin_weight_update")
+        super().begin_weight_update(version, prove)
+
+    def update_weights(self, number: int, bucket: Any) -> None:
+        self._die_in("update_weights")
+
+    def end_weight_update(self) -> dict[str, str]:
+        self._die_in("end_weight_update")
+        return super().end_weight_update()
+
+    def _die_in(self, call: str) -> None:
+        if call == self._fatal and self._to == 4:
+            self.lost = True
+            raise WorkerLostError("a rollout engine process died")
+
+
+@pytest.mark.parametrize("fatal", ["begin_weight_update", "update_weights", "end_weight_update"])
+def test_a_replica_lost_in_a_weight_update_gives_what_it_had_to_the_other(fatal: str) -> None:
+    """With responses of it under way, of steps ahead: every prompt is in its batch once, none older than the bound; the
+    update has reached the other one."""
+    lost = Mortal(fatal, 3, lambda cursor, sample: 3 if cursor < 8 else 10**9)  # it never ends those of step 5
+    left = Mortal("", 3, all_of_length(3))
+    weights = SimpleNamespace(layouts=(), buckets=lambda checksums=True: iter([(0, []), (1, [])]), checksums=dict)
+    with source([lost, left], 2, steps=9) as found:
+        found.publish(weights, 0)
+        for step in range(1, 10):
+            batch = found.next(step)
+            assert [(t.prompt.cursor, t.sample_index) for t in batch.trajectories] == [
+                (cursor, sample) for cursor in (2 * step - 2, 2 * step - 1) for sample in range(2)
+            ]
+            assert max(ages(batch, step)) <= 2
+            if step == 4:
+                found._wait(at_work(lost))
+            found.publish(weights, step)
+        assert lost.lost and left.version == 9
+        assert lost.asked_of & left.asked_of  # made again by the other
+
+
+async def at_work(replica: Any) -> None:
+    """Waits until it has responses under way."""
+    while not replica.made:
+        await asyncio.sleep(0)
+
+
 def test_sampling_that_cuts_the_support_is_refused() -> None:
     with source(
         [TokenByToken(None, all_of_length(2))], 0, sampling=lambda step: replace(params(step), top_p=0.9)
@@ -269,16 +362,3 @@ def test_closing_gives_up_what_is_under_way() -> None:
         found.publish(WEIGHTS, 0)
     assert not never.made  # aborted, not forgotten
     found.close()  # once more
-
-
-def test_tokens_of_a_wrong_age_are_refused() -> None:
-    def of(*versions: tuple[int, int]) -> Trajectory:
-        return SimpleNamespace(versions=versions)  # type: ignore[return-value]
-
-    ages = ages_of([of((3, 5), (-1, 9), (4, 2)), of((4, 1), (5, 0))], 5)
-    assert ages == {2: 5, 1: 3}
-    check_ages(ages, 2, 6)
-    with pytest.raises(WeightVersionError, match="step 6 trains on, but there are 5 tokens of age 2"):
-        check_ages(ages, 1, 6)
-    with pytest.raises(WeightVersionError, match="1 tokens of age -1"):
-        check_ages({-1: 1, 0: 4}, 3, 6)

@@ -22,8 +22,9 @@ from megatron_stare.environments.single_turn import SingleTurn
 from megatron_stare.rewards.verifier_pool import Verdict
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, ModelInfo
 from megatron_stare.rollout.engine_pool import EnginePool
-from megatron_stare.rollout.group_sampling import EveryGroup, InformativeGroups, make_groups
+from megatron_stare.rollout.group_sampling import EveryGroup, InformativeGroups
 from megatron_stare.rollout.local import LocalEngine
+from megatron_stare.rollout.make_source import make_groups
 from megatron_stare.rollout.rollout_source import Collected, Rollouts
 from megatron_stare.rollout.state import EngineState
 from megatron_stare.workers import Workers
@@ -222,9 +223,8 @@ def test_a_saved_state_gives_the_same_steps_again() -> None:
             queue.restore(state)
         replicas = Replicas([local() for _ in range(engines)], seed)
         made = Rollouts(EnginePool(replicas), SingleTurn(CONFIG, TOKENIZER), verify)
-        groups = make_groups(
-            CONFIG.batch.model_copy(update={"prompts": 3, "samples_per_prompt": 4, "generate_prompts": 5}), queue
-        )
+        batch = CONFIG.batch.model_copy(update={"prompts": 3, "samples_per_prompt": 4, "generate_prompts": 5})
+        groups = make_groups(CONFIG.model_copy(update={"batch": batch}), queue)
         found = []
         for step in range(first, 5):
             made_here = collected(groups, made, replace(PARAMS, step=step)).trajectories
@@ -245,7 +245,7 @@ def test_a_saved_state_gives_the_same_steps_again() -> None:
 def test_without_rounds_every_group_is_taken() -> None:
     made = rollouts(Script(1, 0), {i: [1.0] * 3 for i in range(8)})
     queue = PromptQueue(Numbered())
-    groups = make_groups(BatchConfig(prompts=2, samples_per_prompt=3), queue)
+    groups = make_groups(CONFIG.model_copy(update={"batch": BatchConfig(prompts=2, samples_per_prompt=3)}), queue)
     assert isinstance(groups, EveryGroup)
     steps = [collected(groups, made, PARAMS) for _ in range(2)]
     assert [cursors(step) for step in steps] == [[0, 1], [2, 3]]

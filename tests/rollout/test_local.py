@@ -244,6 +244,17 @@ def test_a_prompt_the_model_cannot_take_is_refused(pair, ids, message):
         engine.generate([GenerateRequest("0:0", (2,), 0, 0), GenerateRequest("1:0", ids, 1, 0)], PARAMS)
 
 
+def test_a_response_is_continued_where_only_the_rest_of_it_fits(pair):
+    """What may still come is held against the context, not what might have come at first."""
+    engine, _ = pair
+    params = replace(PARAMS, stop_token_ids=(), max_new_tokens=CONTEXT - 2)
+    (whole,) = engine.generate([GenerateRequest("0:0", (2, 3), 0, 0)], params)
+    begun = ids_of(whole)[:-1]
+    rest = GenerateRequest("0:0", (2, 3, *begun), 0, 0, start=len(begun), max_new_tokens=1)
+    (last,) = engine.generate([rest], params)
+    assert ids_of(last) == ids_of(whole)[-1:]
+
+
 def test_bad_sampling_and_repeated_rids_are_refused(pair):
     engine, _ = pair
     request = GenerateRequest("0:0", (2,), 0, 0)

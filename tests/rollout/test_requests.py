@@ -48,14 +48,18 @@ def sync(engine: SGLangEngine, version: int) -> None:
 
 @contextlib.contextmanager
 def engines(
-    urls: Sequence[str], response_s: float = 60.0, router: str | None = None, capacity: int = 2
+    urls: Sequence[str],
+    response_s: float = 60.0,
+    router: str | None = None,
+    capacity: int = 2,
+    probe_s: float = 20.0,
 ) -> Iterator[list[SGLangEngine]]:
     with contextlib.ExitStack() as stack:
         made = []
         for url in urls:
             client = SGLangClient(url, "key", 60.0, response_s=response_s, router=router)
             loop = asyncio.new_event_loop()
-            made.append(SGLangEngine(client, TensorSync([client]), MODEL, "float32", capacity, loop))
+            made.append(SGLangEngine(client, TensorSync([client]), MODEL, "float32", capacity, loop, probe_s=probe_s))
             stack.callback(made[-1].close)
             sync(made[-1], VERSION)
         yield made
@@ -147,10 +151,10 @@ def test_a_server_that_hangs_does_not_hold_up_who_leaves_it(monkeypatch: pytest.
     """What it is asked last would else be waited for as long as any call."""
     monkeypatch.setattr("megatron_stare.rollout.sglang.server_engine.ABORT_S", 0.2)
     _, handlers = servers(Faults("hung"))
-    with listening(*handlers) as urls, engines(urls, response_s=0.2) as (engine,):
+    with listening(*handlers) as urls, engines(urls, response_s=0.2, probe_s=0.2) as (engine,):
         engine.submit([GenerateRequest("1:0", (2, 3), 1, 0)], PARAMS)
         (lost,) = engine.collect(30.0)
-        assert isinstance(lost, LostRequest) and lost.late
+        assert isinstance(lost, LostRequest) and lost.late and lost.gone
         leaving = threading.Thread(target=engine.close, daemon=True)
         leaving.start()
         leaving.join(20.0)  # a call has 60 s

@@ -26,13 +26,13 @@ PARAMS = SamplingParams(temperature=1.0, max_new_tokens=4, seed=1, step=1, stop_
 RECORDED = json.loads((Path(__file__).parent / "sglang_exchanges.json").read_text())
 BUCKET = [("model.norm.weight", torch.ones(3)), ("model.embed_tokens.weight", torch.ones(4, 3))]
 UPDATE = [
-    "/pause_generation",
     "/server_info",
+    "/pause_generation",
     "/begin_weight_update",
     "/update_weights_from_tensor",
     "/end_weight_update",
-    "/weights_checker",
     "/flush_cache",
+    "/weights_checker",
     "/update_weight_version",
     "/continue_generation",
 ]

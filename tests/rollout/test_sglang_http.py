@@ -117,6 +117,26 @@ def test_what_is_no_answer_is_a_lost_server(answer: bytes | None) -> None:
         told(Server(answer), lambda client: client.get("/"))
 
 
+def test_a_call_that_may_be_made_twice_is_made_again_where_its_connection_broke() -> None:
+    """At once and twice at most; not one of which the server may have taken the first, nor one that is refused."""
+    server = Server(b"", OK[:-1], OK)
+    assert told(server, lambda client: client.post("/pause_generation", {})) == {"told": 1}
+    assert len(server.requests) == 3
+    for path, answers, asked in (
+        ("/pause_generation", (b"",) * 4, 3),
+        ("/update_weights_from_distributed", (b"", OK), 1),
+        ("/end_weight_update", (b"", OK), 1),
+    ):
+        server = Server(*answers)
+        with pytest.raises(ServerLostError):
+            told(server, lambda client, path=path: client.post(path, {}))  # type: ignore[misc]
+        assert len(server.requests) == asked
+    server = Server(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 2\r\n\r\nno", OK)
+    with pytest.raises(SGLangError, match="refused"):
+        told(server, lambda client: client.post("/pause_generation", {}))
+    assert len(server.requests) == 1
+
+
 def test_a_refusal_keeps_the_servers_words() -> None:
     refused = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 8\r\n\r\nbad seed"
     with pytest.raises(SGLangError, match=r"/generate was refused \(400\): bad seed"):

@@ -30,6 +30,7 @@ from megatron_stare.rollout.sglang.replica import (
 )
 from megatron_stare.rollout.sglang.serve import remove_shared_memory
 from megatron_stare.rollout.sglang.server_checks import LAUNCH_SETTINGS
+from megatron_stare.rollout.sglang.server_memory import server_memory
 from megatron_stare.rollout.sglang.server_options import CPU_ATTENTION
 
 SHAPE = read_shape(servers.MODEL)
@@ -95,6 +96,47 @@ def test_a_server_whose_experts_are_replayed_names_them():
     asked = asked.model_copy(update={"moe": MoeConfig(routing_replay=True)})
     assert "--enable-return-routed-experts" in server_options(asked).arguments(1)
     assert server_flags(asked)["enable_return_routed_experts"] == "moe.routing_replay"
+
+
+def test_a_server_whose_groups_of_ranks_have_requests_of_their_own():
+    """--dp-size and --enable-dp-attention are the spelling that all supported releases take."""
+    asked = config(device="cuda", tensor_parallel=4, attention_data_parallel=2)
+    words = server_options(asked).arguments(1)
+    assert words[words.index("--dp-size") + 1] == "2" and "--enable-dp-attention" in words
+    plain = server_options(config(device="cuda", tensor_parallel=4)).arguments(1)
+    assert "--dp-size" not in plain and "--enable-dp-attention" not in plain
+    qwen3 = replace(SHAPE, family="qwen3", heads=8, kv_heads=2)
+    check_servers(asked, qwen3)
+    check_servers(config(device="cpu", tensor_parallel=4, attention_data_parallel=2), replace(qwen3, ffn=512))
+    for groups, shape, message in (
+        (3, qwen3, "4 ranks of a server cannot be cut into 3 groups"),
+        (2, SHAPE, "cuts the attention of qwen2 over all ranks of a server"),
+        (2, replace(qwen3, heads=7), "7 attention heads cannot be cut over 2 ranks"),
+        (1, replace(qwen3, heads=6), "6 attention heads cannot be cut over 4 ranks"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_servers(config(device="cuda", tensor_parallel=4, attention_data_parallel=groups), shape)
+    check_servers(config(device="cuda", tensor_parallel=4, attention_data_parallel=2), replace(qwen3, heads=6))
+    replayed = asked.model_copy(update={"moe": MoeConfig(routing_replay=True)})
+    with pytest.raises(ConfigError, match="never held against the trainer's"):
+        check_servers(replayed, MOE)
+
+
+def test_what_groups_with_requests_of_their_own_keep_on_a_gpu():
+    """Of attention and embedding a group's share, of the rest a server's; each group caches its own requests, of which
+    a rank has more heads."""
+    shape = replace(SHAPE, family="qwen3", qk_norm=True, qkv_bias=False, heads=8, kv_heads=4, head_dim=12)
+    attention = 3 * (2 * 8 + 2 * 4) * 12 * 96 + 3 * 2 * 12 + 16 * 96  # of three layers, with their norms; 16 words
+    rest = 3 * 3 * 256 * 96 + (2 * 3 + 1) * 96 + 16 * 96
+    for groups, sharing in ((1, 4), (2, 2), (4, 1)):
+        asked = config(device="cuda", tensor_parallel=4, attention_data_parallel=groups, cache_tokens=1000)
+        kept = server_memory(asked, shape, 10**9)
+        token = 2 * 3 * max(4 // sharing, 1) * 12 * 4
+        assert kept.cache == 1000 * token
+        if groups == 1:
+            assert kept.weights == (attention + rest) * 4 // 4
+        else:
+            assert kept.weights == attention * 4 // sharing + rest * 4 // 4
 
 
 def test_what_is_not_set_on_gpus_is_sglangs_choice():

@@ -23,6 +23,7 @@ REFUSED = [
     (Place("node2 boot", SEEN), "the server runs on node2, this rank on node1"),
     (Place("node1 rebooted", SEEN), "the server runs on node1"),
     (Place("node1 boot", ("GPU-a", "GPU-c")), "does not see this rank's GPU GPU-b"),
+    (Place("node1 boot", SEEN, ("10.0.0.2",)), "ranks of the server are on 10.0.0.2 as well"),
 ]
 
 

@@ -122,6 +122,8 @@ def test_seeds_differ_wherever_the_key_differs():
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**31 for seed in seeds)
     assert seeds[0] == sampling_seed(PARAMS, replace(REQUEST, rid="other", input_ids=(9,)))
+    later = replace(PARAMS, step=9)  # continued in another step than it was begun in
+    assert sampling_seed(PARAMS, REQUEST) == sampling_seed(later, replace(REQUEST, noise_step=PARAMS.step))
 
 
 @pytest.mark.parametrize("name", sorted(RECORDED["generate"]))

@@ -23,7 +23,7 @@ from megatron_stare.rollout.sglang import server_outlet
 from megatron_stare.rollout.sglang.fingerprint import Fingerprint, checksums_of
 from megatron_stare.rollout.sglang.place import Place, this_host
 from megatron_stare.rollout.sglang.protocol import SGLangError
-from megatron_stare.rollout.sglang.sender import Sent
+from megatron_stare.rollout.sglang.sender import Sender, Sent
 from megatron_stare.rollout.sglang.served_hash import TiledDigest
 from megatron_stare.rollout.sglang.server_layout import ServerLayout
 from megatron_stare.rollout.sglang.server_outlet import ServerRoute, Way
@@ -73,7 +73,8 @@ class Run:
             asyncio.run(end.begin())
         told: list[Sent] = []
         for sender, sent in zip(self.senders, stages(), strict=True):
-            sender.begin(prove)
+            sender.expect(prove, sent[0])
+            sender.begin()
             for each in sent:
                 sender.send(each)
             told.append(sender.end())
@@ -189,11 +190,13 @@ def test_a_folder_that_cannot_be_written_is_named(monkeypatch, tmp_path) -> None
     """Where there is none to be made, and where there is no room; of the latter nothing stays."""
     (tmp_path / "file").touch()
     run = Run(monkeypatch, [FakeServer(ONE)], "disk", tmp_path / "file")
+    run.senders[0].expect(True, None)
     with pytest.raises(UserError, match=r"cannot be written \(Not a directory\)(?s:.*)sglang\.sync_folder"):
-        run.senders[0].begin(True)
+        run.senders[0].begin()
     run.close()
     run = Run(monkeypatch, [FakeServer(ONE)], "disk", tmp_path / "full")
-    run.senders[0].begin(True)
+    run.senders[0].expect(True, None)
+    run.senders[0].begin()
     monkeypatch.setattr(os, "fsync", full)
     run.senders[0].send(stages()[0][0])
     with pytest.raises(UserError, match="No space left on device"):
@@ -222,11 +225,12 @@ def test_a_server_on_another_machines_loopback_is_refused(monkeypatch, tmp_path)
     for place, refused in ((Place(), False), (Place(this_host()), False), (Place("node7 1234"), True)):
         there = ServerRoute(route.url, "key", route.layout, place, run.way, SHAPE, torch.float32)
         sender = there.outlet([there]).connect(0)
+        sender.expect(True, None)
         if refused:
             with pytest.raises(Exception, match=r"loopback of node7, .*(?s:.*)sglang\.host"):
-                sender.begin(True)
+                sender.begin()
         else:
-            sender.begin(True)
+            sender.begin()
         sender.close()
     run.close()
 
@@ -333,6 +337,37 @@ def test_a_bucket_may_change_once_it_was_hashed() -> None:
     assert told[0] == told[1] and len(told[0][0]) == 1
 
 
+def test_a_bucket_is_hashed_ahead_of_its_turn(monkeypatch, tmp_path) -> None:
+    """The first one, once; no server hears of it. Whatever the hash comes to is told at the end."""
+    fake = FakeServer(ONE)
+    run = Run(monkeypatch, [fake], "tensor", tmp_path)
+    hashed: list[str] = []
+    of = Sender.hash
+
+    def counted(self: Sender, bucket: list[tuple[str, torch.Tensor]]) -> None:
+        of(self, bucket)
+        hashed.extend(name for name, _ in bucket)
+
+    monkeypatch.setattr(Sender, "hash", counted)
+    (first, second), _ = stages()
+    sender = run.senders[0]
+    sender.expect(True, first)
+    sender._hashing.submit(lambda: None).result()  # behind it
+    assert hashed == [name for name, _ in first.tensors()] and not fake.calls
+    sender.begin()
+    for each in (first, second):
+        sender.send(each)
+    told = sender.end()
+    (layout,) = told.hashed
+    assert hashed == [*told.sizes]
+    alone = Fingerprint(SHAPE, torch.float32, layout)
+    for each in (first, second):
+        for name, tensor in each.tensors():
+            alone.add(name, tensor)
+    assert told.hashed[layout] == alone.hashes()
+    run.close()
+
+
 class SlowServer(FakeServer):
     """Takes a bucket only once its sender has gone on."""
 
@@ -352,13 +387,15 @@ def test_a_rank_goes_on_while_servers_take_its_bucket(monkeypatch, tmp_path) -> 
     run = Run(monkeypatch, [fake], "tensor", tmp_path)
     (first, second), _ = stages()
     sender = run.senders[0]
-    sender.begin(True)
+    sender.expect(True, None)
+    sender.begin()
     sender.send(first)
     fake.gone_on.set()
     sender.send(second)
     assert sender.end().sizes.keys() == {*dict(first.tensors()), *dict(second.tensors())}
     fake.broken = {"/update_weights_from_tensor"}
-    sender.begin(True)
+    sender.expect(True, None)
+    sender.begin()
     sender.send(first)
     with pytest.raises(SGLangError, match="is broken"):
         sender.send(second)

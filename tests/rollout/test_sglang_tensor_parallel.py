@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
+import psutil
 import pytest
 import torch
 from support import sglang_servers as servers
@@ -10,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_stare.models import read_shape
 from megatron_stare.rollout.engine import WeightUpdateError
+from megatron_stare.rollout.sglang.protocol import SGLangError
 from megatron_stare.rollout.sglang.replica import make_sync
 from megatron_stare.rollout.sglang.tensor_sync import TensorSync, packed
 from megatron_stare.rollout.sglang.update import WeightUpdate
@@ -110,6 +115,44 @@ def test_at_prove_every_five_it_is_caught_at_the_next_proof(engines):
         engine._sync = honest
     assert engine.model_info().state is EngineState.DIRTY
     servers.sync(engine, 36, tensors)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_server_on_two_nodes_is_proven_on_both_and_ends_as_a_whole(node):
+    """Two processes of this machine, with a rank each. One of them is killed: the call that waits for both says which,
+    and nothing is left of the other."""
+    with servers.running(device="cpu", tensor_parallel=2, nodes=2, sync="distributed") as engine:
+        servers.sync(engine, 1, servers.weights())
+        honest, engine._sync = engine._sync, OneElementOff(engine._sync._clients, server=0, rank=1, element=(5, 200))
+        with pytest.raises(WeightUpdateError, match=f"{OneElementOff.name} has other values on rank 1\n"):
+            servers.sync(engine, 2, servers.weights())
+        engine._sync = honest
+        servers.sync(engine, 3, servers.weights())
+        (found,) = engine.prompt_log_probs(SEQUENCES[:1])
+        wanted = expected_log_probs(servers.MODEL, SEQUENCES[0])
+        torch.testing.assert_close(torch.tensor(found), wanted, atol=1e-5, rtol=0)
+        (part,) = engine.process._beside.parts._workers
+        groups = [engine.process.process_group, part._process.process_group]
+        os.killpg(groups[node], signal.SIGKILL)
+        with pytest.raises(SGLangError, match=rf"on 127\.0\.0\.1 \(node rank {node}\) ended with -9; its last words:"):
+            engine.prompt_log_probs(SEQUENCES)
+    assert not any(psutil.pid_exists(group) for group in groups)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_groups_of_ranks_with_requests_of_their_own(tmp_path, family):
+    """Two groups of a rank each, which share feed-forward layers or experts; requests go to either."""
+    widths = {"intermediate_size": 64} | ({"moe_intermediate_size": 64} if family == "qwen3_moe" else {})
+    save_model(tmp_path, family, **widths)
+    layout = {"tensor_parallel": 2, "attention_data_parallel": 2, "expert_parallel": 2 if family == "qwen3_moe" else 1}
+    with servers.running(tmp_path, device="cpu", sync="distributed", **layout) as engine:
+        for version in (1, 2):
+            servers.sync(engine, version, servers.weights(tmp_path))
+        assert engine.model_info().state is EngineState.HEALTHY
+        asked = [(3, 4 + n, 5, 6)[: 3 + n % 2] for n in range(6)]
+        for tokens, found in zip(asked, engine.prompt_log_probs(asked), strict=True):
+            wanted = expected_log_probs(tmp_path, tokens)
+            torch.testing.assert_close(torch.tensor(found), wanted, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama_tied_llama3"])  # that has one key head

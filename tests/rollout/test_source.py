@@ -30,11 +30,11 @@ from megatron_stare.rollout.local import LocalEngine
 from megatron_stare.rollout.model_folder import load_tokenizer
 from megatron_stare.rollout.rollout_source import (
     Rollouts,
-    SynchronousSource,
     check_result,
     check_trajectory,
     check_versions,
 )
+from megatron_stare.rollout.synchronous_source import SynchronousSource
 from megatron_stare.rollout.validate import check_params
 from megatron_stare.workers import Workers
 

@@ -7,6 +7,7 @@ batch in canonical order, tool observations too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +68,8 @@ def training_loss(
     Args:
         settings: the `algorithm` section.
         samples: of the step's mini-batch.
-        gate: whether STARE's is open.        bonus: what the entropy bonus multiplies by.
+        gate: whether STARE's is open, where it is one for the batch.
+        bonus: what the entropy bonus multiplies by.
         micro_batches: samples of each, for aggregation 'micro_batch_mean'.
     """
     name, truncated = settings["name"], settings.get("truncated", "keep")
@@ -94,7 +96,8 @@ def training_loss(
     if (correction or {}).get("normalise"):
         weight = weight / weight[kept].mean()
 
-    policy = policy_loss(settings, batch, scores, advantage, kept, sequence, gate)
+    opened = gates(settings, scores, kept if settings.get("gate_entropy") == "kept" else mask, sequence, gate)
+    policy = policy_loss(settings, batch, scores, advantage, kept, sequence, opened)
     loss = torch.where(kept, policy * weight, 0.0)
     if (kl := settings.get("reference_kl")) is not None:
         d = scores.reference - scores.now
@@ -130,7 +133,7 @@ def policy_loss(
     advantage: Tensor,
     kept: Tensor,
     sequence: Tensor,
-    gate: bool,
+    opened: Tensor,
 ) -> Tensor:
     """[M] before weights and add-ons; only where `kept` does it mean anything."""
     name = settings["name"]
@@ -170,14 +173,52 @@ def policy_loss(
             return torch.where(drawn(settings, batch, scores, kept, advantage), 0.0, clipped(ratio, advantage))
         case "stare" | "stapo_stare":
             factor = torch.ones_like(advantage)
-            sides = {"O1": (1,), "O4": (-1,), "C2": (1, -1)}[settings.get("variant", "O1")]
-            for sign in sides if gate else ():
-                side = kept & (sign * advantage > 0)
-                k = int(int(side.sum()) * settings.get("share", 0.1) + 0.999999)
-                rare = largest(-scores.read, side, k)
-                factor[rare] = settings.get("amplify", 1.1) if sign > 0 else settings.get("attenuate", 0.9)
+            for operator in OPERATORS[settings.get("variant", "O1")]:
+                chosen, published = operated_on(operator, settings, scores, kept, advantage)
+                weight = "amplify" if published > 1 else "attenuate"
+                factor[chosen & opened] = settings.get(weight, published)
             return factor * clipped(ratio, advantage)
     return clipped(ratio, advantage)
+
+
+OPERATORS = {
+    "O1": ["L+"],
+    "O2": ["U+"],
+    "O3": ["U-"],
+    "O4": ["L-"],
+    "C1": ["L+", "U-"],
+    "C2": ["L+", "L-"],
+    "C3": ["U+", "U-"],
+    "C4": ["U+", "L-"],
+}
+
+
+def operated_on(
+    operator: str, settings: Mapping[str, Any], scores: Scores, kept: Tensor, advantage: Tensor
+) -> tuple[Tensor, float]:
+    """[M] bool, the tokens of L+, U+, L- or U-, and the weight they have as published: what raises the entropy."""
+    side = kept & (advantage > 0 if operator[1] == "+" else advantage < 0)
+    k = int(int(side.sum()) * settings.get("share", 0.1) + 0.999999)
+    if "rare_below" in settings:
+        rare = side & (scores.read < math.log(settings["rare_below"]))
+    else:
+        rare = largest(-scores.read, side, k)
+    if operator[0] == "L":
+        return rare, 1.1 if operator == "L+" else 0.9
+    surprisal = (-scores.read).clamp(min=0)
+    common = largest(-surprisal, side, k) if settings.get("common") == "bottom" else side & ~rare
+    return common, 0.9 if operator == "U+" else 1.1
+
+
+def gates(settings: Mapping[str, Any], scores: Scores, over: Tensor, sequence: Tensor, gate: bool) -> Tensor:
+    """[M] bool: the tokens that STARE's gate is open for. `gate` is that of a batch."""
+    if settings.get("gate") == "token":
+        return scores.entropy < settings["entropy_target"]
+    opened = torch.full_like(over, gate)
+    if settings.get("gate") == "sample":
+        for i in range(int(sequence.max()) + 1):
+            opened[sequence == i] = bool(scores.entropy[over & (sequence == i)].mean() < settings["entropy_target"])
+    return opened
 
 
 def corrected(correction: Mapping[str, Any], scores: Scores, mask: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
@@ -220,7 +261,8 @@ def spared(rule: Mapping[str, Any], scores: Scores, kept: Tensor, advantage: Ten
 
 def forks(rule: Mapping[str, Any], scores: Scores, kept: Tensor, advantage: Tensor) -> Tensor:
     """[M] bool: the tokens of highest entropy, of groups that teach something."""
-    candidates, share = kept & (advantage != 0), rule.get("share", 0.2)
+    candidates = kept if rule.get("candidates") == "all" else kept & (advantage != 0)
+    share = rule.get("share", 0.2)
     if rule.get("rule") == "quantile":
         return candidates & (scores.entropy >= float(np.quantile(scores.entropy[candidates].numpy(), 1 - share)))
     return largest(scores.entropy, candidates, max(1, int(int(candidates.sum()) * share + 0.9999)))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from support.glossary import explained
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240
@@ -50,6 +51,8 @@ def model() -> str:
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """A run's metrics without those that depend on the clock."""
+    """A run's metrics without those that depend on the clock; docs/metrics.md has to name all."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        explained(row)
     return [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in rows]

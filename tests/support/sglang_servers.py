@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_stare.config.schema import Config
+from megatron_stare.orchestration.inline import InlineWorkers
+from megatron_stare.rollout.beside import Beside
 from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
 from megatron_stare.rollout.sglang.replica import ENVIRONMENT, SGLangReplica
 from megatron_stare.rollout.sglang.server_engine import SGLangEngine
@@ -61,10 +63,17 @@ def running(model: Path = MODEL, **settings: Any) -> Iterator[SGLangEngine]:
 @contextmanager
 def several(count: int, model: Path = MODEL, **settings: Any) -> Iterator[list[SGLangEngine]]:
     """Engines over servers of their own, which start together and end with the block."""
+    asked = config(model, count, **settings)
     with ExitStack() as stack:
-        replicas = [SGLangReplica(config(model, count, **settings), number) for number in range(count)]
-        for replica in replicas:
-            stack.callback(replica.close)
+        replicas = []
+        for number in range(count):
+            parts = [SGLangReplica.part(asked, number, node) for node in range(1, asked.sglang.nodes)]
+            for part in parts:
+                stack.callback(part.close)
+            here = ("127.0.0.1",) * len(parts)
+            beside = Beside(InlineWorkers(parts), here[0], here) if parts else None
+            replicas.append(SGLangReplica(asked, number, beside))
+            stack.callback(replicas[-1].close)
         engines = []
         for replica in replicas:
             engines.append(replica.engine())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from support.glossary import explained
 from torch import Tensor
 
 from megatron_stare.batch import MicroBatchPlan
@@ -40,6 +41,8 @@ def take_step(
     trainer.measure(trainer.method.initial_state() if state is None else state)
     results = [trainer.update(number) for number in range(trainer.config.batch.updates)]
     reported = [result for result in results if result is not None]
+    for metrics, _ in reported:
+        explained(metrics)
     return [metrics for metrics, _ in reported], reported[-1][1] if reported else {}
 
 

@@ -310,6 +310,10 @@ def test_every_task_is_shown_by_its_name(runs) -> None:
     for task in ("held_out", "sums"):
         assert f"Evaluation, {task}" in page
         assert f"Responses before and after, {task}" in page
+    for figure in ("pass@4", "full solve", "distinct solutions"):  # of several responses a problem
+        assert f"Evaluation, sums: {figure}" in page
+        assert f"Evaluation, held_out: {figure}" not in page
+    assert "maj@4" not in page  # the page's verifier does not say what is answered
 
 
 @pytest.mark.distributed

@@ -13,6 +13,7 @@ from megatron_stare.batch import Prompt
 from megatron_stare.config.schema import Config
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import sampled_trajectory
+from megatron_stare.rollout.ages import Ages
 from megatron_stare.run.preflight import check
 
 VOCAB, LENGTH = 61, 24
@@ -29,6 +30,7 @@ class Case:
     off_policy: spread of ln(p / p_old): the policy that sampled is off by uniform noise of this width. 0: on-policy.
     lr: of the step of SGD.
     trainer: dotted path of the class that is checked.
+    stale: the first part of every other response is of older weights, and masked for it.
     """
 
     algorithm: dict[str, Any]
@@ -39,6 +41,11 @@ class Case:
     off_policy: float = 0.0
     lr: float = 1.0
     trainer: str = TRAINER
+    stale: bool = False
+
+    def batch(self) -> RolloutBatch:
+        """What the step trains on."""
+        return fixed_batch(self.seed, self.stale)
 
     def alone(self) -> Case:
         """The same step on one rank, in one micro-batch, by the project's own trainer."""
@@ -78,7 +85,7 @@ def write_model(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def fixed_batch(seed: int) -> RolloutBatch:
+def fixed_batch(seed: int, stale: bool = False) -> RolloutBatch:
     """Four groups of four responses of many lengths; one group is all right, and one answer was not verified."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -90,7 +97,11 @@ def fixed_batch(seed: int) -> RolloutBatch:
         if i % 4 == 0:  # a group's responses are to one prompt
             prompt = Prompt(i // 4, str(i // 4), "", "", tuple(draw(2, VOCAB) for _ in range(3 + i // 4)))
         ids = [draw(2, VOCAB) for _ in range(draw(2, LENGTH))]
-        sample = sampled_trajectory(prompt, i % 4, ids, [-draw(1, 400) / 100 for _ in ids])
+        sample = sampled_trajectory(prompt, i % 4, ids, [-draw(1, 400) / 100 for _ in ids], version=1)
         sample.reward, sample.reward_status = float(i // 4 == 3 or i % 3 == 0), "crash" if i == 5 else "ok"
+        if stale and i % 2:
+            sample.versions = ((0, len(ids) // 3), (1, len(ids) - len(ids) // 3))
         samples.append(sample)
+    if stale:
+        Ages(masked_from=1).settle(samples, step=2)
     return RolloutBatch.from_trajectories(samples, step=1)

@@ -15,7 +15,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 import torch
 from torch import Tensor
 
-from invariance.case import Case, fixed_batch
+from invariance.case import Case
 from megatron_stare.batch import TokenBatch
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.export import export_gradients
@@ -28,7 +28,7 @@ from megatron_stare.resolved import resolve_run
 NEAR = 1e-5  # of a threshold: close enough for rounding to decide
 TIMEOUT_S = 300
 
-Scores = tuple[Tensor, Tensor]  # log-probs and entropies [M] of the whole batch in canonical order
+Scores = tuple[Tensor, Tensor]  # log-probs and entropies [M] of the whole batch in canonical order; 0 without loss
 
 
 def take(pool: Pool, case: Case, folder: str, scores: Scores | None) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def one_rank(config: Config, case: Case, rank: int, init: str, scores: Scores | 
 
 def _step(worker: Trainer, config: Config, case: Case, scores: Scores | None) -> dict[str, Any]:
     method = config.algorithm.method
-    batch = method.judge(fixed_batch(case.seed))
+    batch = method.judge(case.batch())
     plan = plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), plan_rules(resolve_run(config)))
     worker.compute_log_probs(batch.share(plan.samples_of(worker.data_rank())), plan)
     found: dict[str, Any] = {"given": {}, "selected": {}, "near": {}, "scores": None}
@@ -70,8 +70,11 @@ def _step(worker: Trainer, config: Config, case: Case, scores: Scores | None) ->
     if measured is not None:
         own = measured.tokens
         if scores is None:
-            order = own.index.argsort()
-            found["scores"] = (own.old_log_prob[order], own.entropy[order])
+            everywhere = len(batch.loss_mask)
+            found["scores"] = tuple(
+                score.new_zeros(everywhere).index_copy_(0, own.index, score)
+                for score in (own.old_log_prob, own.entropy)
+            )
         else:
             log_prob, entropy = (score[own.index] for score in scores)
             given = replace(own, log_prob=log_prob, old_log_prob=log_prob, entropy=entropy)
@@ -93,7 +96,7 @@ def _step(worker: Trainer, config: Config, case: Case, scores: Scores | None) ->
 
 def _moved(tokens: TokenBatch, case: Case) -> TokenBatch:
     """With the log-probs of an older policy, the same for a token wherever it lies."""
-    noise = torch.rand(int(fixed_batch(case.seed).response_lengths.sum()), generator=torch.Generator().manual_seed(0))
+    noise = torch.rand(int(case.batch().response_lengths.sum()), generator=torch.Generator().manual_seed(0))
     return replace(tokens, old_log_prob=tokens.old_log_prob + case.off_policy * (noise - 0.5)[tokens.index])
 
 
@@ -109,6 +112,9 @@ def _selections(worker: Trainer) -> tuple[dict[str, set[int]], dict[str, set[int
             close = request.mask & ((request.key - threshold.value).abs() <= NEAR)
             selected[name] = set(request.index[chosen].tolist())
             near[name] = set(request.index[close].tolist())
+    if not selected:  # a method whose sets rest on no order, such as those below a fixed bound
+        codes = worker.method.selected(tokens, statistics)
+        selected = {f"set {code}": set(tokens.index[codes == code].tolist()) for code in (1, -1, 2, -2)}
     return selected, near
 
 

@@ -27,7 +27,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 BESIDES = {
     "stare, gate closed": {"name": "stare", "entropy_target": 0.1},
+    **{
+        f"stare {variant}": {"name": "stare", "variant": variant, "entropy_target": 5.0}
+        for variant in ("O2", "O3", "O4", "C1", "C3", "C4")
+    },
+    "stare C3, common at the bottom": {"name": "stare", "variant": "C3", "common": "bottom", "entropy_target": 5.0},
+    "stare C4, rare below a bound": {"name": "stare", "variant": "C4", "rare_below": 0.1, "entropy_target": 5.0},
+    "stare C2, gate by sample": {"name": "stare", "variant": "C2", "gate": "sample", "entropy_target": 2.0},
+    "stare C1, gate by token": {"name": "stare", "variant": "C1", "gate": "token", "entropy_target": 2.0},
     "twenty_entropy by quantile": {"name": "twenty_entropy", "rule": "quantile"},
+    "twenty_entropy of all tokens": {"name": "twenty_entropy", "candidates": "all"},
     "grpo with correction and entropy bonus": {
         "name": "grpo",
         "correction": {"mode": "mask", "level": "sequence", "low": 0.001, "high": 1000.0, "normalise": True},
@@ -59,17 +68,19 @@ OFF_POLICY = 0.5  # so that clips and ratios have something to do
 Rows = dict[str, dict[str, dict[str, Any]]]  # method -> layout -> errors
 
 
-def table(folder: str, layouts: Sequence[str] = tuple(LAYOUTS)) -> tuple[Rows, list[str]]:
+def table(
+    folder: str, layouts: Sequence[str] = tuple(LAYOUTS), methods: Sequence[str] = tuple(ALGORITHMS)
+) -> tuple[Rows, list[str]]:
     """By method and layout the largest errors over the cuts into micro-batches; and what failed.
 
     Args:
         folder: of the model.
-        layouts: names of those that are checked.
+        layouts, methods: names of those that are checked.
     """
     rows: Rows = {}
     faults: list[str] = []
     with rank_processes(4) as pool:
-        for name, algorithm in ALGORITHMS.items():
+        for name, algorithm in ((name, ALGORITHMS[name]) for name in methods):
             one = Case(algorithm, off_policy=OFF_POLICY)
             wholes = [take(pool, replace(one, packed=cut["packed"]), folder, None) for cut in CUTS]
             rows[name] = {}

@@ -65,8 +65,8 @@ def stare_weights(group: Fields, file: Any) -> None:
             padded = pad(mask, rows, **given)
             statistics = ask(method, padded.batch)
             weights *= padded.spread(method.weights(padded.batch, statistics, state), fill=1.0)
-            for side in method.sides():
-                selected[side] += int(threshold(statistics, side).k)
+            for each in method.selects:
+                selected[each.name] += int(threshold(statistics, each.name).k)
         case.expect("weights", weights)
         case.expect("n_Lplus", selected["plus"])
         case.expect("n_Lminus", selected["minus"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from megatron_stare.observability.paired import forecast_fit
 from megatron_stare.observability.report.charts import PALETTE, SMOOTH_FROM, Chart, Line
@@ -23,7 +24,12 @@ _QUADRANTS = (  # metric, label, class: the colours of L+ and L- in the token vi
     ("forecast/mass_common_minus", "U− common, punished", "minus common"),
     ("forecast/mass_rare_minus", "L− rare, punished", "minus"),
 )
-_SIDES = (("plus", "L+"), ("minus", "L−"))  # of STARE's selection
+_SETS = (  # of STARE's selection: metric's end, label, class
+    ("plus", "L+", "plus"),
+    ("minus", "L−", "minus"),
+    ("common_plus", "U+", "plus common"),
+    ("common_minus", "U−", "minus common"),
+)
 _SIGNALS = (  # metric, title, unit, caption
     (
         "signal/length_reward",
@@ -57,7 +63,9 @@ def parts(runs: Sequence[RunRecord]) -> list[Part]:
         Part(
             "Entropy forecast",
             "What the advantages of a step do to the entropy of its tokens, to first order, and what the step did.",
-            _recorded([_change(runs), *_quadrants(runs), _neutral_weight(runs), _rare(runs)]),
+            _recorded(
+                [_change(runs), *_quadrants(runs), _neutral_weight(runs), _rare(runs), *_proxy(runs), _gradient(runs)]
+            ),
         ),
         Part(
             "Signs of reward hacking",
@@ -137,12 +145,51 @@ def selection(runs: Sequence[RunRecord]) -> list[Chart]:
     for run in runs:
         whose = f", {run.name}" if len(runs) > 1 else ""
         for what, title, unit, caption in (
-            ("threshold", "Threshold of surprisal", "nats", "The least surprising token that is selected."),
-            ("selected", "Tokens selected", "a step", "Of both sides the share that the settings name."),
+            ("threshold", "Threshold of surprisal", "nats", "What parts rare tokens from common ones."),
+            ("selected", "Tokens selected", "a step", "Of each set the share that the settings name."),
         ):
-            lines = [Line(label, 0, *run.series(f"stare/{what}_{side}"), side) for side, label in _SIDES]
+            lines = _of_sets(run, f"stare/{what}")
             charts.append(Chart(f"{title}{whose}", unit, lines, caption=caption, key=True, exact=what == "selected"))
     return _recorded(charts)
+
+
+def _proxy(runs: Sequence[RunRecord]) -> list[Chart]:
+    """How well the selection hits, and what the selected tokens have done in all; for runs that select any."""
+    charts = []
+    for run in runs:
+        whose = f", {run.name}" if len(runs) > 1 else ""
+        about = "Share of the set that lies on its side of its position's critical surprisal."
+        precision = _of_sets(run, "forecast/precision")
+        charts.append(Chart(f"Proxy precision{whose}", "share", precision, caption=about, key=True))
+        about = "Running sum over the steps at hand. Falling: the set's tokens pull the entropy up; rising: down."
+        sums = [replace(line, values=_running_sum(line.values)) for line in _of_sets(run, "forecast/a_phi")]
+        charts.append(Chart(f"Cumulative ΣÂΦ{whose}", "nats a unit step", sums, caption=about, key=True))
+    return charts
+
+
+def _of_sets(run: RunRecord, metric: str) -> list[Line]:
+    """A line for every set that the run selects."""
+    lines = [Line(label, 0, *run.series(f"{metric}_{end}"), kind) for end, label, kind in _SETS]
+    return [line for line in lines if line.values]
+
+
+def _running_sum(values: Sequence[float]) -> list[float]:
+    return list(accumulate(value if math.isfinite(value) else 0.0 for value in values))
+
+
+def _gradient(runs: Sequence[RunRecord]) -> Chart:
+    bounds = [
+        _dashed(replace(line, label=name))
+        for end, name in (("low", "lower bound"), ("high", "upper bound"))
+        for line in _lines(runs, f"gradient/logit_norm_{end}")
+    ]
+    return Chart(
+        "Gradient in the logits",
+        "norm",
+        _lines(runs, "gradient/logit_norm"),
+        [line for line in bounds if line.values],
+        caption="Of the loss of a step. Dashed: STAPO's bounds, from probabilities and entropies alone.",
+    )
 
 
 def _rare(runs: Sequence[RunRecord]) -> Chart:

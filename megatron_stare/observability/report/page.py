@@ -27,7 +27,7 @@ from megatron_stare.observability.report.diagnostic_charts import parts, selecti
 from megatron_stare.observability.report.headline import alike, headline
 from megatron_stare.observability.report.step_time import times
 from megatron_stare.observability.report.token_view import view_of_run
-from megatron_stare.observability.run_files import RunRecord, read_runs, result_name
+from megatron_stare.observability.run_files import RunRecord, evaluation_figures, read_runs, result_name
 from megatron_stare.observability.scales import intervals_on, short
 
 _TEMPLATES = Environment(
@@ -45,6 +45,12 @@ _CHARTS = (  # metric, title, unit
     ("optimizer/grad_norm", "Gradient norm", "before clipping"),
     ("loss/clip_fraction", "Clip fraction", "share of tokens"),
     ("perf/tokens_per_s", "Throughput", "tokens a second"),
+)
+_EVALUATED = (
+    ("full_solve", "share of problems, all responses right"),
+    ("distinct_solutions", "right responses that differ, a problem"),
+    ("length_mean", "tokens a response"),
+    ("reflection/backtracking", "words a response"),
 )
 _MORE = (  # only where some run recorded them
     ("response/reflections", "Reflection", "words a response, of observability.reflection_words"),
@@ -138,6 +144,23 @@ def _charts(runs: Sequence[RunRecord]) -> list[Chart]:
         title = f"Evaluation, {task}" if task else "Evaluation"
         unit = " or ".join(dict.fromkeys(result_name(e) for _, _, records in evals for e in records))
         charts.append(Chart(title, f"{unit}, sampled", lines, raw=True))
+        charts += _more_of(title, evals)
+    return charts
+
+
+def _more_of(title: str, evals: Sequence[tuple[str, int, Sequence[Record]]]) -> list[Chart]:
+    """What evaluations say beside their mean result, where problems are answered more than once."""
+    found = [[evaluation_figures(record) for record in records] for _, _, records in evals]
+    named = list(dict.fromkeys(name for figures in found for each in figures for name in each))
+    largest = {name.partition("@")[0]: name for name in named if "@" in name and not name.endswith("@1")}
+    wanted = [(largest[kind], "share of problems") for kind in ("pass", "maj") if kind in largest]
+    charts = []
+    for name, unit in [*wanted, *_EVALUATED] if wanted else []:
+        lines = [
+            Line(run, colour, [record["step"] for record in records], [each.get(name, math.nan) for each in figures])
+            for (run, colour, records), figures in zip(evals, found, strict=True)
+        ]
+        charts.append(Chart(f"{title}: {name.replace('_', ' ')}", unit, lines, raw=True))
     return charts
 
 

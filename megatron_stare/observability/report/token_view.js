@@ -68,7 +68,7 @@ for (const view of document.querySelectorAll(".tokens")) {
     tip.replaceChildren();
     row(`token ${Number(i) + 1} of ${columns.text.length}`, JSON.stringify(columns.text[i]));
     for (const name of Object.keys(units)) row(units[name] ? `${name}, ${units[name]}` : name, show(columns[name][i]));
-    const set = { "+": "L+", "-": "L−", ".": "neither L+ nor L−", " ": "not trained on" }[columns.selected[i]];
+    const set = { "+": "L+", "-": "L−", "p": "U+", "m": "U−", ".": "neither L+ nor L−", " ": "not trained on" }[columns.selected[i]];
     row(set, { r: "rare at its position", c: "common at its position" }[columns.rare[i]] || "");
     tip.hidden = false;
     const box = view.getBoundingClientRect(), at = event.target.getBoundingClientRect();

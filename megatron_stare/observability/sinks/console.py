@@ -50,7 +50,7 @@ class Console(Sink):
         result, task = result_name(dict(record)), f" of {record['task']}" if "task" in record else ""
         self._display.note(
             f"{result} of the {record['weights']} policy on {record['problems']} held-out problems{task}: "
-            f"sampled {record['pass1']:.3f}{greedy}"
+            f"sampled {record['pass1']:.3f}{greedy}{_of_several(record)}"
         )
 
     def _evaluated(self, record: Mapping[str, Any]) -> None:
@@ -76,3 +76,9 @@ class Console(Sink):
     def close(self) -> None:
         if self._opened:
             self._opened.close()
+
+
+def _of_several(record: Mapping[str, Any]) -> str:
+    """pass@k and maj@k of the largest k, where problems are answered more than once."""
+    told = {name.partition("@")[0]: f", {name} {each['value']:.3f}" for name, each in record.get("results", {}).items()}
+    return "" if told.get("pass", "").startswith(", pass@1 ") else told.get("pass", "") + told.get("maj", "")

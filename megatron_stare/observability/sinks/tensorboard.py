@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_stare.observability.run_files import TENSORBOARD_DIR
+from megatron_stare.observability.run_files import TENSORBOARD_DIR, evaluation_figures
 from megatron_stare.observability.sink import RunOutline, Sink
 from megatron_stare.records.rollout_batch import RolloutBatch
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(Sink):
-    """Every metric of every step, and pass@1 of every evaluation, as scalars."""
+    """Every metric of every step, and every figure of every evaluation, as scalars."""
 
     def __init__(self) -> None:
         self._writer: SummaryWriter | None = None
@@ -30,9 +30,7 @@ class TensorBoard(Sink):
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         task = f"{record['task']}/" if "task" in record else ""
-        results = {
-            f"eval/{task}{key}": float(record[key]) for key in ("pass1", "greedy") if record.get(key) is not None
-        }
+        results = {f"eval/{task}{name}": value for name, value in evaluation_figures(record).items()}
         self._scalars(int(record["step"]), results)
 
     def close(self) -> None:

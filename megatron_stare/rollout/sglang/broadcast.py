@@ -19,21 +19,31 @@ from urllib.parse import urlsplit
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
-from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
+from megatron_stare.rollout.sglang.client import ABORT_S, SGLangClient, everywhere
+from megatron_stare.rollout.sglang.place import Place
 from megatron_stare.rollout.sglang.protocol import SGLangError
 from megatron_stare.rollout.sglang.server_layout import ServerLayout
 from megatron_stare.rollout.sglang.sync import Bucket, WeightSync, meeting_device
 
 LOOPBACK = "127.0.0.1"
+JOIN_S = 120.0  # that all ranks are given to meet: one may have been lost since it was asked
 
 
 class BroadcastSync(WeightSync):
     """One broadcast a bucket, to all servers at once; the group is made at the first update and kept, until a broadcast
-    fails."""
+    fails.
 
-    def __init__(self, clients: Sequence[SGLangClient], timeout_s: float) -> None:
+    Args:
+        places: of the servers, whose ranks may be on several machines; None: each is on the one that answers.
+    """
+
+    def __init__(
+        self, clients: Sequence[SGLangClient], timeout_s: float, places: Sequence[Place] | None = None
+    ) -> None:
         super().__init__(clients)
         self._timeout_s = timeout_s
+        self._met = [client.url for client in self._clients]  # where ranks of the group are
+        self._met += [f"http://{address}" for place in places or () for address in place.others]
         self._store: TCPStore | None = None
         self._group: Any = None  # a process group of its backend's own class
         self._name = ""
@@ -46,9 +56,9 @@ class BroadcastSync(WeightSync):
     async def _join(self, layouts: Sequence[ServerLayout]) -> None:
         """Makes the group: every server joins while this process does, in a thread, as both wait for each other."""
         self._where = meeting_device(layouts)
-        offsets, timeout = rank_offsets(layouts), timedelta(seconds=self._timeout_s)
+        offsets, timeout = rank_offsets(layouts), timedelta(seconds=min(self._timeout_s, JOIN_S))
         world = offsets.pop()
-        address = address_facing([client.url for client in self._clients])
+        address = address_facing(self._met)
         # rank 0 holds the store; the servers' rendezvous waits for it
         self._store = bound_store(address, world, timeout)
         # drawn: a server that was not told to leave a former run's group refuses one of the same name
@@ -78,7 +88,7 @@ class BroadcastSync(WeightSync):
 
         torch.cuda.set_device(self._where)
         options = ProcessGroupNCCL.Options()
-        options._timeout = timeout
+        options._timeout = timedelta(seconds=self._timeout_s)
         return ProcessGroupNCCL(store, 0, world, options)
 
     async def send(self, bucket: Bucket) -> None:
@@ -102,19 +112,27 @@ class BroadcastSync(WeightSync):
             raise
 
     def _broadcast(self, flat: torch.Tensor) -> None:
-        assert self._group is not None
+        group, limit = self._group, timedelta(seconds=self._timeout_s)
+        assert group is not None
         options = BroadcastOptions()
-        options.rootRank = 0
-        self._group.broadcast([flat], options).wait(timedelta(seconds=self._timeout_s))
+        options.rootRank, options.timeout = 0, limit
+        try:
+            group.broadcast([flat], options).wait(limit)
+        except RuntimeError as error:
+            del group  # closes its connections, over which servers would wait for what does not come
+            self._group = None
+            raise SGLangError(f"a broadcast of weights failed: {error}", where=self._clients[0].url) from None
         if flat.is_cuda:
             torch.cuda.synchronize(self._where)  # NCCL's wait is the stream's; the caller may use the memory again
 
     async def close(self) -> None:
-        if self._group is not None:
-            self._group = None
+        self._group = None
+        name, self._name = self._name, ""
+        if name:
+            body = {"group_name": name}
             await asyncio.gather(
-                *(c.post("/destroy_weights_update_group", {"group_name": self._name}) for c in self._clients),
-                return_exceptions=True,  # a server that is gone has left the group
+                *(asyncio.wait_for(c.post("/destroy_weights_update_group", body), ABORT_S) for c in self._clients),
+                return_exceptions=True,  # a server that is gone has left the group; one that hangs has ABORT_S
             )
         self._store = None
 

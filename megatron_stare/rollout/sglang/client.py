@@ -26,6 +26,10 @@ TAGS = {"weights": ("weights",), "cache": ("kv_cache", "cuda_graph")}
 
 # of answers that say nothing about the request itself: time-out, too many requests, and all from 500 on
 _PASSING = frozenset({408, 425, 429})
+# what must not be asked twice where the first may have been heard: it is answered otherwise then, or never
+_ONCE = frozenset({"/init_weights_update_group", "/update_weights_from_distributed", "/end_weight_update"})
+_ONCE |= {"/release_memory_occupation", "/resume_memory_occupation"}
+REPEATED = 2  # times that all else is asked again at once, where a connection broke
 ABORT_S = 10.0  # that a server is given to end what nobody waits for any more
 
 
@@ -89,7 +93,14 @@ class SGLangClient:
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
         content = None if body is None else orjson.dumps(body)
-        return self._accepted(path, self.url, *await self._request(method, path, self._headers, content))
+        left = 0 if path in _ONCE else REPEATED
+        while True:
+            try:
+                return self._accepted(path, self.url, *await self._request(method, path, self._headers, content))
+            except UnansweredError as error:
+                if not left or error.late:
+                    raise
+            left -= 1
 
     def _accepted(self, path: str, where: str, status: int, answer: bytes) -> bytes:
         if status == 200:
@@ -207,10 +218,15 @@ class SGLangClient:
         await self.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     async def checksums(self) -> list[dict[str, str]]:
-        """By tensor-parallel rank: SGLang's own checksum of every parameter the rank holds, by SGLang's name."""
+        """By tensor-parallel rank, of all nodes: SGLang's own checksum of every parameter the rank holds, by SGLang's
+        name. Every group of ranks that has requests of its own answers for all ranks: they must say the same."""
         answer = await self.post("/weights_checker", {"action": "checksum"})
-        ranks = {int(rank["parallelism_info"][0]["tp_rank"]): dict(rank["checksums"]) for rank in answer["ranks"]}
-        if sorted(ranks) != list(range(len(answer["ranks"]))):
+        ranks: dict[int, dict[str, str]] = {}
+        for each in answer["ranks"]:
+            number, found = int(each["parallelism_info"][0]["tp_rank"]), dict(each["checksums"])
+            if ranks.setdefault(number, found) != found:
+                raise SGLangError(f"rank {number} is said to hold two different sets of weights", where=self.url)
+        if sorted(ranks) != list(range(len(ranks))):
             raise SGLangError(f"{len(answer['ranks'])} checksums came for the ranks {sorted(ranks)}", where=self.url)
         return [ranks[number] for number in range(len(ranks))]
 

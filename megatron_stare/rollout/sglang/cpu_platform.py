@@ -6,7 +6,10 @@ this.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,9 +49,15 @@ def register_hooks() -> None:
         ("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", murmur_hash32),
         ("sglang.srt.managers.load_snapshot.shm_path_for", _path_of_loads),
         ("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _not_pinned),  # the table of routed experts
+        # between groups with requests of their own
+        ("sglang.srt.layers.dp_attention.memcpy", copied_rows),
+        ("sglang.srt.distributed.parallel_state.GroupCoordinator.all_gather_into_tensor", _gathered),
+        ("sglang.srt.distributed.parallel_state.GroupCoordinator.reduce_scatter_tensor", _reduced),
         ("torch.cuda.synchronize", _nothing_under_way),  # 0.5.22's checksums wait for a GPU
     ):
         HookRegistry.register(target, own, HookType.REPLACE)
+    groups_meet = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.prepare_mlp_sync_batch"
+    HookRegistry.register(groups_meet, _padded_on_a_cpu, HookType.AROUND)
 
 
 def _plain_kernels() -> None:
@@ -57,6 +66,40 @@ def _plain_kernels() -> None:
 
 def _not_pinned(buffer: object, granularity: object = None) -> None:
     """Leaves host memory as it is: there is no GPU that would copy from it."""
+
+
+def _gathered(ranks: Any, output: Tensor, of: Tensor) -> None:
+    """As SGLang gathers where its CPU engine is; elsewhere it asks for an operator that is CUDA's."""
+    ranks._all_gather_into_tensor(output, of)
+
+
+def _reduced(ranks: Any, output: Tensor, of: Tensor) -> None:
+    """See _gathered."""
+    ranks._reduce_scatter_tensor(output, of)
+
+
+def _padded_on_a_cpu(original: Callable[..., None], batch: object, runner: Any) -> None:
+    """Pads the tokens of groups with requests of their own, by SGLang's own way for CPUs: it knows of one where its
+    CPU engine is, whose attention backends say what lengths are padded with."""
+    sys.modules["sglang.srt.model_executor.forward_batch_info"]._is_cpu = True  # type: ignore[attr-defined]
+    runner.attn_backend.get_cpu_graph_seq_len_fill_value = lambda: 1
+    original(batch, runner)
+
+
+def copied_rows(to: Tensor, of: Tensor, dim: int, offset: Tensor, rows: Tensor, offset_in_source: bool) -> None:
+    """Copies rows between a group's tokens and those of all groups, as SGLang's Triton kernel does.
+
+    Args:
+        to, of: [n, ...], of as many columns.
+        dim: 0.
+        offset: of the first row, in `of` or else in `to`.
+        rows: how many; those that one of the two lacks are left out.
+    """
+    first, count = int(offset), min(int(rows), len(to), len(of))
+    if offset_in_source:
+        to[:count] = of[first : first + count]
+    else:
+        to[first : first + count] = of[:count]
 
 
 def _nothing_under_way(device: object = None) -> None:

@@ -23,7 +23,8 @@ TIMEOUT_S = 300
 # tensor ranks, in the dtype it is served in
 _NOT_TO_BE_SET = {
     *("api_key", "admin_api_key", "quantization"),
-    *("ep_size", "pp_size", "dp_size", "attn_dp_size", "nnodes", "node_rank"),
+    *("ep_size", "pp_size", "dp_size", "attn_dp_size", "attn_cp_size", "moe_dense_tp_size"),
+    *("enable_dp_attention", "nnodes", "node_rank", "dist_init_addr"),
 }
 
 

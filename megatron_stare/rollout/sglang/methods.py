@@ -28,12 +28,12 @@ def make_sync(
 
     Args:
         folder, sender: see DiskSync.
-        places: of the servers, in the order of the clients; see TensorSync.
+        places: of the servers, in the order of the clients; see TensorSync and BroadcastSync.
     """
     made: dict[str, Callable[[], WeightSync]] = {
         "tensor": lambda: TensorSync(clients, places),
         "disk": lambda: DiskSync(clients, model_path, folder, sender),
-        "distributed": lambda: BroadcastSync(clients, timeout_s),
+        "distributed": lambda: BroadcastSync(clients, timeout_s, places),
     }
     if method not in made:
         raise unknown_name(method, made, "sglang.sync")

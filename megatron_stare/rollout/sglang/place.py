@@ -18,10 +18,14 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Place:
-    """A machine, and UUIDs of GPUs that are seen there; empty where they are not known."""
+    """A machine, and UUIDs of GPUs that are seen there; empty where they are not known.
+
+    others: addresses of the other machines that a server's ranks are on.
+    """
 
     host: str = ""
     gpus: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
 
 
 @cache
@@ -51,6 +55,13 @@ def require_reach(server: Place, sender: Place, url: str) -> None:
     """Raises ConfigError unless the server's ranks can open handles of memory on the sender's GPU: SGLang looks for it
     among those it sees, and dies where it is not there."""
     fix = "sglang.sync=distributed reaches servers on any machine and GPU"
+    if server.others:
+        raise ConfigError(
+            f"ranks of the server are on {', '.join(server.others)} as well: handles of GPU memory are of use on one "
+            "machine alone",
+            where=url,
+            fix=fix,
+        )
     if not server.host or not server.gpus:
         raise ConfigError("on which GPUs the server runs is not known, so it is sent no handle", where=url, fix=fix)
     if server.host != sender.host:

@@ -79,7 +79,8 @@ def check_precision(arguments: Mapping[str, Any], where: str) -> None:
 
 def sampling_seed(params: SamplingParams, request: GenerateRequest) -> int:
     """31 bits that depend on (seed, step, prompt cursor, sample index) and on nothing else."""
-    (key,) = row_keys(params.seed, params.step, [request.prompt_cursor], [request.sample_index])
+    step = params.step if request.noise_step is None else request.noise_step
+    (key,) = row_keys(params.seed, step, [request.prompt_cursor], [request.sample_index])
     return int(key >> np.uint64(33))
 
 

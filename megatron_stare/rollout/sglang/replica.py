@@ -7,11 +7,13 @@ import contextlib
 import os
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.process_settings import port_share, shared_environment
+from megatron_stare.rollout.beside import Beside
 from megatron_stare.rollout.replicas import Replica
 from megatron_stare.rollout.served_memory import ServedMemory
 from megatron_stare.rollout.sglang.client import SGLangClient
@@ -30,6 +32,7 @@ from megatron_stare.rollout.sglang.server_engine import SGLangEngine
 from megatron_stare.rollout.sglang.server_memory import server_memory
 from megatron_stare.rollout.sglang.server_options import ServerOptions
 from megatron_stare.rollout.sglang.server_outlet import Way
+from megatron_stare.rollout.sglang.spread_server import ServerPart, SpreadServer
 from megatron_stare.shipped import CHECKOUT
 
 ENVIRONMENT = CHECKOUT / ".venv-sglang" if CHECKOUT else None  # of scripts/setup_sglang.sh
@@ -40,13 +43,16 @@ CPU_CACHE_TOKENS = 20_000  # where none are set: a CPU server has no share of me
 class SGLangReplica(Replica):
     """One of a run's servers on its way up, or attached to; see Replica."""
 
-    def __init__(self, config: Config, number: int) -> None:
+    def __init__(self, config: Config, number: int, beside: Beside | None = None) -> None:
         self._config = config
         self._process: ServerProcess | None = None
+        self._place = Place()
         if config.sglang.urls:
             url, key = config.sglang.urls[number], os.environ.get(API_KEY_VARIABLE)
         else:
-            self._process = ServerProcess(server_options(config, number))
+            options = server_options(config, number)
+            self._process = ServerProcess(options) if beside is None else SpreadServer(options, beside)
+            self._place = replace(seen_here(), others=() if beside is None else beside.others)
             url, key = self._process.url, self._process.api_key
         self._client = SGLangClient(
             url,
@@ -72,6 +78,7 @@ class SGLangReplica(Replica):
                     [self._client],
                     config.model.path,
                     config.limits.collective_limit(config.runtime.timeout_s),
+                    places=[self._place],
                 ),
                 config.model.path,
                 served_dtype(config),
@@ -80,7 +87,8 @@ class SGLangReplica(Replica):
                 self._process,
                 server_flags(config),
                 Way(config.sglang.sync, config.runtime.timeout_s, config.model.path, config.sglang.sync_folder),
-                seen_here() if self._process is not None else Place(),
+                self._place,
+                config.restarts.probe_s,
             )
             stack.pop_all()  # the engine's from here on
             return engine
@@ -119,6 +127,14 @@ class SGLangReplica(Replica):
     def gpus(cls, config: Config) -> int:
         """None where servers are attached to, which have theirs, or compute on the CPU."""
         return 0 if config.sglang.urls or config.sglang.device == "cpu" else config.sglang.tensor_parallel
+
+    @classmethod
+    def nodes(cls, config: Config) -> int:
+        return 1 if config.sglang.urls else config.sglang.nodes
+
+    @classmethod
+    def part(cls, config: Config, number: int, node: int) -> ServerPart:
+        return ServerPart(server_options(config, number, node))
 
 
 def check_servers(config: Config, shape: ModelShape) -> None:
@@ -167,9 +183,10 @@ def sglang_python(config: Config) -> str:
     return str(ENVIRONMENT / "bin" / "python")
 
 
-def server_options(config: Config, number: int = 0) -> ServerOptions:
-    """How server `number` of this run is started."""
+def server_options(config: Config, number: int = 0, node: int = 0) -> ServerOptions:
+    """How server `number` of this run is started, on its node `node`."""
     asked, device = config.sglang, server_device(config)
+    processes = config.rollout.engines * asked.nodes
     return ServerOptions(
         python=sglang_python(config),
         model_path=config.model.path,
@@ -183,6 +200,9 @@ def server_options(config: Config, number: int = 0) -> ServerOptions:
         host=asked.host,
         tensor=asked.tensor_parallel,
         expert=asked.expert_parallel,
+        data=asked.attention_data_parallel,
+        nodes=asked.nodes,
+        node=node,
         memory_fraction=asked.memory_fraction,
         context_length=asked.context_length,
         attention_backend=asked.attention_backend,
@@ -191,7 +211,7 @@ def server_options(config: Config, number: int = 0) -> ServerOptions:
         names_experts=config.moe.routing_replay,
         flags=tuple(asked.flags),
         environment={**shared_environment(config), **asked.environment},
-        ports=port_share(config, number + 1, config.rollout.engines),
+        ports=port_share(config, 1 + number * asked.nodes + node, processes),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -66,19 +67,22 @@ class Sender:
     async def begin(self) -> None:
         await self._sync.meet(self._layouts)
 
-    async def send(self, bucket: Bucket) -> None:
-        """Raises WeightUpdateError for a name that was sent before."""
+    async def send(self, bucket: Bucket, hashed: Future[None] | None = None) -> None:
+        """Args: hashed: its hash, where that was begun before.
+
+        Raises:
+            WeightUpdateError: a name was sent before.
+        """
         for name, tensor in bucket:
             if name in self._sizes:
                 raise twice(name)
             self._sizes[name] = tensor.shape
-        if not self._fingerprints:
-            await self._sync.send(bucket)
-            return
-        # hashed in a thread while the servers take the bucket
-        await everywhere(self._sync.send(bucket), asyncio.to_thread(self._hash, bucket))
+        # in a thread while the servers take the bucket
+        hashing = asyncio.to_thread(self.hash, bucket) if hashed is None else asyncio.wrap_future(hashed)
+        await everywhere(self._sync.send(bucket), hashing)
 
-    def _hash(self, bucket: Bucket) -> None:
+    def hash(self, bucket: Bucket) -> None:
+        """Where values are to be proven. Every bucket once, one after the other."""
         for name, tensor in bucket:
             for fingerprint in self._fingerprints.values():
                 fingerprint.add(name, tensor)

@@ -28,23 +28,32 @@ LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
 PROBE_EVERY_S = 0.5
 LEAVE_S = 5.0  # from the order to go until the process group is killed
 LOG_TAIL_BYTES = 3000
+RANKS = "sglang"  # how the names of the ranks' processes begin
 
 
 class ServerProcess:
-    """A server started here. Ends with `close`, or with this process, however that ends."""
+    """A server started here, or what of one is on this node. Ends with `close`, or with this process, however that
+    ends.
 
-    def __init__(self, options: ServerOptions) -> None:
+    Args:
+        meeting: host:port where the ranks of a server of several nodes meet.
+    """
+
+    def __init__(self, options: ServerOptions, meeting: str | None = None) -> None:
         self._options = options
         self.api_key = secrets.token_hex(16)
         own, ranks_own = (PORTS, None) if options.ports is None else (options.ports[::2], options.ports[1::2])
         port = free_port(options.host, own)
-        ranks_port = None if ranks_own is None else free_port(LOOPBACK, ranks_own)
+        ranks_port = None if ranks_own is None or meeting is not None else free_port(LOOPBACK, ranks_own)
         self.url = f"http://{LOOPBACK if options.host == EVERYWHERE else options.host}:{port}"
         self._scratch = Path(tempfile.mkdtemp(prefix="megatron-stare-sglang-"))
         self._log = self._scratch / "server.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [options.python, "-m", "megatron_stare.rollout.sglang.serve", *options.arguments(port, ranks_port)],
+                [
+                    *(options.python, "-m", "megatron_stare.rollout.sglang.serve"),
+                    *options.arguments(port, ranks_port, meeting),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -97,8 +106,21 @@ class ServerProcess:
 
     def require_alive(self) -> None:
         """Raises SGLangError with the end of its log where the server has ended."""
-        if (code := self._process.poll()) is not None:
-            raise SGLangError(f"the server ended with {code}; its last words:\n{self.last_words()}", where=self.url)
+        if (ended := self.ended()) is not None:
+            raise SGLangError(f"the server {ended}", where=self.url)
+
+    def ended(self) -> str | None:
+        """How it ended, with the end of its log; None: it has not."""
+        code = self._process.poll()
+        return None if code is None else f"ended with {code}; its last words:\n{self.last_words()}"
+
+    def lost_rank(self) -> str | None:
+        """As `ended`, of a rank that was killed and whose end SGLang's launcher has not taken notice of."""
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(self._process.pid).children():
+                if child.status() == psutil.STATUS_ZOMBIE and child.name().startswith(RANKS):
+                    return f"lost the process of a rank, {child.pid}; the last words there:\n{self.last_words()}"
+        return None
 
     def last_words(self) -> str:
         """The end of the server's log, which names its key, without it."""
@@ -107,14 +129,18 @@ class ServerProcess:
             return text.replace(self.api_key, "<key>")[-LOG_TAIL_BYTES:]
         return ""
 
+    def kill(self) -> None:
+        """Ends the server's process group at once, and keeps its log."""
+        remove_shared_memory(self.process_group)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process_group, signal.SIGKILL)
+
     def close(self) -> None:
         """Ends the server's process group and removes what it wrote. Closing twice is allowed."""
         if self._process.stdin is not None and not self._process.stdin.closed:
             self._process.stdin.close()  # the order to go, see serve.py
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(LEAVE_S)
-            remove_shared_memory(self.process_group)  # of ranks that outlived their launcher
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process_group, signal.SIGKILL)
+            self.kill()  # ranks that outlived their launcher
             self._process.wait()
         shutil.rmtree(self._scratch, ignore_errors=True)

@@ -14,14 +14,15 @@ from megatron_stare.models.shape import ModelShape
 from megatron_stare.rollout.sglang.flag_check import refused_flag
 from megatron_stare.rollout.sglang.protocol import check_precision
 from megatron_stare.rollout.sglang.server_engine import NEVER_FILLED
-from megatron_stare.rollout.sglang.server_layout import CPU_WIDTHS
+from megatron_stare.rollout.sglang.server_layout import CPU_WIDTHS, ServerLayout
 from megatron_stare.rollout.sglang.server_options import CPU_ATTENTION, ServerOptions
 from megatron_stare.rollout.sglang.transport import on_loopback
 
 API_KEY_VARIABLE = "SGLANG_API_KEY"  # of servers that are attached to
 # how servers are started; sglang.dtype is what others compute in too
 LAUNCH_SETTINGS = (
-    *("host", "python", "device", "tensor_parallel", "expert_parallel", "memory_fraction", "context_length"),
+    *("host", "python", "device", "tensor_parallel", "expert_parallel", "attention_data_parallel", "nodes"),
+    *("memory_fraction", "context_length"),
     *("attention_backend", "cuda_graph_batch_sizes", "flags", "environment", "cache_tokens", "start_timeout_s"),
 )
 
@@ -86,6 +87,7 @@ def check_attached(config: Config) -> None:
 def check_started(config: Config, shape: ModelShape, options: ServerOptions) -> None:
     """Raises ConfigError for servers that could not start, or not hold this model as it is compared."""
     _check_cuts(config, shape, options)
+    _check_nodes(config, options)
     if options.device == "cpu":
         for where, message, fix in _beyond_a_cpu(config, shape, options):
             raise ConfigError(message, where=where, fix=fix)
@@ -116,19 +118,37 @@ def _by_name(flags: Sequence[str]) -> dict[str, str]:
 
 
 def _check_cuts(config: Config, shape: ModelShape, options: ServerOptions) -> None:
-    tensor, expert = options.tensor, options.expert
-    cut = {"attention heads": shape.heads, "columns of its feed-forward layers": shape.feed_forward * expert}
-    for what, count in cut.items():
-        if count % tensor:
-            raise ConfigError(
-                f"{count // expert if 'columns' in what else count} {what} cannot be cut over {tensor} ranks of a "
-                "server",
-                where="sglang.tensor_parallel",
-                fix="use a divisor",
-            )
-    if shape.kv_heads % tensor and tensor % shape.kv_heads:
+    tensor, expert, data = options.tensor, options.expert, options.data
+    if tensor % data:
         raise ConfigError(
-            f"{shape.kv_heads} key-value heads can be neither cut over nor shared by {tensor} ranks of a server",
+            f"{tensor} ranks of a server cannot be cut into {data} groups with requests of their own",
+            where="sglang.attention_data_parallel",
+            fix="use a divisor of sglang.tensor_parallel",
+        )
+    ServerLayout(options.device, tensor, expert, data).require_family(shape, "sglang.attention_data_parallel")
+    if data > 1 and config.moe.routing_replay:
+        raise ConfigError(
+            "the experts that a server names were never held against the trainer's where its groups of ranks have "
+            "requests of their own (sglang.attention_data_parallel)",
+            where="moe.routing_replay",
+            fix="set it to false, or use tensor and expert parallelism alone",
+        )
+    attending = tensor // data  # ranks, to the same requests
+    if shape.heads % attending:
+        raise ConfigError(
+            f"{shape.heads} attention heads cannot be cut over {attending} ranks of a server",
+            where="sglang.tensor_parallel",
+            fix="use a divisor",
+        )
+    if shape.feed_forward * expert % tensor:
+        raise ConfigError(
+            f"{shape.feed_forward} columns of its feed-forward layers cannot be cut over {tensor} ranks of a server",
+            where="sglang.tensor_parallel",
+            fix="use a divisor",
+        )
+    if shape.kv_heads % attending and attending % shape.kv_heads:
+        raise ConfigError(
+            f"{shape.kv_heads} key-value heads can be neither cut over nor shared by {attending} ranks of a server",
             where="sglang.tensor_parallel",
             fix="use a divisor or a multiple",
         )
@@ -137,6 +157,33 @@ def _check_cuts(config: Config, shape: ModelShape, options: ServerOptions) -> No
             f"{shape.experts} experts cannot be held whole by {expert} groups of {tensor} ranks",
             where="sglang.expert_parallel",
             fix="use a divisor of sglang.tensor_parallel and of the model's experts, 1 for a dense model",
+        )
+
+
+def _check_nodes(config: Config, options: ServerOptions) -> None:
+    """Raises ConfigError for servers of several nodes whose ranks cannot be dealt to them, or not be sent weights."""
+    asked = config.sglang
+    if options.tensor % options.nodes:
+        raise ConfigError(
+            f"{options.tensor} ranks of a server cannot be dealt to {options.nodes} nodes in equal parts",
+            where="sglang.nodes",
+            fix="use a divisor of sglang.tensor_parallel",
+        )
+    if options.nodes == 1:
+        return
+    if asked.sync == "tensor" and options.device == "cuda":
+        raise ConfigError(
+            "a tensor on a GPU is sent as a handle of CUDA's inter-process memory, which ranks of another node cannot "
+            f"open, and servers are on {options.nodes} nodes",
+            where="sglang.sync",
+            fix="use distributed, or disk with sglang.sync_folder",
+        )
+    if asked.sync == "disk" and asked.sync_folder is None:
+        raise ConfigError(
+            f"the ranks on each of a server's {options.nodes} nodes load the weights from there, and the folder for "
+            "them would be one of this machine's temporary files",
+            where="sglang.sync_folder",
+            fix="name a folder that all nodes see, or use sglang.sync=distributed",
         )
 
 
@@ -150,8 +197,8 @@ def _beyond_a_cpu(config: Config, shape: ModelShape, options: ServerOptions) -> 
         yield "sglang.memory_fraction", "it is a share of a GPU's memory, and servers run on the CPU", leave
     if set_here.cuda_graph_batch_sizes:
         yield "sglang.cuda_graph_batch_sizes", "a CPU has no CUDA graphs", leave
-    if shape.kv_heads % options.tensor:
-        message = f"on a CPU SGLang pads {shape.kv_heads} key-value heads for {options.tensor} ranks, so that weights "
+    if shape.kv_heads % (attending := options.tensor // options.data):
+        message = f"on a CPU SGLang pads {shape.kv_heads} key-value heads for {attending} ranks, so that weights "
         yield "sglang.tensor_parallel", message + "could not be compared", f"use a divisor of {shape.kv_heads}"
     widths = CPU_WIDTHS * options.tensor
     if shape.feed_forward % widths:

@@ -36,11 +36,13 @@ from megatron_stare.rollout.sglang.protocol import (
 )
 from megatron_stare.rollout.sglang.sender import Sent
 from megatron_stare.rollout.sglang.server import ServerProcess
+from megatron_stare.rollout.sglang.server_layout import ServerLayout
 from megatron_stare.rollout.sglang.server_outlet import ServerRoute, Way
 from megatron_stare.rollout.sglang.stop_probe import probe_stop
 from megatron_stare.rollout.sglang.sync import DTYPES, WeightSync
 from megatron_stare.rollout.sglang.transport import on_loopback
 from megatron_stare.rollout.sglang.update import ServersUpdate, WeightUpdate
+from megatron_stare.rollout.sglang.watch import ServerGoneError, Watch
 from megatron_stare.rollout.state import (
     MEMORY,
     EngineState,
@@ -56,6 +58,7 @@ from megatron_stare.rollout.validate import check_params, check_requests
 T = TypeVar("T")
 # A server ends a response this many tokens short of its context, and says nothing but "length".
 NEVER_FILLED = 2
+PROBE_S = 20.0
 
 
 class SGLangEngine(ServedEngine):
@@ -72,6 +75,7 @@ class SGLangEngine(ServedEngine):
         flags: what the server must have been started with, and the settings that ask for it; see check_flags.
         way: by which the trainer's ranks reach the servers; None: weights come through this engine alone.
         place: where the server runs, as far as it is known.
+        probe_s: in which the server must say that it is there.
 
     Raises:
         SGLangError: the server runs an unsupported release, or does not return stop tokens as it must.
@@ -90,6 +94,7 @@ class SGLangEngine(ServedEngine):
         flags: Mapping[str, str] = MappingProxyType({}),
         way: Way | None = None,
         place: Place | None = None,
+        probe_s: float = PROBE_S,
     ) -> None:
         config = read_model_config(model_path)
         self._shape = family_named(config.model_type, model_path).shape(config.to_dict())
@@ -106,12 +111,14 @@ class SGLangEngine(ServedEngine):
         self._calls = 0
         # servers behind one router see requests of all engines, and take no two of one name
         self._name = secrets.token_hex(4)
-        self._under_way: set[asyncio.Task[GenerateResult | LostRequest]] = set()
-        info = self._run(client.server_info())
+        self._under_way: dict[asyncio.Task[GenerateResult | LostRequest], str] = {}  # and what each asks for
+        self._watch = Watch(client, process, self._held, probe_s)
+        info = self._at_first(client.server_info())
         check_version(str(info["version"]), client.url)
         check_flags(info, flags, client.url)
         check_precision(info, client.url)
-        if not on_loopback(client.url) and not self._run(client.asks_for_key()):
+        ServerLayout.of(info, client.url).require_family(self._shape, client.url)
+        if not on_loopback(client.url) and not self._at_first(client.asks_for_key()):
             raise ConfigError(
                 "the server can be reached from other machines and asks nobody for a key: who can reach it could "
                 "replace its weights",
@@ -120,9 +127,9 @@ class SGLangEngine(ServedEngine):
             )
         bounds = (config.max_position_embeddings, info["max_total_num_tokens"], info.get("context_length"))
         self._context_length = min(int(bound) for bound in bounds if bound is not None) - NEVER_FILLED
-        self._run(probe_stop(client, self._stop_token_ids))
+        self._at_first(probe_stop(client, self._stop_token_ids))
 
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def _at_first(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The result of a coroutine; a server that was started here is looked at where it fails."""
         try:
             return self._waited(coroutine)
@@ -130,6 +137,33 @@ class SGLangEngine(ServedEngine):
             if self.process is not None:
                 self.process.require_alive()
             raise
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine. Raises ServerGoneError where the server is lost meanwhile."""
+        return self._waited(self._watched(coroutine))
+
+    async def _watched(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        call = asyncio.ensure_future(coroutine)
+        try:
+            await self._watch.first_of([call])
+            return call.result()
+        except UnansweredError:
+            await self._watch.require()
+            raise
+        except SGLangError:
+            self._watch.require_process()
+            raise
+        finally:
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+
+    def _held(self) -> int | None:
+        """The version that the server must be holding now."""
+        return self._version if publishes(self._state) else None
+
+    def check(self) -> None:
+        """See Engine. Waits for the server's word."""
+        self._waited(self._watch.require())
 
     def _waited(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """On a thread of its own where the caller's runs a loop already, as that of the inline runner does."""
@@ -146,7 +180,7 @@ class SGLangEngine(ServedEngine):
         for request in requests:
             self._calls += 1
             answer = self._answer(request, params, f"{self._name}.{self._version}.{self._calls}:{request.rid}")
-            self._under_way.add(self._loop.create_task(answer))
+            self._under_way[self._loop.create_task(answer)] = request.rid
 
     async def _answer(self, request: GenerateRequest, params: SamplingParams, rid: str) -> GenerateResult | LostRequest:
         """Waits for a slot of the server, then for the response."""
@@ -158,32 +192,34 @@ class SGLangEngine(ServedEngine):
                     lambda answer: result_of(answer, request, params.stop_token_ids, self._client.asked, routed),
                 )
             except UnansweredError as error:
+                try:
+                    await self._watch.require()
+                except ServerGoneError as gone:
+                    return LostRequest(request.rid, str(gone), error.late or gone.late, gone=True)
                 with contextlib.suppress(SGLangError, asyncio.TimeoutError):  # it may still be at work on it
                     await asyncio.wait_for(self._client.abort(rid), ABORT_S)
-                return LostRequest(request.rid, self._last_words() or str(error), error.late)
+                return LostRequest(request.rid, str(error), error.late)
         if result.finish_reason == "abort":  # what is aborted here is forgotten, so this was the server's doing
             return LostRequest(request.rid, f"{self._client.asked}: the server gave the response up")
         return result
-
-    def _last_words(self) -> str:
-        """Of a server that was started here and has ended."""
-        try:
-            if self.process is not None:
-                self.process.require_alive()
-        except SGLangError as error:
-            return str(error)
-        return ""
 
     def collect(self, wait_s: float) -> list[GenerateResult | LostRequest]:
         """See Engine. Requests go out, and answers come in, only while this waits."""
         if not self._under_way:
             return []
-        return self._run(self._first(wait_s))
+        return self._waited(self._first(wait_s))
 
     async def _first(self, wait_s: float) -> list[GenerateResult | LostRequest]:
-        """Unblocked by the first answer or error, or after `wait_s`. An error ends the other requests."""
-        done, _ = await asyncio.wait(self._under_way, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-        self._under_way -= done
+        """Unblocked by the first answer or error, the server's loss, or after `wait_s`. An error ends the other
+        requests; of a server that is lost they are all lost."""
+        try:
+            done = await self._watch.first_of(list(self._under_way), wait_s)
+        except ServerGoneError as gone:
+            wanted = list(self._under_way.values())
+            await self._cancel()
+            return [LostRequest(rid, str(gone), gone.late, gone=True) for rid in wanted]
+        for task in done:
+            del self._under_way[task]
         try:
             return [task.result() for task in done]
         except BaseException:
@@ -197,11 +233,15 @@ class SGLangEngine(ServedEngine):
 
     async def _forget(self) -> None:
         """Ends what is under way, here and on the server, if it still answers."""
-        tasks, self._under_way = self._under_way, set()
+        told = asyncio.wait_for(self._client.abort(), ABORT_S)  # one that hangs must not hold up whoever goes on
+        await asyncio.gather(self._cancel(), told, return_exceptions=True)
+
+    async def _cancel(self) -> None:
+        """Ends what is under way here."""
+        tasks, self._under_way = self._under_way, {}
         for task in tasks:
             task.cancel()
-        told = asyncio.wait_for(self._client.abort(), ABORT_S)  # one that hangs must not hold up whoever goes on
-        await asyncio.gather(*tasks, told, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def prompt_log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         self._require_ready("compute log-probs")
@@ -219,6 +259,8 @@ class SGLangEngine(ServedEngine):
             raise EngineStateError(f"cannot {action}: the cache is released; resume its memory")
 
     def begin_weight_update(self, version: int, prove: bool = True) -> None:
+        if self._held() is not None:  # it may have been started anew since, and be in no group of the trainer's
+            self.check()
         self._state = advance(self._state, EngineState.UPDATING)
         proven = None if prove or not self._proven else self._proven
         mode: PauseMode = "retract" if self._under_way else "abort"
@@ -247,6 +289,11 @@ class SGLangEngine(ServedEngine):
         servers = self._open_update("end the weight update").servers
         self._guarded(self._ended(servers, sent))
         self._published(servers)
+
+    def drop_weight_update(self) -> None:
+        """See ServedEngine."""
+        if self._state is EngineState.UPDATING:
+            self._state = advance(self._state, EngineState.DIRTY)
 
     @staticmethod
     async def _ended(servers: ServersUpdate, sent: Sequence[Sent]) -> None:
@@ -323,9 +370,13 @@ class SGLangEngine(ServedEngine):
 
     async def _leave(self) -> None:
         """Ends what is under way on the server, and the connections to it."""
-        await self._forget()
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._sync.close(), ABORT_S)
+        await self._watch.close()
+        if self._watch.gone:
+            await self._cancel()  # there is nobody to tell
+        else:
+            await self._forget()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._sync.close(), ABORT_S)
         await self._client.close()
 
 

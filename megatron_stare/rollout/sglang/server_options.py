@@ -36,6 +36,9 @@ class ServerOptions:
     host: str = "127.0.0.1"  # that the server listens on
     tensor: int = 1
     expert: int = 1
+    data: int = 1  # groups of ranks that attend to requests of their own
+    nodes: int = 1  # that the ranks lie on
+    node: int = 0  # of them, the one that is started
     memory_fraction: float | None = None
     context_length: int | None = None
     attention_backend: str | None = None
@@ -46,14 +49,22 @@ class ServerOptions:
     environment: Mapping[str, str] = field(default_factory=dict)
     ports: Sequence[int] | None = None  # that it may listen on, and its ranks meet at; two at least. None: see PORTS
 
-    def arguments(self, port: int, ranks_port: int | None = None) -> list[str]:
+    @property
+    def node_ranks(self) -> int:
+        """Of the server's ranks, those of one node."""
+        return self.tensor // self.nodes
+
+    def arguments(self, port: int, ranks_port: int | None = None, meeting: str | None = None) -> list[str]:
         """Of sglang.launch_server.
 
         Args:
-            ranks_port: where the server's ranks meet; None: SGLang's choice.
+            ranks_port: where the server's ranks meet on its one node; None: SGLang's choice.
+            meeting: host:port on the first of its nodes where they meet instead.
         """
-        meeting = () if ranks_port is None else ("--nccl-port", str(ranks_port))
-        return [*self.own_arguments(port), *meeting, *self.flags]
+        meet = () if ranks_port is None else ("--nccl-port", str(ranks_port))
+        if meeting is not None:
+            meet = ("--dist-init-addr", meeting)
+        return [*self.own_arguments(port), *meet, *self.flags]
 
     def own_arguments(self, port: int) -> tuple[str, ...]:
         """Those that are made here, without the user's."""
@@ -66,6 +77,9 @@ class ServerOptions:
             "device": self.device,
             "tp-size": self.tensor,
             "ep-size": self.expert if self.expert > 1 else None,
+            "dp-size": self.data if self.data > 1 else None,
+            "nnodes": self.nodes if self.nodes > 1 else None,
+            "node-rank": self.node if self.nodes > 1 else None,
             "attention-backend": self.attention_backend or (CPU_ATTENTION if on_cpu else None),
             "sampling-backend": "pytorch" if on_cpu else None,
             "mem-fraction-static": 0.1 if on_cpu else self.memory_fraction,
@@ -82,6 +96,7 @@ class ServerOptions:
         words += ["--skip-tokenizer-init", "--skip-server-warmup"]
         switches = {
             "--sleep-on-idle": on_cpu,  # else an idle server spins on a core
+            "--enable-dp-attention": self.data > 1,  # the spelling that all supported releases take
             "--enable-deterministic-inference": self.seeds,
             "--enable-memory-saver": self.memory_saver and not on_cpu,
             "--enable-return-routed-experts": self.names_experts,
@@ -103,6 +118,7 @@ class ServerOptions:
             kept |= dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(KEPT_BYTES))
         if self.device == "cpu" and self.tensor > 1:
             # without it SGLang wants a NUMA node a rank; ranks may share a core
-            cores = sorted(os.sched_getaffinity(0))
-            kept["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[r % len(cores)]) for r in range(self.tensor))
+            cores, first = sorted(os.sched_getaffinity(0)), self.node * self.node_ranks
+            ranks = range(first, first + self.node_ranks)
+            kept["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in ranks)
         return kept | dict(self.environment)

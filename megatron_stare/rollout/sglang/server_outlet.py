@@ -68,6 +68,10 @@ class SGLangOutlet:
         return self.servers[0].way.method != "disk"
 
     @property
+    def leaves_files(self) -> bool:
+        return self.servers[0].way.method == "disk"
+
+    @property
     def owners_send(self) -> bool:
         """Servers keep a layer's experts in one parameter. Of its hash on a GPU several senders can compute a part
         each; SHA-256, that of CPU servers, needs all of its bytes in one place."""
@@ -83,7 +87,7 @@ class SenderConnection:
 
     def __init__(self, outlet: SGLangOutlet, sender: int) -> None:
         self._outlet, way = outlet, outlet.servers[0].way
-        self._loop, self._thread = asyncio.new_event_loop(), ThreadPoolExecutor(1)
+        self._loop, self._thread, self._hashing = asyncio.new_event_loop(), ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._clients = [SGLangClient(s.url, s.api_key, way.timeout_s) for s in outlet.servers]
         self._sync = make_sync(
             way.method,
@@ -95,22 +99,31 @@ class SenderConnection:
             places=[server.place for server in outlet.servers],
         )
         self._sender: Sender | None = None
+        self._first: tuple[Bucket, Future[None]] | None = None  # and its hash
         self._under_way: Future[None] | None = None
 
-    def begin(self, prove: bool) -> None:
+    def expect(self, prove: bool, first: Bucket | None) -> None:
         """See Connection."""
-        outlet, self._under_way = self._outlet, None
-        for server in outlet.servers:
-            require_loopback_here(server.place, server.url)
+        outlet, self._under_way, self._first = self._outlet, None, None
         one, layouts = outlet.servers[0], [server.layout for server in outlet.servers]
         self._sender = Sender(self._sync, one.shape, one.dtype, layouts, prove)
+        if first is not None:
+            self._first = first, self._hashing.submit(self._sender.hash, first.tensors())
+
+    def begin(self) -> None:
+        """See Connection."""
+        for server in self._outlet.servers:
+            require_loopback_here(server.place, server.url)
+        assert self._sender is not None
         self._start(self._sender.begin()).result()
 
     def send(self, bucket: Bucket) -> None:
         """See Connection."""
         self._wait()
         assert self._sender is not None
-        self._under_way = self._start(self._sender.send(bucket.tensors()))
+        expected, hashed = self._first or (None, None)
+        self._first = None
+        self._under_way = self._start(self._sender.send(bucket.tensors(), hashed if bucket is expected else None))
 
     def end(self) -> Sent:
         """See Connection."""
@@ -132,6 +145,7 @@ class SenderConnection:
     def close(self) -> None:
         self._start(self._leave()).result()
         self._thread.shutdown()
+        self._hashing.shutdown()
         self._loop.close()
 
     async def _leave(self) -> None:

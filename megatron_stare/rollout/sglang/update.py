@@ -50,9 +50,12 @@ class ServersUpdate:
 
     async def begin(self) -> None:
         """The servers may be sent weights when this returns."""
-        await everywhere(*(client.pause(self._mode) for client in self._clients))
-        infos = await everywhere(*(client.server_info() for client in self._clients))
+        # what they are is asked meanwhile: a server that was started anew may be cut otherwise
+        _, *infos = await everywhere(self._opened(), *(client.server_info() for client in self._clients))
         self.layouts = [ServerLayout.of(info, c.url) for info, c in zip(infos, self._clients, strict=True)]
+
+    async def _opened(self) -> None:
+        await everywhere(*(client.pause(self._mode) for client in self._clients))
         await self._sync.open()
 
     async def end(self, sent: Sent) -> None:
@@ -63,11 +66,11 @@ class ServersUpdate:
         """
         self.sizes = sent.sizes
         await self._sync.load(sent.folder)
-        if self._proven is None:
-            await self._prove(sent)
-        elif wrong := _other_sizes(sent.sizes, self._proven):
+        if self._proven is not None and (wrong := _other_sizes(sent.sizes, self._proven)):
             raise _not_held(wrong, ", ".join(client.url for client in self._clients))
-        await everywhere(*(client.flush() for client in self._clients))
+        # the old weights' cache goes while the new ones are hashed
+        proof = [self._prove(sent)] if self._proven is None else []
+        await everywhere(*proof, *(client.flush() for client in self._clients))
         await everywhere(*(client.publish_version(str(self.version)) for client in self._clients))
         await everywhere(*(client.resume() for client in self._clients))
 

@@ -1,0 +1,125 @@
+"""avg@k, pass@k and maj@k of one problem from its n sampled responses, and the interval of a mean over problems. Pure.
+
+All three are means over subsets of k of the n responses, so they are unbiased for k fresh ones, and the same numbers
+whichever of the responses came first. docs/evaluation.md has the definitions in words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import NormalDist, fmean
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def pass_at_k(right: int, samples: int, k: int) -> float:
+    """The probability that at least one of k responses is right: 1 - C(n - c, k) / C(n, k), for c right ones of n
+    (Chen et al., arXiv 2107.03374, eq. 1). In whole numbers until the last division.
+
+    Raises:
+        ValueError: unless 0 <= c <= n and 1 <= k <= n.
+    """
+    if not (0 <= right <= samples and 1 <= k <= samples):
+        raise ValueError(f"pass@{k} of {right} right of {samples} responses")
+    every = math.comb(samples, k)
+    return (every - math.comb(samples - right, k)) / every
+
+
+def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) -> float:
+    """The expected result of the answer that most of k responses give, of several such answers one drawn at random.
+
+    With classes of c_j responses that give the same answer, and k of the n drawn without replacement: the sum over j
+    and over a = 1..k of r_j P(a are drawn of class j, no class has more) E[1 / (1 + others that have a as well)].
+    Responses that give no answer do not vote; where none of the k votes, the result is 0.
+
+    Args:
+        classes: of every answer, how many responses give it, and its result r_j in [0, 1].
+        samples: n, those that give no answer included.
+
+    Raises:
+        ValueError: unless 1 <= k <= n and the classes hold no more than n.
+    """
+    voting = sum(count for count, _ in classes)
+    if not (1 <= k <= samples and voting <= samples):
+        raise ValueError(f"maj@{k} of {voting} answers of {samples} responses")
+    if k == samples:
+        most = max((count for count, _ in classes), default=0)
+        return fmean(result for count, result in classes if count == most) if most else 0.0
+    # drawing each response with probability k/n, given that k are drawn in all, is drawing k without replacement
+    drawn = [_binomial(count, k / samples) for count, _ in classes]
+    silent = _binomial(samples - voting, k / samples)
+    total = 0.0
+    for number, (count, result) in enumerate(classes):
+        if result:
+            others = [each for at, each in enumerate(drawn) if at != number]
+            wins = (drawn[number][a] * _not_beaten(others, silent, a, k) for a in range(1, min(count, k) + 1))
+            total += result * math.fsum(wins)
+    return min(1.0, float(total / _binomial(samples, k / samples)[k]))  # but for rounding
+
+
+def _not_beaten(others: Sequence[NDArray[np.float64]], silent: NDArray[np.float64], a: int, k: int) -> float:
+    """The weight of all ways to draw k - a responses of other classes, at most `a` of each, and of the silent ones;
+    each way over 1 + the number of classes of which `a` are drawn.
+
+    Args:
+        others: [c + 1] of each class, the weight of drawing 0..c of it. silent: likewise.
+    """
+    rest, tied = k - a, sum(len(each) > a for each in others)
+    ways = np.zeros((min(tied, rest // a) + 1, rest + 1))  # by classes that tie, and responses drawn
+    ways[0, : len(silent)] = silent[: rest + 1]
+    for each in others:
+        grown = np.zeros_like(ways)
+        for count, weight in enumerate(each[: min(a, rest + 1)]):  # fewer than a
+            grown[:, count:] += weight * ways[:, : rest + 1 - count]
+        if len(each) > a and a <= rest:
+            grown[1:, a:] += each[a] * ways[:-1, : rest + 1 - a]
+        ways = grown
+    return float((ways[:, rest] / np.arange(1, len(ways) + 1)).sum())
+
+
+def _binomial(n: int, p: float) -> NDArray[np.float64]:
+    """[n + 1] the probabilities of 0..n successes; 0 < p < 1."""
+    log_n = math.lgamma(n + 1)
+    logs = [
+        log_n - math.lgamma(i + 1) - math.lgamma(n - i + 1) + i * math.log(p) + (n - i) * math.log1p(-p)
+        for i in range(n + 1)
+    ]
+    return np.exp(np.array(logs))
+
+
+def wilson_interval(
+    results: Sequence[float], problems: Sequence[int] | None = None, level: float = 0.95
+) -> tuple[float, float, float]:
+    """Mean of results in [0, 1], one a prompt, and Wilson's score interval (JASA 22, 1927) over problems.
+
+    With p the mean of N results and z the (1 + level)/2 quantile of the standard normal, for an effective number m:
+    (p + z²/2m ± z √(p (1 - p)/m + z²/4m²)) / (1 + z²/m), as for survey samples (Korn and Graubard, Survey Methodology
+    24, 1998). m = p (1 - p) / v, where v = Σ_g e_g² / N² is the variance of the mean and e_g the sum of the deviations
+    from p of the prompts of problem g. Of results that are all 0 or 1, of different problems, m is N, and this is
+    Wilson's own. Where no result deviates m is the number of problems, so that the interval keeps a width.
+
+    Args:
+        problems: the problem of each prompt; None: all are different.
+
+    Returns:
+        mean, low, high.
+
+    Raises:
+        ValueError: there are no results, or one is outside [0, 1].
+    """
+    if not results or not all(0 <= result <= 1 for result in results):
+        raise ValueError("an interval needs results, between 0 and 1")
+    mean = fmean(results)
+    deviations: dict[int, float] = {}
+    for problem, result in zip(problems or range(len(results)), results, strict=True):
+        deviations[problem] = deviations.get(problem, 0.0) + result - mean
+    variance = math.fsum(e * e for e in deviations.values()) / len(results) ** 2
+    spread = mean * (1 - mean)
+    effective = spread / variance if variance > 1e-15 and spread > 0 else len(deviations)  # not of rounding
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    scale = 1 + z * z / effective
+    middle = (mean + z * z / (2 * effective)) / scale
+    half = z * math.sqrt(spread / effective + z * z / (4 * effective * effective)) / scale
+    return mean, max(0.0, middle - half), min(1.0, middle + half)

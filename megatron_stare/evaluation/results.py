@@ -1,0 +1,112 @@
+"""What the responses to a task's problems come to: the part of an evaluation's record that training and the command
+`eval` have in common, and the row of every problem."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from megatron_stare.evaluation.answer_classes import Classes
+from megatron_stare.evaluation.estimates import majority_at_k, pass_at_k, wilson_interval
+from megatron_stare.evaluation.reflection import CATEGORIES, reflection_counts
+from megatron_stare.evaluation.response import Response
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A prompt's sampled responses, n of them, and the class of each one's answer (evaluation/answer_classes.py).
+
+    classes: None where the verifier does not say what is answered.
+    """
+
+    responses: Sequence[Response]
+    classes: Classes | None
+
+    @property
+    def right(self) -> int:
+        """How many are."""
+        return sum(response.right for response in self.responses)
+
+    @property
+    def share(self) -> float:
+        """avg@n: the share that is right."""
+        return self.right / len(self.responses)
+
+    @property
+    def votes(self) -> list[tuple[int, float]]:
+        """Of every class, how many responses it has, and the share of them that is right; the first that came first."""
+        counts = Counter(each for each in self.classes or () if each is not None)
+        rights = Counter(
+            each for each, response in zip(self.classes or (), self.responses, strict=False) if response.right
+        )
+        return [(counts[each], rights[each] / counts[each]) for each in sorted(counts)]
+
+    @property
+    def solutions(self) -> int:
+        """Right responses that differ in more than white space."""
+        return len({" ".join(response.text.split()) for response in self.responses if response.right})
+
+
+def default_ks(samples: int) -> tuple[int, ...]:
+    """The powers of two up to the number of responses, and that number."""
+    powers = (2**power for power in range(samples.bit_length()))
+    return tuple(dict.fromkeys([*powers, samples]))
+
+
+def results_of(answered: Sequence[Answered], problems: Sequence[int], ks: Sequence[int]) -> dict[str, Any]:
+    """Figures over all prompts; docs/evaluation.md defines each.
+
+    Args:
+        answered: every prompt, with the same number of responses.
+        problems: the problem of each prompt, whose prompts are no independent ones.
+        ks: of pass@k and maj@k, none above the number of responses.
+    """
+    samples = len(answered[0].responses)
+    responses = [response for each in answered for response in each.responses]
+    by_prompt = {f"avg@{samples}": [each.share for each in answered]}
+    for k in ks:
+        by_prompt[f"pass@{k}"] = [pass_at_k(each.right, samples, k) for each in answered]
+    voted = [each for each in answered if each.classes is not None]
+    if len(voted) == len(answered):
+        for k in ks:
+            if k > 1:  # one response's majority is itself
+                by_prompt[f"maj@{k}"] = [majority_at_k(each.votes, samples, k) for each in answered]
+    counts = [reflection_counts(response.text) for response in responses]
+    return {
+        "results": {name: _estimate(values, problems) for name, values in by_prompt.items()},
+        "full_solve": fmean(each.right == samples for each in answered),
+        "length_mean": fmean(response.tokens for response in responses),
+        "truncated": fmean(response.finish_reason == "length" for response in responses),
+        "distinct_answers": fmean(len(each.votes) for each in voted) if voted else None,
+        "distinct_solutions": fmean(each.solutions for each in answered),
+        "reflection": {category: fmean(count[category] for count in counts) for category in CATEGORIES},
+    }
+
+
+def problem_row(answered: Answered, ks: Sequence[int]) -> dict[str, Any]:
+    """Figures of one prompt; `majority` is the answer that most responses give, of several the one that came first."""
+    samples, votes = len(answered.responses), answered.votes
+    row: dict[str, Any] = {
+        "samples": samples,
+        "right": answered.right,
+        "failures": sum(response.status != "ok" for response in answered.responses),
+        **{f"pass@{k}": pass_at_k(answered.right, samples, k) for k in ks},
+    }
+    if answered.classes is not None:
+        row |= {f"maj@{k}": majority_at_k(votes, samples, k) for k in ks if k > 1}
+        most = max(range(len(votes)), key=lambda each: votes[each][0], default=None)
+        row["distinct_answers"] = len(votes)
+        row["majority"] = None if most is None else answered.responses[answered.classes.index(most)].answer
+    return row | {
+        "distinct_solutions": answered.solutions,
+        "length_mean": fmean(response.tokens for response in answered.responses),
+        "truncated": sum(response.finish_reason == "length" for response in answered.responses),
+    }
+
+
+def _estimate(values: Sequence[float], problems: Sequence[int]) -> dict[str, float]:
+    mean, low, high = wilson_interval(values, problems)
+    return {"value": mean, "low": low, "high": high}

@@ -1,0 +1,46 @@
+"""Metrics of a user's own: functions of a step's batch, named in YAML. docs/howto/metric.md shows one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from megatron_stare.errors import ConfigError
+from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.registry import resolve
+
+OwnMetric = Callable[[RolloutBatch], Mapping[str, float]]
+WHERE = "observability.metrics"
+
+
+def load_metrics(names: Sequence[str]) -> dict[str, OwnMetric]:
+    """The functions of these dotted paths or `file.py:function`s.
+
+    Raises:
+        ConfigError: there is none of that name, or it cannot be called.
+    """
+    found: dict[str, OwnMetric] = {}
+    for name in names:
+        function = resolve(name, {}, WHERE)
+        if not callable(function):
+            raise ConfigError(f"{name!r} is no function of a batch", where=WHERE)
+        found[name] = function
+    return found
+
+
+def measure(function: OwnMetric, batch: RolloutBatch, taken: Mapping[str, float]) -> dict[str, float]:
+    """What one of them says of a batch.
+
+    Args:
+        taken: the step's other metrics.
+
+    Raises:
+        ValueError: a name has no room (`room/name`), or is that of another metric.
+        TypeError: a value is no number.
+    """
+    found = {name: float(value) for name, value in function(batch).items()}
+    for name in found:
+        if name in taken:
+            raise ValueError(f"there is a metric {name!r} already")
+        if "/" not in name:
+            raise ValueError(f"{name!r} has no group: call it group/{name}")
+    return found

@@ -1,0 +1,171 @@
+"""A run's engines without its trainer: a pool over workers as a run has them, and weights of which each version says a
+token of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from support import sglang_servers as servers
+from support.replicas import TOKENIZER, judged
+
+from megatron_stare.batch import Prompt, SamplingParams
+from megatron_stare.config.schema import Config
+from megatron_stare.environments.environment import Environment, Generate, Response
+from megatron_stare.orchestration.engine_worker import EngineWorker
+from megatron_stare.orchestration.groups import WeightStream
+from megatron_stare.orchestration.inline import InlineWorkers
+from megatron_stare.records.trajectory import Trajectory
+from megatron_stare.rollout.engine_pool import EnginePool
+from megatron_stare.rollout.health import Health, RestartRule
+from megatron_stare.rollout.retries import RequestRule
+from megatron_stare.rollout.rollout_source import Progress, Rollouts, check_versions
+from megatron_stare.weights.outlet import Outlet
+from megatron_stare.weights.stream import Bucket
+from megatron_stare.weights.stream_plan import BucketLayout, Slot
+from megatron_stare.workers import Workers
+
+TOKENS, SAMPLES = 90, 4
+PROMPTS = [Prompt(n, str(n), "", "", (2, 3 + n)) for n in range(6)]
+SAYS = (5, 9, 7, 11)  # the token of a version, in turns
+BACK_S = 300.0  # in which a server that is begun again is up
+
+
+def said(version: int) -> int:
+    return SAYS[version % len(SAYS)]
+
+
+class Rank:
+    """A trainer's only rank, which sends the weights it is given in some buckets. `sending` is told before each."""
+
+    def __init__(self, buckets: int = 4) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.sending: Callable[[int], None] = lambda number: None
+        self.outlets: list[Outlet] = []  # that it was connected to
+        self._buckets, self._connection = buckets, None
+
+    def prepare_weights(self, outlet: Outlet, prove: bool) -> None:
+        if not self.outlets or self.outlets[-1] != outlet:
+            self.close()
+            self.outlets.append(outlet)
+            self._connection = outlet.connect(0)
+        self._connection.expect(prove, None)
+
+    def send_weights(self, *after: Any) -> Any:
+        connection: Any = self._connection
+        connection.begin()
+        names = sorted(self.tensors)
+        for number in range(self._buckets):
+            self.sending(number)
+            connection.send(bucket_of({name: self.tensors[name] for name in names[number :: self._buckets]}))
+        return connection.end()
+
+    def forget_weights(self) -> None:
+        if self._connection is not None:
+            self._connection.forget()
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def bucket_of(tensors: dict[str, torch.Tensor]) -> Bucket:
+    slots, start = [], 0
+    for name, tensor in tensors.items():
+        slots.append(Slot(name, tuple(tensor.shape), start))
+        start += tensor.numel()
+    return Bucket(BucketLayout(torch.float32, tuple(slots)), torch.cat([t.flatten() for t in tensors.values()]))
+
+
+class Lengths(Environment):
+    """The first prompts' responses are short, so that the others are under way when these are done."""
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        response = Response(prompt)
+        response.sampled(await generate(prompt.token_ids, wanted(prompt)))
+        return response.trajectory()
+
+
+def wanted(prompt: Prompt) -> int:
+    return 2 if prompt.cursor < 2 else TOKENS
+
+
+class Run:
+    """A pool over real engines, and a trainer's rank.
+
+    Args:
+        workers: None: workers of their own, as a run in one process has them.
+        tensors: the weights of a version.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        replicas: int,
+        workers: Workers | None = None,
+        prove_every: int = 1,
+        tensors: Callable[[int], dict[str, torch.Tensor]] = lambda version: servers.says_only(said(version)),
+    ) -> None:
+        def make(number: int) -> EngineWorker:
+            return EngineWorker(config, number)
+
+        self.rank, self._tensors, self.version, self._config = Rank(), tensors, 0, config
+        self._ranks = InlineWorkers([self.rank])
+        made = InlineWorkers([make(number) for number in range(replicas)], make) if workers is None else workers
+        self.workers: Any = made
+        try:
+            self.pool = EnginePool(made, prove_every, RequestRule(6, 0.1), RestartRule.of(config))
+        except BaseException:
+            made.close()
+            raise
+
+    @property
+    def health(self) -> list[Health]:
+        return [self.pool._fleet.health.state(number) for number in range(len(self.pool._fleet.infos))]
+
+    def engine(self, number: int) -> Any:
+        return self.workers._workers[number]._engine
+
+    def publish(self) -> None:
+        """The next version's weights; each replica that serves then holds them all, proved."""
+        self.version += 1
+        self.rank.tensors = self._tensors(self.version)
+        self.pool.update_weights(self.version, WeightStream(self._ranks, (), [0]))
+
+    def roll_out(self, progress: Progress = lambda *_: None) -> list[Trajectory]:
+        """Every sample of every prompt once, of the newest weights."""
+        params = SamplingParams(1.0, TOKENS, seed=1, step=1, stop_token_ids=(1,))
+        rollouts = Rollouts(self.pool, Lengths(self._config, TOKENIZER), judged)
+        found = rollouts.make(PROMPTS, SAMPLES, params, progress)
+        assert [(t.prompt.cursor, t.sample_index) for t in found] == [
+            (p.cursor, i) for p in PROMPTS for i in range(SAMPLES)
+        ]
+        assert all(t.tokens.tolist() == [said(self.version)] * wanted(t.prompt) for t in found)
+        check_versions(found, self.version)
+        return found
+
+    def bring_back(self, number: int) -> None:
+        """Waits until the lost replica is up; then the next weights make it serve, and not sooner."""
+        assert self.health[number] is Health.STARTING
+        error = self.pool._fleet._coming[number].exception(timeout=BACK_S)
+        assert error is None, error
+        assert not self.pool._fleet.serves(number)
+        self.publish()
+        assert self.health == [Health.HEALTHY] * len(self.health)
+        infos = self.pool.infos()
+        assert [info.weight_version for info in infos] == [self.version] * len(infos)
+
+    def asked(self, number: int) -> int:
+        """Responses that the replica was asked for, by its present worker."""
+        return self.engine(number)._calls
+
+    def close(self) -> None:
+        self._ranks.close()
+        self.pool.close()
+
+
+def transitions(news: Sequence[str], number: int) -> list[str]:
+    """The states that a replica came to, as they were told."""
+    return [line.split()[3] for line in news if line.startswith(f"engine {number} ")]

@@ -1,0 +1,33 @@
+"""An engine on two nodes, of which nothing is there but its workers, in the actors of a Ray cluster."""
+
+from __future__ import annotations
+
+import ray
+
+from megatron_stare.rollout.beside import Beside
+
+
+class Part:
+    """Of an engine, on another node than its first."""
+
+    def __init__(self, node: int) -> None:
+        self.node = node
+
+    def ended(self) -> str:
+        return f"{self.node} on {ray.get_runtime_context().get_node_id()}"
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+class First:
+    """The worker of an engine on several nodes, which speaks to those of the others."""
+
+    def __init__(self, beside: Beside) -> None:
+        self.beside = beside
+
+    def asked(self) -> list[str]:
+        return [*self.beside.parts.call("ended"), self.beside.address, *self.beside.others]
+
+    def close(self) -> None:
+        """See Part."""
