@@ -58,13 +58,14 @@ def train(run_dir: Path, seed: int, method: Sequence[str]) -> None:
     """Runs it to its end, unless that is done."""
     if (run_dir / FINISHED).exists():
         return
-    commit = ["git", "rev-parse", "--short", "HEAD"]
+    describe = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     command = [sys.executable, "-m", "megatron_stare.cli", "train", str(CONFIG), *method]
     command += [f"run.seed={seed}", f"run.dir={run_dir}"]
     if (run_dir / "config.yaml").exists():
         command.append("--resume")
     subprocess.run(command, cwd=ROOT, check=True)
-    (run_dir / FINISHED).write_text(subprocess.run(commit, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    (run_dir / FINISHED).write_text(commit)
 
 
 def figures(run_dir: Path) -> dict[str, Any]:

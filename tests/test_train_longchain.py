@@ -37,7 +37,7 @@ def test_a_few_steps_make_responses_longer_and_better(tmp_path: Path) -> None:
     assert [each.reward for each in responses] == [verify(each.response, each.answer) for each in responses]
     waits = [each.response.split().count("wait") for each in responses]
     assert rows[-1]["response/reflections"] == sum(waits) / len(waits)
-    assert ">Reflection<" in (run_dir / "report.html").read_text()
+    assert "words a response, of observability.reflection_words" in (run_dir / "report.html").read_text()
 
     before, after = (json.loads(line) for line in (run_dir / "eval.jsonl").open())
     assert 0.2 < before["pass1"] < 0.45 and 0.1 < before["greedy"] < 0.4  # there is something to learn, greedily too

@@ -7,8 +7,20 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megatron_stare.metric import Metric
+
 if TYPE_CHECKING:
     from megatron_stare.records.trajectory import Trajectory
+
+
+METRICS = (
+    Metric(
+        "response/reflections",
+        "words a response",
+        "occurrences of any of observability.reflection_words; missing without them",
+        "rises with response/length_mean while reward does, where thinking longer pays",
+    ),
+)
 
 
 def reflections(samples: Sequence[Trajectory], words: Sequence[str]) -> dict[str, float]:
