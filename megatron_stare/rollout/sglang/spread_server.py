@@ -60,7 +60,7 @@ class SpreadServer(ServerProcess):
                 silent += 1
                 if silent == SILENT:
                     self._fall(f"lost the worker of its part on {' or '.join(self._beside.others)}: {error}")
-        if self._fallen:
+        if self._fallen and self._process.returncode is None:  # else its number may be another's by now
             self.kill()
 
     def _look(self) -> None:
