@@ -1,15 +1,19 @@
-"""Whole runs whose servers cannot start: what they say, and that they leave nothing."""
+"""Whole runs whose servers are lost, or do not start: what becomes of the run, and what it says."""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import signal
 import socket
 from pathlib import Path
 
 import psutil
 import pytest
 from support import sglang_servers as servers
-from support.runs import model, train
-from test_train_sglang import SGLANG
+from support.runs import metrics, model, train
+from test_train_sglang import LIMIT, SGLANG, Run, is_step
 
 pytestmark = [
     pytest.mark.sglang,
@@ -17,7 +21,56 @@ pytestmark = [
     pytest.mark.distributed,
     pytest.mark.skipif(servers.MISSING is not None, reason=str(servers.MISSING)),
 ]
+SERVE = "megatron_stare.rollout.sglang.serve"
 ALONE = {"runtime.runner": "inline", "parallel.tensor": 1, "run.steps": 1}
+
+
+def test_a_run_goes_on_though_a_server_is_killed(tmp_path: Path) -> None:
+    """Its policy is cut over two ranks, and broadcast to one server instead of two from then on. Engine and trainer
+    agree token by token in every step, every prompt is in its step once, and nothing is left behind."""
+    run = Run(
+        tmp_path,
+        *("parallel.tensor=2", "rollout.engines=2", "sglang.sync=distributed", f"sglang.agreement_limit={LIMIT}"),
+        "observability.sinks=[jsonl, console, support.cursors_sink.Cursors]",
+        **{"run.steps": 16},
+    )
+    try:
+        killed = []
+        lines = []
+        for line in run.lines():
+            lines.append(line)
+            if is_step(line, 2):
+                assert run.traces.look() == 2
+                killed += [p for p in run.traces._marked() if SERVE in p.cmdline() and os.getpgid(p.pid) == p.pid][:1]
+                os.killpg(killed[0].pid, signal.SIGKILL)
+        assert killed and run.process.wait() == 0, run.errors()
+    finally:
+        run.process.kill()
+        run.process.wait()
+        run.log.close()
+    rows = metrics(run.dir)
+    assert len(rows) == 16
+    for row in rows:
+        assert row["agreement/max"] <= LIMIT and row["agreement/canary_max"] <= LIMIT
+        assert row["agreement/max_of_age_1"] == row["agreement/max"]  # every token is of the newest weights
+    assert sum(row["engine/dead"] for row in rows) == 1
+    assert {row["engine/serving"] for row in rows} >= {1.0, 2.0}
+    assert any("is dead" in line and "the server ended with -9" in line for line in lines)
+    steps = json.loads((run.dir / "cursors.json").read_text())
+    used = [cursor for number in range(1, 17) for cursor in steps[str(number)]]
+    assert used == list(range(16 * 4))
+    assert run.traces.left() == []
+
+
+def faulty(folder: Path, fault: str) -> str:
+    """A Python of SGLang's environment in which a server, and nothing else, begins with a fault."""
+    script = folder / "python"
+    script.write_text(
+        f"#!{servers.PYTHON}\nimport os, socket, sys\nif {SERVE!r} in sys.argv:\n    {fault}\n"
+        f"os.execv({servers.PYTHON!r}, [{servers.PYTHON!r}, *sys.argv[1:]])\n"
+    )
+    script.chmod(0o755)
+    return f"sglang.python={script}"
 
 
 def stopped(folder: Path, *overrides: str) -> str:
@@ -28,6 +81,32 @@ def stopped(folder: Path, *overrides: str) -> str:
     assert not (folder / "run").exists()
     assert [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or ())] == []
     return done.stderr
+
+
+def test_a_port_that_somebody_else_takes_is_named(tmp_path: Path) -> None:
+    """After it was found free, as the server was still starting."""
+    taken = (
+        "s = socket.create_server(('127.0.0.1', int(sys.argv[sys.argv.index('--port') + 1]))); s.set_inheritable(True)"
+    )
+    said = stopped(tmp_path, model(), faulty(tmp_path, taken))
+    assert "the server ended with" in said and "address already in use" in said.lower()
+
+
+def test_memory_that_does_not_suffice_is_named(tmp_path: Path) -> None:
+    """SGLang's own words, of a server that is allowed next to none."""
+    none = "sys.argv[sys.argv.index('--mem-fraction-static') + 1] = '1e-9'"
+    said = stopped(tmp_path, model(), faulty(tmp_path, none))
+    assert "the server ended with" in said and "Not enough memory" in said
+
+
+def test_a_model_that_the_server_does_not_know_is_named(tmp_path: Path) -> None:
+    """Of a family that the trainer knows, under another architecture's name."""
+    folder = tmp_path / "model"
+    shutil.copytree(servers.MODEL, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
+    said = stopped(tmp_path, f"model.path={folder}")
+    assert "NoSuchModel" in said
 
 
 def test_ports_that_are_all_taken_are_refused_before_anything_starts(tmp_path: Path) -> None:

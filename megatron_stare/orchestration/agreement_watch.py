@@ -75,11 +75,11 @@ class AgreementWatch:
         """
         if not self._sequences:
             return
-        by_server = self._engines.prompt_log_probs(self._sequences)
-        log_probs = torch.tensor([[x for sequence in server for x in sequence] for server in by_server])
+        by_engine = self._engines.prompt_log_probs(self._sequences)
+        log_probs = torch.tensor([[x for sequence in found for x in sequence] for found in by_engine.values()])
         differences = self._trainers.compare_with(canary_batch(self._sequences), log_probs, 1.0)
         self._newest = summary(differences)
-        if verdict := canary_verdict(differences, self._limits):
+        if verdict := canary_verdict(differences, self._limits, list(by_engine)):
             passed = next(filter(None, map(self._limits.canary_passed, differences)))
             require_agreement("log-probs of the canary", passed, verdict, "weight sync")
 

@@ -140,13 +140,20 @@ def canary_batch(sequences: Sequence[Sequence[int]]) -> RolloutBatch:
     )
 
 
-def canary_verdict(differences: Sequence[LogProbDifference], limits: Limits) -> str | None:
-    """What the canary shows, by engine; None: engines and trainer agree."""
+def canary_verdict(
+    differences: Sequence[LogProbDifference], limits: Limits, engines: Sequence[int] | None = None
+) -> str | None:
+    """What the canary shows, by engine; None: engines and trainer agree.
+
+    Args:
+        engines: the number of each; None: from 0 on.
+    """
     wrong = [i for i, difference in enumerate(differences) if limits.canary_passed(difference)]
     if not wrong:
         return None
     if len(wrong) < len(differences):
-        return f"the weights of engine {wrong[0]} are to blame: the other engines agree with the trainer"
+        number = wrong[0] if engines is None else engines[wrong[0]]
+        return f"the weights of engine {number} are to blame: the other engines agree with the trainer"
     worst = differences[wrong[0]]
     if not _first_position(worst).not_numbers and limits.size(_first_position(worst)) <= limits.same:
         return (

@@ -171,15 +171,15 @@ class EnginePool:
         with self._alone():
             return self._results("model_info")
 
-    def prompt_log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """Log-probs, at temperature 1, of all tokens but the first of every sequence; by replica that is not lost, then
-        by sequence.
+    def prompt_log_probs(self, sequences: Sequence[Sequence[int]]) -> dict[int, list[list[float]]]:
+        """Log-probs, at temperature 1, of all tokens but the first of every sequence; by the number of each replica
+        that is not lost, then by sequence.
 
         Raises:
             UserError: the engines are not served.
         """
         with self._alone():
-            return self._results("prompt_log_probs", sequences)
+            return self._fleet.call("prompt_log_probs", sequences, states=THERE)
 
     def release_memory(self, parts: Collection[str] = MEMORY) -> None:
         """Every engine gives back the memory of its weights, of its cache or of both, and is of no use until

@@ -86,3 +86,16 @@ def test_what_older_weights_sampled_is_shown_and_not_judged() -> None:
     assert here.after_log_probs(2)["agreement/mean"] == 5.0
     with pytest.raises(AgreementError, match="step 1: log-probs of sampled tokens"):
         here.after_log_probs(1)
+
+
+def test_the_canary_names_an_engine_by_its_number_while_another_is_lost() -> None:
+    trainers: Any = Trainers()
+    quiet = Sizes(1000, 0, 0.0, 0.0)
+    agreeing = LogProbDifference(quiet, 0.0, {}, {0: quiet}, {0: quiet}, quiet, quiet, Sizes(0, 0, 0.0, 0.0))
+    trainers.compare_with = lambda batch, engines, temperature: [agreeing, found(0.5, p99=2.0)]
+    config = Config.model_validate({"model": {"path": str(MODEL)}, "rollout": {"engine": "sglang", "engines": 3}})
+    engines: Any = SimpleNamespace(
+        served=True, prompt_log_probs=lambda sequences: dict.fromkeys((0, 2), [[0.0] * (len(s) - 1) for s in sequences])
+    )
+    with pytest.raises(AgreementError, match="the weights of engine 2 are to blame"):
+        AgreementWatch(resolve_run(config), trainers, engines).after_sync()

@@ -190,6 +190,11 @@ def test_what_the_canary_shows(blamed, servers):
     assert (verdict is None) if blamed is None else (verdict is not None and blamed in verdict)
 
 
+def test_an_engine_is_named_by_its_number_though_others_are_lost():
+    verdict = canary_verdict([QUIET, difference(noise(0.1))], LIMIT, engines=[0, 3])
+    assert verdict is not None and "weights of engine 3" in verdict
+
+
 @pytest.mark.parametrize(
     ("blamed", "sampled", "unscaled", "temperature"),
     [

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import socket
 import subprocess
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -19,9 +23,10 @@ from megatron_stare.config.runtime_section import RuntimeConfig
 from megatron_stare.config.schema import Config, SGLangConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.models import read_shape
+from megatron_stare.rollout.sglang.client import SGLangClient
 from megatron_stare.rollout.sglang.cpu_platform import ATTENTION, copied_rows
 from megatron_stare.rollout.sglang.flag_check import refused_flag
-from megatron_stare.rollout.sglang.protocol import check_precision
+from megatron_stare.rollout.sglang.protocol import SGLangError, check_precision
 from megatron_stare.rollout.sglang.replica import (
     SGLangReplica,
     check_servers,
@@ -30,6 +35,7 @@ from megatron_stare.rollout.sglang.replica import (
     server_options,
 )
 from megatron_stare.rollout.sglang.serve import remove_shared_memory
+from megatron_stare.rollout.sglang.server import ServerProcess
 from megatron_stare.rollout.sglang.server_checks import LAUNCH_SETTINGS
 from megatron_stare.rollout.sglang.server_memory import server_memory
 from megatron_stare.rollout.sglang.server_options import CPU_ATTENTION
@@ -387,3 +393,36 @@ def test_eight_bits_are_refused_until_they_have_limits(flag):
 
 def test_a_cpu_computes_in_bfloat16_too():
     check_servers(config(device="cpu", dtype="bfloat16"), SHAPE)
+
+
+def test_a_port_whose_new_owner_never_answers_does_not_hide_the_servers_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody listens on the server's port by the time it binds: it ends, and who asks there is kept waiting."""
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\necho 'address already in use' >&2\nread go\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setattr("megatron_stare.rollout.sglang.server.PROBE_S", 0.2)
+    process = ServerProcess(server_options(servers.config(python=str(script), device="cpu"), 0))
+    loop = asyncio.new_event_loop()
+    try:
+        assert process._process.stdin is not None
+        with socket.create_server(("127.0.0.1", urlsplit(process.url).port or 0)):
+            client = SGLangClient(process.url, process.api_key, 60)
+            asked: list[bool] = []
+
+            def run(question: Any) -> Any:
+                if asked:  # it has been asked once in vain: the server ends
+                    process._process.stdin.write(b"go\n")
+                    process._process.stdin.flush()
+                    process._process.wait()
+                asked.append(True)
+                return loop.run_until_complete(question)
+
+            with pytest.raises(SGLangError, match=r"ended with 1.*\n?.*address already in use"):
+                process.wait_ready(client, run)
+            loop.run_until_complete(client.close())
+        assert len(asked) == 2
+    finally:
+        process.close()
+        loop.close()

@@ -6,6 +6,7 @@ it listens, and writes its output to a log whose end is quoted when it dies.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import secrets
@@ -26,6 +27,7 @@ from megatron_stare.rollout.sglang.server_options import PORTS, ServerOptions
 
 LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
 PROBE_EVERY_S = 0.5
+PROBE_S = 10.0  # until a question is given up, and it is looked whether the server is still there
 LEAVE_S = 5.0  # from the order to go until the process group is killed
 LOG_TAIL_BYTES = 3000
 RANKS = "sglang"  # how the names of the ranks' processes begin
@@ -84,8 +86,9 @@ class ServerProcess:
         deadline = time.monotonic() + self._options.start_timeout_s
         while True:
             self.require_alive()
-            with contextlib.suppress(ServerLostError):
-                run(client.model_info())  # type: ignore[operator]
+            with contextlib.suppress(ServerLostError, TimeoutError):
+                # not for as long as a request may take: whoever has taken the port meanwhile may never answer
+                run(asyncio.wait_for(client.model_info(), PROBE_S))  # type: ignore[operator]
                 return
             if time.monotonic() > deadline:
                 raise SGLangError(
