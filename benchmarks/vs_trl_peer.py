@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import machine  # noqa: F401 - settles vector maths
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, StoppingCriteriaList, TrainerCallback

@@ -94,8 +94,10 @@ def test_the_canary_names_an_engine_by_its_number_while_another_is_lost() -> Non
     agreeing = LogProbDifference(quiet, 0.0, {}, {0: quiet}, {0: quiet}, quiet, quiet, Sizes(0, 0, 0.0, 0.0))
     trainers.compare_with = lambda batch, engines, temperature: [agreeing, found(0.5, p99=2.0)]
     config = Config.model_validate({"model": {"path": str(MODEL)}, "rollout": {"engine": "sglang", "engines": 3}})
-    engines: Any = SimpleNamespace(
-        served=True, prompt_log_probs=lambda sequences: dict.fromkeys((0, 2), [[0.0] * (len(s) - 1) for s in sequences])
-    )
+
+    def prompt_log_probs(sequences: list[list[int]]) -> dict[int, list[list[float]]]:
+        return {number: [[0.0] * (len(s) - 1) for s in sequences] for number in (0, 2)}
+
+    engines: Any = SimpleNamespace(served=True, prompt_log_probs=prompt_log_probs)
     with pytest.raises(AgreementError, match="the weights of engine 2 are to blame"):
         AgreementWatch(resolve_run(config), trainers, engines).after_sync()

@@ -83,12 +83,17 @@ def several(count: int, model: Path = MODEL, **settings: Any) -> Iterator[list[S
 
 @contextmanager
 def attached(*engines: SGLangEngine) -> Iterator[tuple[asyncio.AbstractEventLoop, list[SGLangClient]]]:
-    """Clients of engines' servers beside their own, on a loop of their own."""
+    """Clients of engines' servers beside their own, on a loop of their own. At the end the servers say again that they
+    hold the versions that their engines gave them: whoever gave them others behind an engine's back made it think that
+    its server was started anew."""
     loop = asyncio.new_event_loop()
     processes = [engine.process for engine in engines if engine.process is not None]
     clients = [SGLangClient(process.url, process.api_key, 120) for process in processes]
     try:
         yield loop, clients
+        for engine, client in zip(engines, clients, strict=True):
+            if (held := engine.model_info().weight_version) is not None:
+                loop.run_until_complete(client.publish_version(str(held)))
     finally:
         loop.run_until_complete(everywhere(*(client.close() for client in clients)))
         loop.close()
