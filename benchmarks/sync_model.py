@@ -28,9 +28,6 @@ from pathlib import Path
 from typing import Any
 
 MEASURED = Path(__file__).parent / "results/weight_sync.json"
-AROUND = (
-    5  # calls around a session, where they were measured one by one: pause, what servers are, flush, version, resume
-)
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,7 @@ def measured_constants(result: Mapping[str, Any], cores: int, job: Job) -> Const
         hash=of["hash"] / cores,
         ray_call=of["ray_call"],
         session=of["session"],
-        update=of["update"] if "update" in of else of["session"] + AROUND * of["call"],
+        update=of["update"],
         request=request,
     )
 
