@@ -96,7 +96,7 @@ def test_memory_that_does_not_suffice_is_named(tmp_path: Path) -> None:
     """SGLang's own words, of a server that is allowed next to none."""
     none = "sys.argv[sys.argv.index('--mem-fraction-static') + 1] = '1e-9'"
     said = stopped(tmp_path, model(), faulty(tmp_path, none))
-    assert "the server ended with" in said and "Not enough memory" in said
+    assert "the server ended with" in said and "memory" in said.split("its last words")[1].lower()
 
 
 def test_a_model_that_the_server_does_not_know_is_named(tmp_path: Path) -> None:

@@ -10,12 +10,15 @@ never written to: its end, whatever ended the starter, is the order to go.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
+import select
 import shutil
 import signal
 import sys
-import threading
+import traceback
 from pathlib import Path
+from typing import NoReturn
 
 API_KEY_VARIABLE = "MEGATRON_STARE_SGLANG_KEY"
 # of the trainer's process, and not for servers: paths of its own environment, and a choice of CPU kernels that are not
@@ -35,8 +38,7 @@ with contextlib.suppress(RuntimeError):  # they exist where torchvision loads by
 
 
 def main() -> None:
-    scratch = os.environ[SCRATCH_VARIABLE]
-    threading.Thread(target=_end_with_starter, args=(os.dup(0), scratch), daemon=True).start()
+    _guard(os.environ[SCRATCH_VARIABLE])
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)  # SGLang's own processes must not hold the pipe
     key = os.environ.pop(API_KEY_VARIABLE, "")
@@ -45,16 +47,45 @@ def main() -> None:
     from sglang.srt.server_args import prepare_server_args
 
     load_plugins()
-    run_server(prepare_server_args([*sys.argv[1:], *(["--api-key", key] if key else [])]))
+    try:
+        run_server(prepare_server_args([*sys.argv[1:], *(["--api-key", key] if key else [])]))
+    except SystemExit as end:  # how uvicorn ends where the port is taken
+        _leave(end.code if isinstance(end.code, int) else 1)
+    except BaseException:
+        traceback.print_exc()
+        _leave(1)
+    _leave(0)
 
 
-def _end_with_starter(pipe: int, scratch: str) -> None:
-    """Waits for the end of the pipe, then ends this process's whole group."""
-    while os.read(pipe, 1):
-        pass
-    shutil.rmtree(scratch, ignore_errors=True)
+def _leave(code: int) -> NoReturn:
+    """Ends this process and SGLang's ranks, for which the interpreter would wait: they wait for requests."""
     remove_shared_memory(os.getpgid(0))
-    os.killpg(os.getpgid(0), signal.SIGKILL)
+    for rank in multiprocessing.active_children():
+        rank.kill()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _guard(scratch: str) -> None:
+    """Has this process's whole group ended once its starter is gone, by a process outside of it: where this one is
+    killed as well, as Ray does to what an actor started, some of SGLang's would stay. It ends with this one, too."""
+    group = os.getpgid(0)
+    lives, ends = os.pipe()  # this end closes with this process: what it starts does not inherit it
+    if os.fork():
+        os.close(lives)
+        return
+    os.setsid()
+    os.close(ends)
+    while True:
+        ready, _, _ = select.select([0, lives], [], [])
+        if any(not os.read(pipe, 1) for pipe in ready):
+            break
+    shutil.rmtree(scratch, ignore_errors=True)
+    remove_shared_memory(group)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+    os._exit(0)
 
 
 def remove_shared_memory(group: int) -> None:
