@@ -69,7 +69,8 @@ def _leave(code: int) -> NoReturn:
 
 def _guard(scratch: str) -> None:
     """Has this process's whole group ended once its starter is gone, by a process outside of it: where this one is
-    killed as well, as Ray does to what an actor started, some of SGLang's would stay. It ends with this one, too."""
+    killed as well, as Ray does to what an actor started, some of SGLang's would stay. The group ends with this one,
+    too; its log then stays for the starter to read, who goes later."""
     group = os.getpgid(0)
     lives, ends = os.pipe()  # this end closes with this process: what it starts does not inherit it
     if os.fork():
@@ -77,14 +78,12 @@ def _guard(scratch: str) -> None:
         return
     os.setsid()
     os.close(ends)
-    while True:
-        ready, _, _ = select.select([0, lives], [], [])
-        if any(not os.read(pipe, 1) for pipe in ready):
-            break
-    shutil.rmtree(scratch, ignore_errors=True)
+    select.select([0, lives], [], [])  # nothing is ever written to either: what can be read is its end
     remove_shared_memory(group)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
+    select.select([0], [], [])
+    shutil.rmtree(scratch, ignore_errors=True)
     os._exit(0)
 
 
