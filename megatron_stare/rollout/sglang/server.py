@@ -30,6 +30,7 @@ PROBE_EVERY_S = 0.5
 PROBE_S = 10.0  # until a question is given up, and it is looked whether the server is still there
 LEAVE_S = 5.0  # from the order to go until the process group is killed
 LOG_TAIL_BYTES = 3000
+TAKEN = "address already in use"
 RANKS = "sglang"  # how the names of the ranks' processes begin
 
 
@@ -115,7 +116,11 @@ class ServerProcess:
     def ended(self) -> str | None:
         """How it ended, with the end of its log; None: it has not."""
         code = self._process.poll()
-        return None if code is None else f"ended with {code}; its last words:\n{self.last_words()}"
+        if code is None:
+            return None
+        # SGLang goes on for a while without its port, so that this is not among the last words
+        why = f" ({TAKEN}: another process took its port)" if TAKEN in self._said().lower() else ""
+        return f"ended with {code}{why}; its last words:\n{self.last_words()}"
 
     def lost_rank(self) -> str | None:
         """As `ended`, of a rank that was killed and whose end SGLang's launcher has not taken notice of."""
@@ -127,9 +132,11 @@ class ServerProcess:
 
     def last_words(self) -> str:
         """The end of the server's log, which names its key, without it."""
+        return self._said().replace(self.api_key, "<key>")[-LOG_TAIL_BYTES:]
+
+    def _said(self) -> str:
         with contextlib.suppress(OSError):
-            text = self._log.read_bytes().decode(errors="replace")
-            return text.replace(self.api_key, "<key>")[-LOG_TAIL_BYTES:]
+            return self._log.read_bytes().decode(errors="replace")
         return ""
 
     def kill(self) -> None:
