@@ -48,7 +48,7 @@ class Workers(ABC):
     def replace(self, worker: int) -> None:
         """Ends one worker, however it stands, and makes it anew where it was. Waits until that is done; may be called
         from any thread, while nobody else calls this worker. Raises UserError where it cannot be made."""
-        raise NotImplementedError(f"{type(self).__name__} cannot make a worker anew")
+        raise WorkerLostError(f"{type(self).__name__} cannot make a worker anew")
 
     @abstractmethod
     def close(self) -> None:

@@ -76,7 +76,7 @@ class Replica(ABC):
     @classmethod
     def part(cls, config: Config, number: int, node: int) -> ReplicaPart:
         """What replica `number` has on its node `node`, from 1 on; not started yet."""
-        raise NotImplementedError(f"{cls.__name__} is on one node")
+        raise RuntimeError(f"{cls.__name__} is on one node, and was asked for a part on another")
 
 
 class InProcess(Replica):
