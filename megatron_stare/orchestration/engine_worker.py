@@ -28,7 +28,7 @@ class EngineWorker:
     """
 
     def __init__(self, config: Config, number: int, beside: Beside | None = None) -> None:
-        self._replica = make_replica(config, number) if beside is None else make_replica(config, number, beside)
+        self._replica = make_replica(config, number, beside)
         self._model_path = config.model.path
         self._brought_up: Engine | None = None
         self._layouts: Sequence[BucketLayout] = ()

@@ -79,21 +79,11 @@ class Actor:
             self._worker.close()
 
 
-class RayWorkers(Workers):
-    """One actor a worker.
+class RayPeers(Workers):
+    """Workers as another one has them: it calls them, and they end with whoever started them."""
 
-    Args:
-        makers: of each actor, where it belongs: it is called again where the actor is to be made anew.
-    """
-
-    def __init__(self, makers: Sequence[Callable[[], Any]], what: str, timeout_s: float) -> None:
-        self._makers = list(makers)
-        self._actors = [make() for make in makers]
-        self._what = what
-        self._timeout_s = timeout_s
-        self._built: list[tuple[Callable[..., Any], bytes]] = []  # what every actor hosts, and its arguments
-        self._closing = threading.Lock()
-        self._closed = False
+    def __init__(self, actors: Sequence[Any], what: str, timeout_s: float) -> None:
+        self._actors, self._what, self._timeout_s = list(actors), what, timeout_s
 
     def __len__(self) -> int:
         return len(self._actors)
@@ -117,6 +107,24 @@ class RayWorkers(Workers):
 
     def share(self, value: Any) -> Handle:
         return ray.put(value)
+
+    def close(self) -> None:
+        """They are not this worker's."""
+
+
+class RayWorkers(RayPeers):
+    """One actor a worker; they end with this.
+
+    Args:
+        makers: of each actor, where it belongs: it is called again where the actor is to be made anew.
+    """
+
+    def __init__(self, makers: Sequence[Callable[[], Any]], what: str, timeout_s: float) -> None:
+        super().__init__([make() for make in makers], what, timeout_s)
+        self._makers = list(makers)
+        self._built: list[tuple[Callable[..., Any], bytes]] = []  # what every actor hosts, and its arguments
+        self._closing = threading.Lock()
+        self._closed = False
 
     def everywhere(self, name: str, *args: Any) -> list[Handle]:
         """Starts a call of the actors themselves, not of the workers they host."""
@@ -158,33 +166,6 @@ def _end(actors: Sequence[Any], limit_s: float) -> None:
         ray.get([actor.close.remote() for actor in actors], timeout=limit_s)
     for actor in actors:
         ray.kill(actor)
-
-
-class RayPeers(Workers):
-    """Workers as another one has them: it calls them, and they end with whoever started them."""
-
-    def __init__(self, actors: Sequence[Any], what: str, timeout_s: float) -> None:
-        self._actors, self._what, self._timeout_s = list(actors), what, timeout_s
-
-    def __len__(self) -> int:
-        return len(self._actors)
-
-    def start_on(self, worker: int, method: str, *args: Any) -> Handle:
-        return self._actors[worker].method.remote(method, *args)
-
-    def wait(
-        self, handles: Sequence[Handle], on_done: Callable[[int], None] | None = None, timeout_s: float | None = None
-    ) -> list[Any]:
-        return get(handles, self._what, self._timeout_s if timeout_s is None else timeout_s, on_done)
-
-    async def result(self, handle: Handle) -> Any:
-        return (await asyncio.to_thread(self.wait, [handle]))[0]
-
-    def share(self, value: Any) -> Handle:
-        return ray.put(value)
-
-    def close(self) -> None:
-        """They are not this worker's."""
 
 
 def get(

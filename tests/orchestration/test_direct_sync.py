@@ -98,7 +98,7 @@ class Run:
             client, loop = fake.client(), asyncio.new_event_loop()
             sync, way = make_sync("distributed", [client], MODEL, 60), Way("distributed", 60, MODEL)
             engines.append(SGLangEngine(client, sync, MODEL, "float32", 2, loop, way=way))
-        monkeypatch.setattr(engine_worker, "make_replica", lambda config, number: Up(engines[number]))
+        monkeypatch.setattr(engine_worker, "make_replica", lambda config, number, beside: Up(engines[number]))
         config = Config.model_validate({"model": {"path": MODEL}})
         workers = InlineWorkers([engine_worker.EngineWorker(config, number) for number in range(len(fakes))])
         self.rank, self.pool = Rank(), EnginePool(workers, prove_every)

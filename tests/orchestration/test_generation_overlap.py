@@ -81,7 +81,7 @@ def test_the_next_bucket_is_gathered_while_a_server_takes_this_one(monkeypatch: 
     trainer = Trainer()
     client = SlowServer(trainer).client()
     engine = SGLangEngine(client, TensorSync([client]), MODEL, "float32", 2, asyncio.new_event_loop())
-    monkeypatch.setattr(engine_worker, "make_replica", lambda config, number: UpAlready(engine))
+    monkeypatch.setattr(engine_worker, "make_replica", lambda config, number, beside: UpAlready(engine))
     trainers = Threads([trainer])
     engines = Threads([engine_worker.EngineWorker(Config.model_validate({"model": {"path": MODEL}}), 0)])
     try:

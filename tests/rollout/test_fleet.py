@@ -104,7 +104,7 @@ class Fakes:
             def close(self) -> None:
                 self._closed.set()
 
-        monkeypatch.setattr(engine_worker, "make_replica", lambda config, number: Coming(number))
+        monkeypatch.setattr(engine_worker, "make_replica", lambda config, number, beside: Coming(number))
         self.run = Run(CONFIG, len(replicas), tensors=lambda version: TENSORS, **settings)
         self.run.publish()
         self.run.pool.news()
