@@ -46,7 +46,7 @@ def selection_reasons(algorithm: Any, row: Mapping[str, float] | None) -> Reason
     lines = [_rule(name, settings, row, each) for each in found]
     weighed = _gate(settings, row, found)
     lines += [weighed] if weighed else []
-    others = [f"{key} {short(value, 4)}" for key, value in row.items() if key.startswith(_OF_METHODS)]
+    others = [f"{key} {short(value)}" for key, value in row.items() if key.startswith(_OF_METHODS)]
     lines += [f"{name} of this step: {', '.join(others)}."] if others else []
     if not lines:
         return Reasons((f"{name} selects no tokens: all of a response have its advantage.",))
@@ -57,7 +57,7 @@ def selection_reasons(algorithm: Any, row: Mapping[str, float] | None) -> Reason
 
 def _rule(name: str, settings: Mapping[str, Any], row: Mapping[str, float], of: tuple[str, ...]) -> str:
     metric, letter, _, sign, _ = of
-    rare, bound = letter.startswith("L"), short(row[f"stare/threshold_{metric}"], 4)
+    rare, bound = letter.startswith("L"), short(row[f"stare/threshold_{metric}"])
     number = _of(row, f"stare/selected_{metric}")
     below, share = settings.get("rare_below"), settings.get("share")
     if below is not None:
@@ -91,7 +91,7 @@ def _gate(settings: Mapping[str, Any], row: Mapping[str, float], found: list[tup
 
 def _because(row: Mapping[str, float], of: tuple[str, ...]) -> str:
     metric, letter, _, _, weight = of
-    bound = short(row[f"stare/threshold_{metric}"], 4)
+    bound = short(row[f"stare/threshold_{metric}"])
     said = f"surprisal {'≥' if letter.startswith('L') else '≤'} {bound}"
     if not math.isfinite(gate := _of(row, "stare/gate")):
         return said

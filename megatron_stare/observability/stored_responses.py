@@ -23,7 +23,7 @@ BLOCK = 64  # responses
 BLOCK_CHARACTERS = 1_000_000  # that a block stops growing at, of texts as of numbers
 TEXT_BYTES = 48_000_000  # of a page and run, as they stand in it
 NUMBER_BYTES = 48_000_000
-HEAD, TAIL = 90, 70  # characters of a prompt and of a response's end that the list shows
+HEAD, TAIL = 160, 70  # characters of a prompt and of a response's end that the list shows
 
 
 @dataclass
