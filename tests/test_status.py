@@ -24,6 +24,7 @@ from megatron_stare.observability.heartbeat import HEARTBEAT_FILE, Beat, write_b
 from megatron_stare.observability.json_lines import write_atomically
 from megatron_stare.observability.report.page import write_report
 from megatron_stare.observability.run_files import LOCK_FILE, read_run
+from megatron_stare.run import views
 from megatron_stare.run.status import Status, status_of
 from megatron_stare.run.views import as_text
 from megatron_stare.run_state import refuse_busy
@@ -171,6 +172,25 @@ def test_the_command_line(run_dir: Path, capsys: pytest.CaptureFixture[str], tmp
         assert said in capsys.readouterr().err
 
 
+def test_watching_looks_anew_until_it_is_interrupted(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:  # a step is made meanwhile; then somebody presses Ctrl-C
+        waits.append(seconds)
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)[:100]
+        (run_dir / "metrics.jsonl").write_text("".join([*lines, lines[-1].replace('"step": 100', '"step": 101')]))
+        if len(waits) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(views.time, "sleep", wait)
+    with held(run_dir):
+        assert main(["status", str(run_dir), "--watch", "7", "--json"]) == 0
+    assert [json.loads(line)["step"] for line in capsys.readouterr().out.splitlines() if line] == [100, 101]
+    assert waits == [7.0, 7.0]
+
+
 def ask(run: Path, *options: str, cwd: Path) -> tuple[int, dict[str, Any]]:
     """The real command, in a process of its own."""
     arguments = [sys.executable, "-m", "megatron_stare.cli", "status", str(run), "--json", *options]
@@ -190,11 +210,13 @@ def test_a_live_a_killed_and_a_continued_run(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout and any(re.match(r"\s*step\s+3/", line) for line in process.stdout)
-    process.send_signal(signal.SIGSTOP)  # wherever it is: so that it is still alive when it is asked for
+    assert process.stdout and any(re.match(r"\s*step\s+5/", line) for line in process.stdout)
+    process.send_signal(
+        signal.SIGSTOP
+    )  # so that it is still alive when it is asked for; the checkpoint of step 2 is whole
     code, live = ask(run, cwd=tmp_path)
     assert (code, live["state"], live["again"]) == (0, "running", "")
-    assert 3 <= live["step"] <= 5 and live["steps"] == 6 and live["steps_per_h"] > 0
+    assert live["step"] == 5 and live["steps"] == 6 and live["steps_per_h"] > 0
     page = write_report([run], tmp_path / "live.html").read_text()
     assert f"while the run goes on: step {live['step']} of 6 is made" in page
     process.kill()

@@ -7,7 +7,7 @@ threshold is the one that the step's own selection was made by.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,7 @@ def _rule(name: str, settings: Mapping[str, Any], row: Mapping[str, float], of: 
     return f"{name} put into {letter} {count} of {sign} advantage, {who}: {end} {bound} nats."
 
 
-def _gate(settings: Mapping[str, Any], row: Mapping[str, float], found: list[tuple[str, ...]]) -> str:
+def _gate(settings: Mapping[str, Any], row: Mapping[str, float], found: Sequence[tuple[str, ...]]) -> str:
     factors = {each[1]: _of(row, f"stare/{each[4]}") for each in found}
     weights = ", ".join(f"{letter} × {short(factor)}" for letter, factor in factors.items())
     entropy, target = _of(row, "entropy/mean"), _of(row, "entropy/target")

@@ -192,7 +192,8 @@ def _evenly(blocks: Sequence[_Block], sizes: Sequence[int], room: int) -> list[_
     total = sum(sizes)
     if total <= room:
         return list(blocks)
-    kept, used, seen = [], 0, 0
+    kept: list[_Block] = []
+    used = seen = 0
     for block, size in zip(blocks, sizes, strict=True):
         seen += size
         if not kept or used + size <= room * seen / total:  # never ahead of its share of the room
