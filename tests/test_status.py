@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from megatron_stare.cli import main
 from megatron_stare.observability.heartbeat import HEARTBEAT_FILE, Beat, write_beat
 from megatron_stare.observability.json_lines import write_atomically
 from megatron_stare.observability.report.page import write_report
+from megatron_stare.observability.report.rollouts_page import write_rollouts
 from megatron_stare.observability.run_files import LOCK_FILE, read_run
+from megatron_stare.observability.stored_responses import stored_responses
 from megatron_stare.run import views
 from megatron_stare.run.status import Status, status_of
 from megatron_stare.run.views import as_text
@@ -199,10 +202,18 @@ def ask(run: Path, *options: str, cwd: Path) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(done.stdout)
 
 
+def steps_stored(run: Path) -> Counter[int]:
+    """How many training responses of each step the page has."""
+    stored = stored_responses(read_run(run))
+    training = stored.tasks["training"]
+    return Counter(s for s, task in zip(stored.rows["step"], stored.rows["task"], strict=True) if task == training)
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_live_a_killed_and_a_continued_run(tmp_path: Path) -> None:
-    run, options = tmp_path / "a run", ("observability.sinks=[jsonl,console]",)
+    run = tmp_path / "a run"
+    options = ("observability.sinks=[jsonl,console]", "run.rollouts_every=1", "run.rollouts_kept=4")
     process = subprocess.Popen(
         command(model(), f"run.dir={run}", *options, **INLINE),
         cwd=tmp_path,
@@ -219,6 +230,7 @@ def test_a_live_a_killed_and_a_continued_run(tmp_path: Path) -> None:
     assert live["step"] == 5 and live["steps"] == 6 and live["steps_per_h"] > 0
     page = write_report([run], tmp_path / "live.html").read_text()
     assert f"while the run goes on: step {live['step']} of 6 is made" in page
+    assert steps_stored(run) == dict.fromkeys(range(1, 6), 4)
     process.kill()
     process.wait()
     code, dead = ask(run, cwd=tmp_path)
@@ -240,3 +252,5 @@ def test_a_live_a_killed_and_a_continued_run(tmp_path: Path) -> None:
     assert (ended["starts"], ended["resumed_after"]) == (2, dead["checkpoint"])
     assert [each["step"] for each in ended["evaluations"]] == [6]
     assert [row["step"] for row in metrics(run)] == list(range(1, 7))
+    assert steps_stored(run) == dict.fromkeys(range(1, 7), 4)  # those that were made again stand once
+    assert write_rollouts([run], tmp_path / "rollouts.html").stat().st_size > 10_000

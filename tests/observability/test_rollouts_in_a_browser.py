@@ -155,6 +155,11 @@ def test_two_runs_show_what_they_said_to_the_same_prompt(tmp_path: Path) -> None
             seen["overflow"] = await here.value(
                 "document.documentElement.scrollWidth - document.documentElement.clientWidth"
             )
+            halves = "[...document.querySelectorAll('.row')][1].querySelectorAll('.half')"
+            seen["halves"] = await here.value(
+                f"(row => [...{halves}].map(h => h.getBoundingClientRect()).every(h => h.right <= row.right &&"
+                " h.bottom <= row.bottom))(document.querySelectorAll('.row')[1].getBoundingClientRect())"
+            )
             await here.open(page, 1400)
             await here.settled(READY)
             seen["both"] = await here.value(TEXT.format(".count"))
@@ -173,6 +178,7 @@ def test_two_runs_show_what_they_said_to_the_same_prompt(tmp_path: Path) -> None
 
     seen = asyncio.run(look())
     assert seen["overflow"] == 0 and seen["errors"] == []
+    assert seen["halves"]  # what both runs said of a prompt is in sight on a telephone too
     number = STEPS * PER_STEP
     differ = sum(((i + s) % 3 == 0) != ((i + 2 * s) % 3 == 0) for s in range(1, 41) for i in range(50))
     assert seen["both"].startswith(f"{number + 4:,} of ")  # and what evaluations asked of both

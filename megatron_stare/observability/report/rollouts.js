@@ -24,8 +24,8 @@ const put = (parent, kind, text, name) => {
 const number = (value) => value === null ? "–" : value.toLocaleString("en", { maximumSignificantDigits: 6 });
 
 unpack("index").then(({ runs, pairs }) => {
-  const two = runs.length > 1, height = two ? 60 : 82;
-  let shown = [], chosen = null, asked = 0, words = null;
+  const two = runs.length > 1, narrow = matchMedia("(max-width: 860px)");
+  let height = 0, shown = [], chosen = null, asked = 0, words = null;
 
   const rewardOf = (run, i) => {
     const reward = runs[run].rows.reward[i];
@@ -70,6 +70,11 @@ unpack("index").then(({ runs, pairs }) => {
     room.replaceChildren(...rows);
     if (!shown.length) put(room, "div", "no response is like that", "empty-list");
     list.setAttribute("aria-activedescendant", chosen === null ? "" : `row-${chosen}`);
+  };
+
+  const fit = () => { // two runs beside each other take two lines, else there are three
+    height = two && !narrow.matches ? 60 : 82;
+    room.style.height = `${Math.max(1, shown.length) * height}px`;
   };
 
   const show = async (pair) => {
@@ -147,7 +152,7 @@ unpack("index").then(({ runs, pairs }) => {
     shown.sort((a, b) => keys.get(a) - keys.get(b) || a - b);
     const of = two ? "pairs and single responses" : "responses";
     count.textContent = `${shown.length.toLocaleString("en")} of ${pairs.length.toLocaleString("en")} ${of}`;
-    room.style.height = `${Math.max(1, shown.length) * height}px`;
+    fit();
     list.scrollTop = 0;
     draw();
     if (shown.length && !shown.includes(chosen)) await show(shown[0]);
@@ -174,7 +179,7 @@ unpack("index").then(({ runs, pairs }) => {
   form.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(filter, 120); });
   form.addEventListener("reset", () => { clearTimeout(typing); typing = setTimeout(filter, 0); });
   form.addEventListener("submit", (event) => event.preventDefault());
-  addEventListener("resize", draw);
+  addEventListener("resize", () => { fit(); draw(); });
 
   const tasks = [...new Set(runs.flatMap((run) => run.tasks))];
   for (const task of tasks) field("task").add(new Option(task, task));
