@@ -30,6 +30,7 @@ LEVELS = {
     "workers": 1,
     "network": 1,
     "metric": 0,
+    "heap": 0,
     "algorithms": 2,
     "ops": 2,
     "config": 3,

@@ -27,6 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, UserError
+from megatron_stare.heap import freeze
 from megatron_stare.interruption import raise_if_received, uninterrupted
 from megatron_stare.network import free_port, interface_address
 from megatron_stare.orchestration.placed import Spot
@@ -51,6 +52,7 @@ class Actor:
         """Makes the worker of its pickled arguments. They are read here, where an error is the worker's own: a method
         of the user's, say, that this node does not have. Ray would lose what it says."""
         self._worker = kind(*pickle.loads(pickled))
+        freeze()
 
     def address(self, interface: str | None, ports: Sequence[int] | None) -> str:
         """host:port that is free on this node now, for the ranks to meet at.

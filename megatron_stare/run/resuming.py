@@ -22,6 +22,7 @@ FREE_TO_CHANGE = (
     "reward.workers",
     "reward.timeout_s",
     "rollout.threads",
+    "performance.share_prompts",
 )
 NOT_FREE = ("run.seed",)
 

@@ -12,6 +12,7 @@ from types import TracebackType
 from megatron_stare.config.engines_alone import evaluation_engines
 from megatron_stare.data.prompt_queue import PromptQueue
 from megatron_stare.errors import UserError
+from megatron_stare.heap import freeze, frozen_heap
 from megatron_stare.interruption import ClosingStack, Standing, raise_if_received, stopped_at
 from megatron_stare.observability.monitor import Monitor
 from megatron_stare.observability.run_files import evaluated_steps
@@ -60,6 +61,7 @@ class Session:
         self.task, self.evaluations = inputs.task, inputs.evaluations
         self.state = RunState(data=self.source.state(), method=method.initial_state())
         with ClosingStack() as stack:
+            stack.enter_context(frozen_heap())
             restored: Path | None = None
             if resume:
                 self.dir = RunDir.reopen(find_run(config))
@@ -144,6 +146,7 @@ class Session:
                 self.monitor.note("the run ended before its first checkpoint: beginning anew")
             if resume:
                 self.dir.record(config)  # run.steps, the layout and more may be others from here on
+            freeze()
             self._open = stack.pop_all()
 
     def __enter__(self) -> Session:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from megatron_stare.megatron.batching.shared_prompts import SharedColumns
 from megatron_stare.megatron.batching.spread import Spread
 from megatron_stare.megatron.batching.zigzag import WHOLE, Zigzag
 
@@ -61,15 +62,18 @@ class PackedSequences(PackedSeqParams):
         return other
 
 
-def pack(lengths: list[int], device: torch.device, place: Zigzag = WHOLE) -> PackedSequences:
+def pack(
+    lengths: list[int], device: torch.device, place: Zigzag = WHOLE, shared: SharedColumns | None = None
+) -> PackedSequences:
     """The description of sequences of these lengths laid end to end, in order.
 
     Args:
         place: which of their positions this rank holds.
+        shared: which of the tokens the model is fed, and in the place of which others; not where ranks hold parts.
     """
     held = [length // place.ranks for length in lengths]
     groups = _alike(lengths)
-    bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     longest = max(lengths)
     packed = PackedSequences(
         qkv_format="thd",
@@ -77,14 +81,19 @@ def pack(lengths: list[int], device: torch.device, place: Zigzag = WHOLE) -> Pac
         cu_seqlens_kv=bounds,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        queries=_spread(held, groups).each(lambda tensor: tensor.to(device)),
+        queries=_spread(held, groups),
     )
+    if shared is not None:
+        whole = packed.queries
+        packed.queries = replace(
+            whole, index=shared.stands[whole.index], inverse=whole.inverse[shared.fed], repeated=True
+        )
     if place.ranks > 1:
-        packed.keys = _spread(lengths, groups, place.order(lengths)).each(lambda tensor: tensor.to(device))
+        packed.keys = _spread(lengths, groups, place.order(lengths))
         packed.positions = tuple(
             pad_sequence([place.positions(lengths[i]) for i in members], batch_first=True) for members in groups
         )
-    return packed
+    return packed._each(lambda tensor: tensor.to(device))
 
 
 def _spread(lengths: list[int], groups: list[list[int]], order: Tensor | None = None) -> Spread:
