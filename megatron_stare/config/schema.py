@@ -18,6 +18,7 @@ from megatron_stare.config.performance_section import PerformanceConfig, Section
 from megatron_stare.config.restarts_section import RestartsConfig
 from megatron_stare.config.reward_section import RewardConfig
 from megatron_stare.config.runtime_section import RuntimeConfig
+from megatron_stare.config.services_section import ServicesConfig
 
 
 class RunConfig(Section):
@@ -334,8 +335,8 @@ class ObservabilityConfig(Section):
     )
     sinks: list[str] = Field(
         ["jsonl", "tensorboard", "console", "report"],
-        description="what the run's reports go to: 'jsonl', 'tensorboard', 'console', 'report' or a class path "
-        "my_pkg.MySink",
+        description="what the run's reports go to: 'jsonl', 'tensorboard', 'console', 'report', 'wandb', 'mlflow', "
+        "'prometheus', 'webhook' (see services) or a class path my_pkg.MySink",
     )
     metrics: list[str] = Field(
         [], description="functions of a step's batch whose numbers are logged too: paths my_pkg.my_metric"
@@ -384,6 +385,7 @@ class Config(Section):
     runtime: RuntimeConfig = RuntimeConfig()
     limits: LimitsConfig = LimitsConfig()
     restarts: RestartsConfig = RestartsConfig()
+    services: ServicesConfig = ServicesConfig()
 
     @model_validator(mode="after")
     def _servers_are_used(self) -> Config:
