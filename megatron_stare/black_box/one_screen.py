@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from megatron_stare.black_box.hang_facts import Facts, ProcessFacts
 from megatron_stare.black_box.verdict import Verdict, main_frames
 from megatron_stare.observability.heartbeat import DRIVER, IDLE
 
-ROWS, WIDTH = 15, 118
+ROWS, WIDTH = 13, 118
+SENTENCE = 4  # lines of it
 STATES = {
     "R": "running",
     "S": "sleeping",
@@ -25,7 +28,8 @@ def screen(facts: Facts, found: Verdict, folder: str) -> str:
     Args:
         folder: of the bundle.
     """
-    lines = [headline(facts), f"  {found.sentence}", ""]
+    said = textwrap.wrap(found.sentence, WIDTH - 2, max_lines=SENTENCE, placeholder=" …", break_on_hyphens=False)
+    lines = [headline(facts), *(f"  {line}" for line in said), ""]
     blamed = {(p.node, p.pid) for p in found.culprits}
     shown = [p for p in facts.processes if p.phase is not None or (p.node, p.pid) in blamed]
     shown.sort(key=lambda p: ((p.node, p.pid) not in blamed, p.role != DRIVER, len(p.role), p.role))

@@ -11,16 +11,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PAUSING_S, READING_S = 8.0, 6.0  # until a look is given up
+OTHERS = ("/lib/python", "/site-packages/", "/dist-packages/", "<")  # on the path of what somebody else wrote
+OURS = "/megatron_stare/"
 PAUSED = ("T", "t", "D")  # asked to pause, one of these would never say that it has
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A Python function on a stack."""
+    """A Python function on a stack.
+
+    own: it is neither Python's nor an installed package's, but this project's or a user's.
+    """
 
     function: str
     file: str
     line: int
+    own: bool = False
+
+    @property
+    def name(self) -> str:
+        """The function's, without its class's."""
+        return self.function.rpartition(".")[2]
 
     def __str__(self) -> str:
         return f"{self.function} ({self.file}:{self.line})"
@@ -81,8 +92,15 @@ def parsed(content: bytes) -> list[Thread]:
     return [
         Thread(
             str(each["thread_name"] or each["thread_id"]),
-            tuple(Frame(f["name"], f["short_filename"] or f["filename"], int(f["line"])) for f in each["frames"]),
+            tuple(
+                Frame(f["name"], f["short_filename"] or f["filename"], int(f["line"]), _own(f["filename"]))
+                for f in each["frames"]
+            ),
             bool(each["owns_gil"]),
         )
         for each in json.loads(content)
     ]
+
+
+def _own(file: str) -> bool:
+    return OURS in file or not any(part in file for part in OTHERS)

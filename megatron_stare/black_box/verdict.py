@@ -20,8 +20,7 @@ COLLECTIVES = "torch/distributed/distributed_c10d.py"  # and what Megatron's pip
 STAGES = "pipeline_parallel/p2p_communication.py"
 TO_SERVERS = ("send_weights", "send_own_weights")  # calls whose collectives are with servers too
 JUDGING = ("judge", "rewards/worker.py")  # on the stack of a verifier that is at an answer
-OURS = "megatron_stare/"
-CALLED = ("orchestration/ray.py", "ray/", "threading.py")  # how a worker comes to its call
+CALLED = "orchestration/ray.py"  # where a worker comes to its call
 INNERMOST = 6  # frames in which a collective's own would be
 
 
@@ -164,11 +163,11 @@ def collective(process: ProcessFacts) -> str | None:
     """The collective that the process waits in; None: it is in none."""
     frames = main_frames(process)[:INNERMOST]
     for frame in frames:
-        if frame.file.endswith(COLLECTIVES) and not frame.function.startswith("_"):
-            return frame.function
+        if frame.file.endswith(COLLECTIVES) and not frame.name.startswith("_"):
+            return frame.name
         if frame.file.endswith(STAGES):
-            named = [f.function for f in frames if f.file.endswith(STAGES) and not f.function.startswith("_")]
-            return named[0] if named else frame.function
+            named = [f.name for f in frames if f.file.endswith(STAGES) and not f.name.startswith("_")]
+            return named[0] if named else frame.name
     return None
 
 
@@ -181,7 +180,7 @@ def main_frames(process: ProcessFacts) -> Sequence[Frame]:
 
 
 def _rank_of(thread: Thread) -> int:
-    called = any(frame.function == "method" and frame.file.endswith(CALLED[0]) for frame in thread.frames)
+    called = any(frame.name == "method" and frame.file.endswith(CALLED) for frame in thread.frames)
     return 0 if called else 1 if thread.name == "MainThread" else 2
 
 
@@ -194,16 +193,16 @@ def _where(process: ProcessFacts) -> str:
         call = f"in the call {process.phase}" if process.phase else "asked for nothing"
         return call + (f" ({process.said})" if process.said else "")
     inner = frames[0]
-    ours = next((f for f in frames if OURS in f.file and not f.file.endswith(CALLED[0])), None)
+    own = next((f for f in frames if f.own and not f.file.endswith(CALLED)), None)
     if process.phase == IDLE and process.role != DRIVER:
         return f"in no call any more, at {inner}"
     computes = ", and computes" if process.busy >= 0.5 else ""
-    called = f", called by {ours}" if ours is not None and ours != inner else ""
+    called = f", called by {own}" if own is not None and own != inner else ""
     return f"at {inner}{called}{computes}"
 
 
 def _judges(process: ProcessFacts) -> bool:
-    return any(f.function == JUDGING[0] and f.file.endswith(JUDGING[1]) for f in main_frames(process))
+    return any(f.name == JUDGING[0] and f.file.endswith(JUDGING[1]) for f in main_frames(process))
 
 
 def _waited(facts: Facts, culprits: Sequence[ProcessFacts], which: str) -> str:
