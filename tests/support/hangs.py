@@ -172,9 +172,8 @@ def _stop_raylet(run: HungRun) -> None:
 
 
 def _stall_disk(run: HungRun) -> None:
-    run.step(2)
+    run.step(5)  # two checkpoints were begun, and give the third its limit
     place = run.dir / "checkpoints"
-    place.mkdir(exist_ok=True)
     run.at_the_end(stall_file_system(place))
 
 
@@ -205,7 +204,7 @@ HANGS = {
         _stall_disk,
         "file system",
         r"the driver, who waits in \w+ of .*/checkpoints.* \(fuse at .*/checkpoints\), which does not answer",
-        {"run.checkpoint_every": 4},
+        {"run.checkpoint_every": 2},
     ),
     "a server accepts and does not answer": Hang(
         lambda run: None,
