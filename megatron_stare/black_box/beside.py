@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import secrets
@@ -19,12 +20,14 @@ from megatron_stare.black_box import flight
 from megatron_stare.black_box.driver_beats import DriverBeats
 from megatron_stare.black_box.node_agent import TOKEN, WATCHER, ensure
 from megatron_stare.black_box.node_link import LISTENING
-from megatron_stare.black_box.watcher import SETTINGS, TICK_S, Settings
+from megatron_stare.black_box.watcher import LOCK, SETTINGS, TICK_S, Settings
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
 from megatron_stare.observability.heartbeat import FOLDER_VARIABLE, CallBeats
 
 MEMORY = Path("/dev/shm")  # a folder there no disk can stall
+PREFIX = "megatron-stare-beats-"
+OLD_S = 60.0  # from which on a folder's watcher has begun, or never will
 START_S = 20.0  # until the watcher of a run on several nodes must listen
 LEAVE_S = 5.0
 CARRIED = (FOLDER_VARIABLE, WATCHER, TOKEN)
@@ -41,8 +44,9 @@ class BlackBox:
     """
 
     def __init__(self, config: Config, run_dir: Path, ports: Sequence[int] | None) -> None:
-        where = str(MEMORY) if os.access(MEMORY, os.W_OK) else None
-        self._folder = Path(tempfile.mkdtemp(prefix="megatron-stare-beats-", dir=where))
+        where = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+        forget_left(where)
+        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=where))
         self._joined = config.runtime.ray_address is not None
         rule = config.black_box
         settings = Settings(
@@ -92,6 +96,16 @@ class BlackBox:
             self._process.kill()
             self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def forget_left(where: Path) -> None:
+    """Removes the folders of watchers that were killed, with their machine's memory for instance: what they left would
+    stay until the machine is started anew. Their locks say which, whoever's namespace they are in."""
+    for folder in where.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError), (folder / LOCK).open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - folder.stat().st_mtime > OLD_S:
+                shutil.rmtree(folder)
 
 
 def carried(host: str) -> dict[str, str]:

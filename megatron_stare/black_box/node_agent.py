@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 from megatron_stare.black_box import flight, node_facts, proc_files
+from megatron_stare.black_box.watcher import LOCK
 from megatron_stare.observability.heartbeat import beats_of
 
 CALL_S = 20.0  # until the watcher must have answered a call
@@ -27,7 +28,7 @@ TOKEN, WATCHER = "MEGATRON_STARE_WATCHER_TOKEN", "MEGATRON_STARE_WATCHER"  # env
 def ensure(folder: Path, node: str) -> None:
     """Starts this node's agent where there is none. Raises OSError."""
     folder.mkdir(mode=0o700, exist_ok=True)
-    with (folder / "agent.lock").open("a") as lock:
+    with (folder / LOCK).open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the agent inherits it, and holds it as long as it lives
         except OSError:

@@ -9,22 +9,23 @@ process of the run for anything, and calls nothing that may wait for a file syst
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import select
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from megatron_stare.black_box import bundle, flight, node_facts, proc_files
 from megatron_stare.black_box.hang_facts import Facts, ProcessFacts, ReplicaFacts, RequestFacts, ServerFacts
@@ -43,6 +44,7 @@ from megatron_stare.observability.heartbeat import (
 )
 
 SETTINGS = "watch.json"  # in the folder of beats
+LOCK = "agent.lock"  # likewise; held as long as somebody sees to the folder
 TICK_S = 1.0  # between two looks at the driver's beat
 COPY_S = 5.0  # between two copies of it into the run directory
 ASK_S = 5.0  # that a server is given to say anything at all
@@ -223,19 +225,19 @@ class _Copier:
 
 
 def asked(engine: int, url: str) -> ServerFacts:
-    """Whether a server says anything, be it that it wants a key."""
+    """Whether a server says anything, be it that it wants a key, or another protocol."""
+    where, answer = urlsplit(url), "cannot be reached"
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/model_info", timeout=ASK_S):
-            return ServerFacts(engine, url, "")
-    except urllib.error.HTTPError:
-        return ServerFacts(engine, url, "")
-    except OSError as error:  # a URLError is one
-        reason = getattr(error, "reason", error)
-        if isinstance(reason, TimeoutError):
-            return ServerFacts(engine, url, "accepts what it is asked and does not answer")
-        return ServerFacts(engine, url, f"cannot be asked: {reason}")
-    except Exception as error:  # whatever answers is no server of HTTP
-        return ServerFacts(engine, url, f"answers with something else than HTTP: {type(error).__name__}")
+        port = where.port or (443 if where.scheme == "https" else 80)
+        with socket.create_connection((where.hostname or "", port), ASK_S) as line:
+            answer = "accepts what it is asked and does not answer"
+            line.sendall(f"GET /model_info HTTP/1.0\r\nHost: {where.netloc}\r\n\r\n".encode())
+            answer = "" if line.recv(1) else "closes the connection without a word"
+    except TimeoutError:
+        pass  # as far as it came
+    except OSError as error:
+        answer = f"cannot be asked: {error.strerror or error}"
+    return ServerFacts(engine, url, answer)
 
 
 def read_requests(file: Path) -> tuple[ReplicaFacts, ...]:
@@ -275,6 +277,8 @@ def main(folder: str) -> None:
     """Watches the run whose beats go to this folder."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # of a terminal or scheduler: the run's end is what ends this
+    lock = (Path(folder) / LOCK).open("a")
+    fcntl.flock(lock, fcntl.LOCK_EX)
     watcher = Watcher(Settings(**json.loads((Path(folder) / SETTINGS).read_text())))
     try:
         watcher.run()

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
-from support.hangs import sentence_of, stall_file_system
+from support.hangs import sentence_of, silent_server, stall_file_system
 from support.runs import environment
 
-from megatron_stare.observability.heartbeat import read_heartbeat
+from megatron_stare.black_box import watcher
+from megatron_stare.black_box.beside import PREFIX, forget_left
+from megatron_stare.black_box.hang_facts import ServerFacts
+from megatron_stare.black_box.watcher import LOCK
+from megatron_stare.observability.heartbeat import FOLDER_VARIABLE, REQUESTS, read_heartbeat
+from megatron_stare.rollout.requests_page import RequestsPage
 
 STAND_IN = Path(__file__).parents[1] / "support" / "stand_in_run.py"
 Begin = Callable[..., "Watched"]
@@ -133,6 +142,63 @@ def test_a_run_directory_that_does_not_answer_gets_its_bundle_elsewhere(begin: B
     finally:
         end()
     run.close()
+
+
+def test_a_server_is_asked_for_any_word_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watcher, "ASK_S", 0.3)
+    with silent_server() as url:
+        assert watcher.asked(2, url) == ServerFacts(2, url, "accepts what it is asked and does not answer")
+    assert watcher.asked(0, url).answer.startswith("cannot be asked: ")  # it has ended
+    for said, answer in ((b"HTTP/1.0 401 Unauthorized\r\n\r\n", ""), (b"", "closes the connection without a word")):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            speaking = threading.Thread(target=answer_one, args=(listener, said))
+            speaking.start()
+            assert watcher.asked(0, f"http://127.0.0.1:{listener.getsockname()[1]}/").answer == answer
+            speaking.join()
+
+
+def answer_one(listener: socket.socket, said: bytes) -> None:
+    with listener.accept()[0] as line:
+        line.recv(4096)
+        line.sendall(said)
+
+
+def test_requests_are_told_with_their_ages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest of each engine by name, the others by number; ages are those of the moment at which it is asked."""
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    page, now = RequestsPage(), time.monotonic()
+    assert page.wait_s() == 0.0
+    given = {f"r{n}": (1, now - 100 + n, 40 + n, 3) for n in range(12)}
+    page.write(["healthy", "suspect"], given)
+    idle, busy = watcher.read_requests(tmp_path / REQUESTS)
+    assert (idle.number, idle.state, idle.under_way, idle.oldest) == (0, "healthy", 0, ())
+    assert (busy.number, busy.state, busy.under_way) == (1, "suspect", 12)
+    assert [(each.replica, each.prompt, each.sample) for each in busy.oldest] == [(1, 40 + n, 3) for n in range(5)]
+    assert busy.oldest[0].age_s >= 100 > busy.oldest[0].age_s - 60
+    assert (page.wait_s() or 0) > 0  # not again at once
+    page.write(["healthy", "suspect"], {})
+    assert [each.under_way for each in watcher.read_requests(tmp_path / REQUESTS)] == [0, 0]
+
+
+def test_where_nobody_watches_no_page_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    page = RequestsPage()
+    page.write(["healthy"], {})
+    assert page.wait_s() is None
+    assert watcher.read_requests(tmp_path / REQUESTS) == ()
+
+
+def test_folders_of_watchers_that_were_killed_are_removed_and_no_others(tmp_path: Path) -> None:
+    left, held, young, other = (tmp_path / name for name in (*(f"{PREFIX}{n}" for n in "abc"), "not-ours"))
+    for folder in (left, held, young, other):
+        folder.mkdir()
+        (folder / LOCK).touch()
+    for folder in (left, held, other):
+        os.utime(folder, (1.0, 1.0))
+    with (held / LOCK).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        forget_left(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([held, young, other])
 
 
 def test_the_watcher_and_its_agents_import_neither_torch_nor_ray() -> None:
