@@ -6,7 +6,7 @@ some steps by hanging a real part of it (tests/support/hangs.py). `limit_s` is t
 more runs must say nothing: one whose verifier takes five times as long in one step, and one beside processes that take
 every CPU twice over.
 
-    PYTHONPATH=.:tests python benchmarks/hangs.py [--only PATTERN]
+    python benchmarks/hangs.py [--only PATTERN]
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from machine import machine
 from support.hangs import HANGS, HungRun, hung, now, sentence_of
 
+SLOW, LOADED = "one step five times as long", "every CPU taken twice over"
 RESULT = Path(__file__).parent / "results/hangs.json"
 
 
@@ -39,7 +40,6 @@ def named(name: str) -> dict[str, Any]:
         total = now() - begun
     print(screen, flush=True)
     return {
-        "hang": name,
         "right": bool(re.search(hang.sentence, said)),
         "said": said,
         "phase": facts["beat"]["phase"],
@@ -49,7 +49,7 @@ def named(name: str) -> dict[str, Any]:
     }
 
 
-def undisturbed(name: str, *, slow_step: bool = False, loads: int = 0) -> dict[str, Any]:
+def undisturbed(*, slow_step: bool = False, loads: int = 0) -> dict[str, Any]:
     """A run that must end without a bundle."""
     settings = {"reward.verifier": "support.stalling_verifier.slow", "run.steps": 8, "reward.workers": 1}
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(loads)]
@@ -69,26 +69,24 @@ def undisturbed(name: str, *, slow_step: bool = False, loads: int = 0) -> dict[s
     finally:
         for process in busy:
             process.kill()
-    return {"run": name, "exit": code, "bundles": len(bundles)}
+    return {"exit": code, "bundles": len(bundles), "floor_s": 2}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="pattern of the hangs that are tried; nothing is written then")
+    parser.add_argument("--only", default="", help="pattern of the runs that are made; the others' results are kept")
     args = parser.parse_args()
-    found = [named(name) for name in HANGS if re.search(args.only, name)]
-    quiet = []
-    if not args.only:
-        quiet = [
-            undisturbed("one step five times as long", slow_step=True),
-            undisturbed("every CPU taken twice over", loads=2 * (os.cpu_count() or 1)),
-        ]
-    for each in (*found, *quiet):
-        print(each, flush=True)
-    if not args.only:
-        right = sum(each["right"] for each in found)
-        result = {"machine": machine(), "named": f"{right} of {len(found)}", "hangs": found, "undisturbed": quiet}
-        RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    result = json.loads(RESULT.read_text()) if RESULT.exists() else {"hangs": {}, "undisturbed": {}}
+    result |= {"machine": machine()}
+    for name in HANGS:
+        if re.search(args.only, name):
+            result["hangs"][name] = named(name)
+    loads = 2 * (os.cpu_count() or 1)
+    for name, how in {SLOW: {"slow_step": True}, LOADED: {"loads": loads}}.items():
+        if re.search(args.only, name):
+            result["undisturbed"][name] = undisturbed(**how)
+    result["named"] = f"{sum(each['right'] for each in result['hangs'].values())} of {len(HANGS)}"
+    RESULT.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

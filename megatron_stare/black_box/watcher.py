@@ -1,7 +1,7 @@
 """The process beside a run that notices when it does not get on: `python -m megatron_stare.black_box.watcher FOLDER`.
 
-Started by the driver (`beside.py`), ended by the end of its standard input, which comes however the driver ends. It
-reads the driver's beats, copies them into the run directory, and past a phase's limit collects what is known of all
+Started by the driver (`driver_side.py`), ended by the end of its standard input, which comes however the driver ends.
+It reads the driver's beats, copies them into the run directory, and past a phase's limit collects what is known of all
 processes, says in one screen who waits for whom, and writes the bundle. It imports neither torch nor Ray, asks no
 process of the run for anything, and calls nothing that may wait for a file system but on a thread that it can leave.
 """

@@ -25,7 +25,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from megatron_stare.black_box.beside import beats_here, carried
+from megatron_stare.black_box.driver_side import beats_here, carried
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, UserError
 from megatron_stare.interruption import raise_if_received, uninterrupted

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from megatron_stare.black_box.beside import BlackBox
+from megatron_stare.black_box.driver_side import BlackBox
 from megatron_stare.config.engines_alone import evaluation_engines
 from megatron_stare.data.prompt_queue import PromptQueue
 from megatron_stare.errors import UserError

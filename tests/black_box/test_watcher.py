@@ -21,7 +21,7 @@ from support.hangs import sentence_of, silent_server, stall_file_system
 from support.runs import environment
 
 from megatron_stare.black_box import watcher
-from megatron_stare.black_box.beside import PREFIX, forget_left
+from megatron_stare.black_box.driver_side import PREFIX, forget_left
 from megatron_stare.black_box.hang_facts import ServerFacts
 from megatron_stare.black_box.watcher import LOCK
 from megatron_stare.observability.heartbeat import FOLDER_VARIABLE, REQUESTS, read_heartbeat

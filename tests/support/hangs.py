@@ -205,7 +205,7 @@ HANGS = {
     "the file system of checkpoints stalls": Hang(
         _stall_disk,
         "file system",
-        r"the driver, who waits in \w+ of .*/checkpoints.* \(fuse at .*/checkpoints\), which does not answer",
+        r"who waits? in \w+ of .*/checkpoints.* \(fuse at .*/checkpoints\), which does not answer",
         {"run.checkpoint_every": 2},
     ),
     "a server accepts and does not answer": Hang(
