@@ -80,11 +80,16 @@ def main() -> None:
     result |= {"machine": machine()}
     for name in HANGS:
         if re.search(args.only, name):
-            result["hangs"][name] = named(name)
+            keep(result, "hangs", name, named(name))
     loads = 2 * (os.cpu_count() or 1)
     for name, how in {SLOW: {"slow_step": True}, LOADED: {"loads": loads}}.items():
         if re.search(args.only, name):
-            result["undisturbed"][name] = undisturbed(**how)
+            keep(result, "undisturbed", name, undisturbed(**how))
+
+
+def keep(result: dict[str, Any], kind: str, name: str, found: dict[str, Any]) -> None:
+    """Writes it at once: a run that fails later takes nothing with it."""
+    result[kind][name] = found
     result["named"] = f"{sum(each['right'] for each in result['hangs'].values())} of {len(HANGS)}"
     RESULT.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -24,6 +24,7 @@ class ProcessFacts:
         state: see proc_files.Status; X: it has ended.
         phase, since: of its beat; since seconds before the look. None: it writes none.
         busy: share of a CPU that it used while it was looked at.
+        asleep: it was in the state D at both looks.
         stuck: the system call and the file that it waited in, the same one at both looks; "" where it did not.
         file_system: on which that file lies, its kind and place.
         waits_in: the kernel's function.
@@ -39,6 +40,7 @@ class ProcessFacts:
     phase: str | None = None
     since: float | None = None
     busy: float = 0.0
+    asleep: bool = False
     stuck: str = ""
     path: str = ""
     file_system: str = ""

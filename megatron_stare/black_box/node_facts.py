@@ -94,15 +94,16 @@ class _Look:
                 found["role"] = ""  # a child that came and went
             return
         call = proc_files.system_call(pid)
-        found.update(state=now.state, waits_in=proc_files.waits_in(pid))
+        asleep = self._before.state == now.state == "D"
+        found.update(state=now.state, asleep=asleep, waits_in=proc_files.waits_in(pid))
         found["busy"] = round((now.cpu_s - self._before.cpu_s) / (time.monotonic() - self._at), 2)
         stuck = None
         if call and call == self._call:  # arguments and stack pointer too
             stuck = proc_files.stuck_at(pid, call)
             if stuck is not None:
                 found.update(stuck=stuck[0], path=stuck[1], file_system=proc_files.mounted(stuck[1]))
-        asleep = proc_files.sleeping_threads(pid)
-        found["said"] = ", ".join(["asleep in the kernel: " + each for each in asleep])
+        sleeping = proc_files.sleeping_threads(pid)
+        found["said"] = ", ".join(["asleep in the kernel: " + each for each in sleeping])
         words = proc_files.command(pid)
         found["command"] = " ".join(word[:WORD] for word in words[:4])
         if found["role"].startswith(WRITER) and "megatron_stare.rewards.worker" in words:

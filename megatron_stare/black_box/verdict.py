@@ -21,6 +21,7 @@ STAGES = "pipeline_parallel/p2p_communication.py"
 TO_SERVERS = ("send_weights", "send_own_weights")  # calls whose collectives are with servers too
 JUDGING = ("judge", "rewards/worker.py")  # on the stack of a verifier that is at an answer
 CALLED = "orchestration/ray.py"  # where a worker comes to its call
+LOST = ("dead", "starting")  # states of engines that the run knows to be gone, and goes on without
 INNERMOST = 6  # frames in which a collective's own would be
 
 
@@ -63,14 +64,15 @@ def _stopped(facts: Facts) -> Verdict | None:
 
 
 def _ended(facts: Facts) -> Verdict | None:
-    culprits = tuple(p for p in facts.processes if p.gone and p.phase is not None)
+    known = {f"{ENGINE}{replica.number}" for replica in facts.replicas if replica.state in LOST}
+    culprits = tuple(p for p in facts.processes if p.gone and p.phase is not None and p.role not in known)
     if not culprits:
         return None
     return Verdict("ended", _waited(facts, culprits, f"{_which(culprits)} gone: the process has ended"), culprits)
 
 
 def _waits_for_files(facts: Facts) -> Verdict | None:
-    culprits = tuple(p for p in facts.processes if p.stuck or (p.state == "D" and p.busy == 0))
+    culprits = tuple(p for p in facts.processes if p.stuck or (p.asleep and p.busy == 0))
     if not culprits:
         return None
     first = next((p for p in culprits if p.stuck), culprits[0])

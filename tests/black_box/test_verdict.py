@@ -165,6 +165,12 @@ def test_a_rank_whose_process_is_gone_is_named() -> None:
     assert found.culprits == (gone,)
 
 
+@pytest.mark.parametrize(("state", "rule"), [("dead", "network"), ("starting", "network"), ("healthy", "ended")])
+def test_an_engine_that_the_run_knows_to_be_lost_does_not_hold_it_up(state: str, rule: str) -> None:
+    gone = process("rollout engine 0", 200, state="X", phase="advance")
+    assert verdict(facts(gone, rank(0), rank(1), replicas=(ReplicaFacts(0, state),))).rule == rule
+
+
 def test_a_child_that_has_ended_and_was_not_asked_for_is_nobody_s_fault() -> None:
     zombie = process("child of driver", 500, state="Z")
     assert verdict(facts(zombie, rank(0), rank(1))).rule == "network"
@@ -184,9 +190,10 @@ def test_who_waits_for_a_file_is_named_with_the_file() -> None:
 
 
 def test_a_disk_that_works_is_not_one_that_stalls() -> None:
-    asleep = rank(0, COMPUTING, state="D", waits_in="rpc_wait_bit_killable")
+    asleep = rank(0, COMPUTING, state="D", asleep=True, waits_in="rpc_wait_bit_killable")
     assert said(asleep).endswith("for a device or file system, in rpc_wait_bit_killable, which does not answer")
     assert verdict(facts(replace(asleep, busy=0.3))).rule == "worker"
+    assert verdict(facts(replace(asleep, asleep=False))).rule == "worker"  # asleep at the second look alone
 
 
 def test_servers_and_nodes_that_say_nothing() -> None:
