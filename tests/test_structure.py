@@ -51,6 +51,7 @@ LEVELS = {
     "tasks": 5,
     "rollout": 5,
     "megatron": 5,
+    "black_box": 5,
     "run_state": 5,
     "run.evaluate": 5,
     "run.evaluation_folder": 6,

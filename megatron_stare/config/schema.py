@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from megatron_stare.config.agreement_section import AgreementConfig
 from megatron_stare.config.algorithm import AlgorithmConfig
+from megatron_stare.config.black_box_section import BlackBoxConfig
 from megatron_stare.config.data_section import DataConfig
 from megatron_stare.config.eval_section import EvalConfig
 from megatron_stare.config.limits_section import LimitsConfig
@@ -386,6 +387,7 @@ class Config(Section):
     limits: LimitsConfig = LimitsConfig()
     restarts: RestartsConfig = RestartsConfig()
     services: ServicesConfig = ServicesConfig()
+    black_box: BlackBoxConfig = BlackBoxConfig()
 
     @model_validator(mode="after")
     def _servers_are_used(self) -> Config:
