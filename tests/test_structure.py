@@ -22,6 +22,7 @@ LEVELS = {
     "vector_maths": 0,
     "interruption": 0,
     "quiet": 0,
+    "time_limit": 1,
     "shipped": 0,
     "batch": 0,
     "records": 1,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ from megatron_stare.records.log_prob_difference import LogProbDifference
 from megatron_stare.records.rollout_batch import RankShare
 from megatron_stare.records.token_numbers import TokenNumbers
 from megatron_stare.resolved import ResolvedRun
+from megatron_stare.weights.manifest import Sum, check_bytes, read_manifest, shares, tensors_of
 from megatron_stare.weights.outlet import Outlet
 from megatron_stare.weights.safetensors_file import Entry
 from megatron_stare.weights.stream_plan import BucketLayout
@@ -367,15 +369,24 @@ class Trainer:
         if self._saving is not None:
             self._saving.wait()
 
-    def finish_save(self) -> None:
+    def finish_save(self) -> dict[str, Sum]:
         """Waits until all of the checkpoint is written. All ranks must call it.
+
+        Returns:
+            Lengths and checksums of the files that this rank wrote, by name.
 
         Raises:
             UserError: it could not be written.
         """
         saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.finish()
+        return {} if saving is None else saving.finish()
+
+    def verify(self, folder: str) -> None:
+        """Reads this rank's share of a checkpoint's tensor files. Raises DataError where one is not as it was written;
+        nothing is held against a checkpoint of an earlier release, which has no checksums."""
+        sums, layout = read_manifest(Path(folder)) or {}, self.policy.layout
+        mine = shares(tensors_of(sums), layout.world)[layout.rank]
+        check_bytes(Path(folder), mine, self.config.checkpoint.writers)
 
     def load(self, folder: str) -> None:
         """Continues from a checkpoint folder. All ranks must call it."""

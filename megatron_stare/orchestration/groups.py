@@ -20,6 +20,7 @@ from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.token_numbers import TokenNumbers
 from megatron_stare.resolved import ResolvedRun
 from megatron_stare.rollout.engine_pool import EnginePool
+from megatron_stare.weights.manifest import Sum
 from megatron_stare.weights.outlet import Outlet
 from megatron_stare.weights.safetensors_file import Entry
 from megatron_stare.weights.stream_plan import BucketLayout
@@ -149,9 +150,16 @@ class TrainerGroup:
         """Has the ranks write the policy's tensors to where they go."""
         self._workers.call("write_tensors", entries)
 
-    def save(self, folder: str) -> None:
-        """Begins to write a distributed checkpoint into an existing empty folder; training may go on meanwhile."""
-        self._workers.call("save", folder)
+    def save(self, folder: str, timeout_s: float | None = None) -> None:
+        """Begins to write a distributed checkpoint into an existing empty folder; training may go on meanwhile.
+
+        Args:
+            timeout_s: of the wait until it may, seconds; None: that of any call.
+
+        Raises:
+            UserError: it may not in this time.
+        """
+        self._workers.wait(self._workers.start("save", folder), timeout_s=timeout_s)
 
     def saved(self) -> bool:
         """Whether every rank has written its part."""
@@ -168,9 +176,14 @@ class TrainerGroup:
         """
         self._workers.wait(self._workers.start("wait_saved"), timeout_s=timeout_s)
 
-    def finish_save(self) -> None:
-        """Makes a checkpoint of what the ranks have written. Raises UserError where one of them could not write."""
-        self._workers.call("finish_save")
+    def finish_save(self) -> dict[str, Sum]:
+        """Makes a checkpoint of what the ranks have written: lengths and checksums of the files, by name. Raises
+        UserError where one of them could not write."""
+        return {name: each for sums in self._workers.call("finish_save") for name, each in sums.items()}
+
+    def verify(self, folder: str) -> None:
+        """Reads all tensor files of a checkpoint, each rank a share of them. Raises DataError where one is damaged."""
+        self._workers.call("verify", folder)
 
     def load(self, folder: str) -> None:
         """Continues from a distributed checkpoint."""

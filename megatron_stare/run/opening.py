@@ -77,7 +77,7 @@ def read_inputs(config: Config) -> Inputs:
     )
 
 
-def rehearse(config: Config, *, resume: bool, dump_step: int | None) -> Config:
+def rehearse(config: Config, *, resume: bool, from_step: int | None = None, dump_step: int | None = None) -> Config:
     """All that a run checks before its workers start, leaving nothing behind. Returns the resolved configuration.
 
     Every verifier is tried in a process of its own, as in a run. What only starting can show is left: whether servers
@@ -90,7 +90,7 @@ def rehearse(config: Config, *, resume: bool, dump_step: int | None) -> Config:
     inputs = read_inputs(config)
     done = 0
     if resume:
-        _, state = check_resume(inputs.config)
+        _, state = check_resume(inputs.config, from_step)
         if state:
             inputs.source.restore(state.data)
             done = state.step
@@ -140,14 +140,17 @@ def check_dump_step(config: Config, dump_step: int | None, done: int) -> None:
     raise ConfigError(f"step {dump_step} is not made; of this run these are left: {left}", where="--dump-step")
 
 
-def finished_run(config: Config) -> Path | None:
+def finished_run(config: Config, from_step: int | None = None) -> Path | None:
     """The directory of the run to be resumed, if nothing of it is left to do: steps, evaluation and exported policy.
+
+    Args:
+        from_step: see resume_point.
 
     Raises:
         UserError: there is no such run, or it cannot be resumed.
     """
     path = find_run(config)
-    _, state = resume_point(path, config)
+    _, state = resume_point(path, config, from_step)
     if state is None:
         return None
     planned = load_recorded(path / CONFIG).run.steps
