@@ -21,7 +21,7 @@ from megatron_stare.resolved import ResolvedRun
 from megatron_stare.rewards.known_answers import open_pool
 from megatron_stare.rollout.model_folder import load_tokenizer, stop_token_ids
 from megatron_stare.run.memory_check import check_memory
-from megatron_stare.run.preflight import check, check_checkpoints, check_runner
+from megatron_stare.run.preflight import check, check_best, check_checkpoints, check_runner
 from megatron_stare.run.resuming import check_resume, find_run, resume_point
 from megatron_stare.run_state import CONFIG, check_place
 from megatron_stare.tasks.task import Evaluation, Task, evaluation_tasks, training_task
@@ -60,6 +60,7 @@ def read_inputs(config: Config) -> Inputs:
     run = check(config)
     config = run.config
     check_checkpoints(config)
+    check_best(config)
     check_runner(config)
     check_memory(run)
     tokenizer = load_tokenizer(config.model.path)
