@@ -37,6 +37,7 @@ from megatron_stare.megatron.passes import compute_log_probs
 from megatron_stare.megatron.reference import Reference
 from megatron_stare.megatron.stage_send import StageSend
 from megatron_stare.megatron.start import load_start
+from megatron_stare.megatron.state_sums import RankProof, computes_on, state_sums
 from megatron_stare.megatron.step import Policy, Step
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.observability.peak_memory import device_used_bytes, take_peak_bytes
@@ -349,6 +350,22 @@ class Trainer:
         """The reference's chunks where they change, and so belong into checkpoints; else none."""
         reference, moves = self.policy.reference, self.config.model.reference_refresh_every is not None
         return reference.model if reference is not None and moves else []
+
+    def place(self) -> str:
+        """What this rank computes on, and with."""
+        return computes_on()
+
+    def prove(self, share: RankShare, plan: MicroBatchPlan) -> RankProof:
+        """What this rank holds, in numbers: log-probs of a canary, and sums of tensors. All ranks must call it."""
+        self.onload(("parameters", "optimizer", "reference"))
+        policy, moving = self.policy, self._moving_reference
+        finish_gather(policy.model)
+        batch = self._batch_of(share, plan)
+        found = {"policy": compute_log_probs(policy.model, batch, policy.head)[0]}
+        if moving and policy.reference is not None:
+            found["reference policy"] = policy.reference.compute_log_probs(batch, policy.head)
+        log_probs = {name: (batch.index, each.float().cpu()) for name, each in found.items()}
+        return RankProof(log_probs if policy.layout.last_stage else {}, *state_sums(policy, moving))
 
     def save(self, folder: str) -> None:
         """Begins to write this rank's part of a checkpoint into an existing, empty folder, and returns as soon as

@@ -10,6 +10,8 @@ from megatron_stare.config.schema import Config
 from megatron_stare.interruption import uninterrupted
 from megatron_stare.orchestration.groups import TrainerGroup
 from megatron_stare.orchestration.retention import Retention, scores
+from megatron_stare.orchestration.self_test import FILE as SELF_TEST
+from megatron_stare.orchestration.self_test import SelfTest
 from megatron_stare.run_state import RunDir, RunState, Staged, step_of
 
 
@@ -35,11 +37,14 @@ class Checkpoints:
         return step_of(self._under_way.final) if self._under_way is not None else self._dir.newest_step()
 
     def load(self, checkpoint: Path) -> None:
-        """Has the ranks continue from a checkpoint. Raises DataError where it is not what was saved."""
+        """Has the ranks continue from a checkpoint. Raises DataError where that, or what came of it, is not what was
+        saved."""
         folder = str(checkpoint.resolve())
         if self._config.checkpoint.verify:
             self._ranks.verify(folder)
         self._ranks.load(folder)
+        if self._config.checkpoint.self_test and (test := SelfTest.read(checkpoint)) is not None:
+            test.check(self._ranks, self._config, folder)
 
     def save(self, state: RunState, timeout_s: float | None = None) -> None:
         """Begins one of this state, after completing the one under way; returns when training may go on.
@@ -52,7 +57,10 @@ class Checkpoints:
         """
         self.finish(timeout_s)
         self._begun = time.monotonic()
-        staged = self._dir.stage(state)
+        beside = {}
+        if self._config.checkpoint.self_test and (last := self._ranks.last_batch) is not None:
+            beside[SELF_TEST] = SelfTest.make(self._ranks, self._config, last).to_bytes()
+        staged = self._dir.stage(state, beside)
         self._ranks.save(str(staged.folder), timeout_s)
         self._under_way = staged
         if not self._config.checkpoint.background:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,6 +41,20 @@ def plan_rules(run: ResolvedRun) -> PlanRules:
         cost=cost_of(run.shape),
         mini_batch_prompts=config.batch.mini_batch_prompts,
     )
+
+
+@dataclass(frozen=True)
+class StateProof:
+    """What all ranks hold, as numbers that another load of it must come to again.
+
+    log_probs: [N] of a canary in canonical order, nats, by the name of the policy.
+    sums: by the name of a tensor of the whole model, sums of absolute values and of squares.
+    counts: of steps, by what counts them.
+    """
+
+    log_probs: Mapping[str, Sequence[float]]
+    sums: Mapping[str, Sequence[float]]
+    counts: Mapping[str, float]
 
 
 class TrainerGroup:
@@ -149,6 +165,29 @@ class TrainerGroup:
     def write_tensors(self, entries: dict[str, Entry]) -> None:
         """Has the ranks write the policy's tensors to where they go."""
         self._workers.call("write_tensors", entries)
+
+    @property
+    def last_batch(self) -> RolloutBatch | None:
+        """That the last log-prob pass was over; None where there was none."""
+        return self._last[0] if self._last is not None else None
+
+    def place(self) -> str:
+        """What the ranks compute on, in words."""
+        return ", ".join(sorted(set(self._workers.call("place"))))
+
+    def prove(self, batch: RolloutBatch) -> StateProof:
+        """What of policy, moving reference and optimizer is held against what it was; leaves the last batch alone."""
+        found = self._deal("prove", batch, self._plan(batch))
+        log_probs: dict[str, Tensor] = {}
+        sums: dict[str, list[list[float]]] = {}
+        for part in found:
+            for name, (index, values) in part.log_probs.items():
+                whole = log_probs.setdefault(name, torch.full((len(batch.loss_mask),), torch.nan))
+                whole[index] = values
+            for name, pair in part.sums.items():
+                sums.setdefault(name, []).append(pair)
+        whole_sums = {name: [math.fsum(column) for column in zip(*pairs, strict=True)] for name, pairs in sums.items()}
+        return StateProof({name: each.tolist() for name, each in log_probs.items()}, whole_sums, found[0].counts)
 
     def save(self, folder: str, timeout_s: float | None = None) -> None:
         """Begins to write a distributed checkpoint into an existing empty folder; training may go on meanwhile.
