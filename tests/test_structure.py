@@ -59,6 +59,7 @@ LEVELS = {
     "run.preflight": 6,
     "run.memory_check": 6,
     "run.resuming": 6,
+    "run.prompt_inputs": 6,
     "run.opening": 7,
     "run.offline_evaluation": 7,
     "planning": 7,

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from support.models import save_model
-from support.runs import command, metrics, model
+from support.runs import ROOT, command, metrics, model
 from support.small_disk import small_disk
 
 from megatron_stare.cli import main
+from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.run_state import RUN_STATE
 from megatron_stare.weights.manifest import MANIFEST, put, sums_of, write_manifest
 
@@ -154,6 +156,49 @@ def test_another_models_checkpoint(run: Path, tmp_path: Path, capsys: pytest.Cap
     error = capsys.readouterr().err
     assert "the checkpoint does not fit this model and optimizer" in error and "--from-step 2" in error
     assert contents(run / "checkpoints") == before
+
+
+def test_what_was_loaded_and_is_not_what_was_saved(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All files are whole, and the load forgets the optimizer's moments, as a fresh Adam has them."""
+    load = Trainer.load
+
+    def forgetful(self: Trainer, folder: str) -> None:
+        load(self, folder)
+        for part in self.policy.optimizer.chained_optimizers:
+            for state in part.optimizer.state.values():
+                state["exp_avg"].zero_()
+
+    before = contents(run / "checkpoints")
+    monkeypatch.setattr(Trainer, "load", forgetful)
+    assert main(typed(run, "--resume", **{"run.steps": 5})) == 2
+    error = capsys.readouterr().err
+    assert "step_000004: what was loaded is not what was saved: optimizer: optimizer.state.exp_avg." in error
+    assert "has the squared norm 0, " in error and "--from-step 2" in error
+    assert contents(run / "checkpoints") == before
+    assert main(typed(run, "--resume", **{"run.steps": 5, "checkpoint.self_test": "false"})) == 0
+
+
+def test_another_tokenizer_is_refused_by_name(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The folder is the same; what lies in it is not."""
+    base = tmp_path / "model"
+    shutil.copytree(ROOT / "assets/tiny-adder", base)
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    tree["model"]["path"] = str(base)
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    resume = [*typed(run, "--resume", **{"run.steps": 5}), f"model.path={base}"]
+    assert main([*resume, "--dry-run"]) == 0
+    whole = (base / "tokenizer_config.json").read_text()
+    (base / "tokenizer_config.json").write_text(whole + "\n")
+    for more in ([], ["--dry-run"]):
+        assert main([*resume, *more]) == 2
+        error = capsys.readouterr().err
+        assert f"{base}: tokenizer_config.json is another since the run was begun" in error
+    (base / "tokenizer_config.json").write_text(whole)
+    (base / "chat_template.jinja").write_text("{{ messages }}")
+    assert main([*resume, "--dry-run"]) == 2
+    assert "chat_template.jinja is new since the run was begun" in capsys.readouterr().err
 
 
 def test_a_full_disk_leaves_what_there_was_and_room_is_all_it_takes(

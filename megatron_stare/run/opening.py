@@ -22,6 +22,7 @@ from megatron_stare.rewards.known_answers import open_pool
 from megatron_stare.rollout.model_folder import load_tokenizer, stop_token_ids
 from megatron_stare.run.memory_check import check_memory
 from megatron_stare.run.preflight import check, check_best, check_checkpoints, check_runner
+from megatron_stare.run.prompt_inputs import prompt_inputs, refuse_other_inputs
 from megatron_stare.run.resuming import check_resume, find_run, resume_point
 from megatron_stare.run_state import CONFIG, check_place
 from megatron_stare.tasks.task import Evaluation, Task, evaluation_tasks, training_task
@@ -93,6 +94,8 @@ def rehearse(config: Config, *, resume: bool, from_step: int | None = None, dump
     if resume:
         _, state = check_resume(inputs.config, from_step)
         if state:
+            made_with = prompt_inputs(inputs.config, inputs.tokenizer, inputs.source)
+            refuse_other_inputs(state.inputs, made_with, inputs.config)
             inputs.source.restore(state.data)
             done = state.step
     else:

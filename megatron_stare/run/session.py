@@ -44,6 +44,7 @@ from megatron_stare.rollout.model_folder import token_texts
 from megatron_stare.run.evaluator import Evaluator
 from megatron_stare.run.opening import Inputs, check_dump_step
 from megatron_stare.run.preflight import notices
+from megatron_stare.run.prompt_inputs import prompt_inputs, refuse_other_inputs
 from megatron_stare.run.resuming import find_run, offering_older, resume_point
 from megatron_stare.run_state import RunDir, RunState
 from megatron_stare.time_limit import TimeLimit
@@ -80,6 +81,7 @@ class Session:
         self.config = config = inputs.config
         method, self.stop_ids = inputs.run.method, inputs.stop_ids
         self.limit = limit or TimeLimit(None)
+        made_with = prompt_inputs(config, inputs.tokenizer, inputs.source)
         self.source = PromptQueue(inputs.source)
         self.task, self.evaluations = inputs.task, inputs.evaluations
         self.state = RunState(data=self.source.state(), method=method.initial_state())
@@ -92,8 +94,10 @@ class Session:
                 stack.push(self._note_standing)
                 restored, state = resume_point(self.dir.path, config, from_step)
                 if state:
+                    refuse_other_inputs(state.inputs, made_with, config)
                     self.state = state
                     self.source.restore(state.data)
+            self.state.inputs = made_with
             check_dump_step(config, dump_step, self.state.step)
             if not resume:
                 self.dir = RunDir.create(config)
