@@ -76,7 +76,7 @@ def test_a_run_without_a_format_is_continued_to_the_same_end(home: Path, cut: Pa
     assert len(was) == 4
     for step, (new, old) in enumerate(zip(now, was, strict=True), start=1):
         assert {key: new[key] for key in old} == old, step
-        assert NEW_SINCE <= new.keys() - old.keys() if step > 2 else new.keys() == old.keys()
+        assert new.keys() - old.keys() >= NEW_SINCE if step > 2 else new.keys() == old.keys()
     for file in ("eval.jsonl", *(f"rollouts/step_{step:06d}.jsonl" for step in range(1, 5))):
         before, after = records(home / "run" / file), records(cut / file)
         assert [{k: new[k] for k in old} for new, old in zip(after, before, strict=True)] == before

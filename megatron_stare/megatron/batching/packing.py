@@ -75,19 +75,18 @@ def pack(
     groups = _alike(lengths)
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     longest = max(lengths)
+    queries = _spread(held, groups)
+    if shared is not None:
+        index, inverse = shared.stands[queries.index], queries.inverse[shared.fed]
+        queries = replace(queries, index=index, inverse=inverse, repeated=True)
     packed = PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        queries=_spread(held, groups),
+        queries=queries,
     )
-    if shared is not None:
-        whole = packed.queries
-        packed.queries = replace(
-            whole, index=shared.stands[whole.index], inverse=whole.inverse[shared.fed], repeated=True
-        )
     if place.ranks > 1:
         packed.keys = _spread(lengths, groups, place.order(lengths))
         packed.positions = tuple(

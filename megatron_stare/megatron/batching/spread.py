@@ -61,7 +61,7 @@ class _Spread(Function):
         return tokens.contiguous().index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         index, inverse = ctx.saved_tensors
         if inverse is not None:
             return gradient.contiguous().index_select(0, inverse), None, None
@@ -79,7 +79,7 @@ class _Collect(Function):
         return places.index_select(0, inverse)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (inverse,) = ctx.saved_tensors
         empty = gradient.new_zeros(ctx.places, *gradient.shape[1:])
         return empty.index_copy_(0, inverse, gradient), None
