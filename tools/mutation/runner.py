@@ -135,10 +135,9 @@ def _fork_servers() -> None:
     server = os.fork()
     if not server:
         here.close()
-        asked = there.recv(1 << 16)
-        if asked:
-            received = reduction.recvfds(there, 2)
-            command, (listener, alive) = asked.decode(), received
+        with suppress(EOFError):  # no test has ranks
+            listener, alive = reduction.recvfds(there, 2)
+            command = there.makefile().read()
             there.close()
             first, _, after = command.partition("main(")
             exec(f"{first}main({listener}, {alive},{after.split(',', 2)[2]}", {"__name__": "__main__"})
@@ -150,8 +149,9 @@ def _fork_servers() -> None:
         nonlocal here
         if here is None or not words[-1].startswith("from multiprocessing.forkserver"):
             return start(path, words, passed)
-        here.sendall(words[-1].encode())
         reduction.sendfds(here, passed)
+        here.sendall(words[-1].encode())
+        here.shutdown(socket.SHUT_WR)
         here.close()
         here = None
         return server
