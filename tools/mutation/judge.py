@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,12 +15,12 @@ from typing import Any
 from mutation.sites import Mutant
 
 RUNNER = Path(__file__).parent / "runner.py"
-BROKEN = {70, -9}  # what a run ends with that the tests have not ended
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """status: 'killed' by a test that failed; 'survived' all of them; 'timeout'; 'broken': neither passed nor failed.
+    """status: 'killed' by a test that failed, or that crashed its process twice; 'survived' all of them; 'timeout';
+    'broken': the tests ended in another way, which says nothing.
 
     by: the test that failed or was under way, and how.
     """
@@ -49,6 +50,8 @@ class Checkout:
         path.write_text(mutant.apply(right))
         try:
             found = self.run(tests, timeout_s)
+            if (found["code"] or 0) < 0:  # what crashes the tests' process does so again
+                found = self.run(found["begun"][-1:] or tests, timeout_s)
         finally:
             path.write_text(right)
             os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))  # what was compiled of it is right again
@@ -61,6 +64,9 @@ class Checkout:
             return Verdict("timeout" if slow else "killed", said, found["seconds"])
         if found["code"] == 0:
             return Verdict("survived", None, found["seconds"])
+        if found["code"] < 0 and -found["code"] != signal.SIGKILL:
+            said = f"{found['begun'][-1:]} {signal.Signals(-found['code']).name}, twice"
+            return Verdict("killed", said, found["seconds"])
         return Verdict("broken", f"pytest ended with {found['code']}: {found['said'][-300:]}", found["seconds"])
 
     def run(self, tests: list[str], timeout_s: float, *, lines: Path | None = None) -> dict[str, Any]:
