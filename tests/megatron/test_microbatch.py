@@ -9,11 +9,23 @@ import torch
 from test_methods_in_training import MINI_BATCH, batch_of
 from torch import Tensor
 
+from megatron_stare.megatron.batching import sequence_layout
 from megatron_stare.megatron.batching.microbatch import RankBatch
 from megatron_stare.megatron.batching.sequence_layout import WholeSequences
 from megatron_stare.ops.plan import PlanRules, plan_mini_batches
 
 DATA = 2
+
+
+def test_rows_of_hidden_states_that_are_whole_or_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of [s, b, h] by their number in [b s]; where each rank holds some positions, of those of all ranks."""
+    hidden = torch.arange(24.0).view(4, 3, 2)
+    both = torch.cat([hidden, hidden + 100])
+    monkeypatch.setattr(sequence_layout, "copy_to_tensor_model_parallel_region", lambda x: x)
+    monkeypatch.setattr(sequence_layout, "gather_from_sequence_parallel_region", lambda x: both)
+    for layout, whole in ((WholeSequences(), hidden), (WholeSequences(cut=True), both)):
+        rows = torch.tensor([0, 3, 5, 3 * len(whole) - 1])
+        torch.testing.assert_close(layout.rows(hidden, rows), whole.transpose(0, 1).reshape(-1, 2)[rows])
 
 
 @pytest.mark.parametrize("routed", [False, True])
