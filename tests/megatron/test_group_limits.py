@@ -1,4 +1,4 @@
-"""How long a rank waits for the others, in the world and in each of Megatron's groups."""
+"""What a rank joins with: how long it waits for the others, in the world and each of Megatron's groups, and its seed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from support.ranks import RankPool
 
-from megatron_stare.config.schema import Config
+from megatron_stare.config.schema import Config, ParallelConfig
+from megatron_stare.megatron.layout import join, leave
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.resolved import resolve_run
 
@@ -41,3 +42,16 @@ def test_every_group_waits_as_long_as_the_run_says(ranks: RankPool, limits: dict
         }
     )
     assert ranks.run(_limits, 2, config) == [{seconds}] * 2
+
+
+def _seed(rank: int, init: str, seed: int) -> tuple[int, float]:
+    join(ParallelConfig(), rank, init, seed, 60.0)
+    leave()
+    return torch.initial_seed(), float(torch.rand(()))
+
+
+@pytest.mark.distributed
+def test_a_rank_begins_with_the_runs_seed(ranks: RankPool) -> None:
+    for seed in (7, 8):
+        drawn = float(torch.rand((), generator=torch.Generator().manual_seed(seed)))
+        assert ranks.run(_seed, 1, seed) == [(seed, drawn)]
