@@ -1,4 +1,4 @@
-"""What a rank joins with: how long it waits for the others, in the world and each of Megatron's groups, and its seed."""
+"""What a rank joins with: how long it waits for others, in the world and in each of Megatron's groups; its seed."""
 
 from __future__ import annotations
 
