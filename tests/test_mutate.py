@@ -168,6 +168,7 @@ def test_the_tests_that_reach_a_line_decide(repository: Path, tmp_path: Path) ->
         (10, "*", "/"): "timeout",
         (10, "2", "3"): "killed",
     }
+    assert kept.named(f"{UP} AssertionError: {LOW}") == UP and kept.named("tests/none.py::test_no x") is None
     for name, status in (("ends", "broken"), ("aborts", "killed")):
         assert checkout.judge(mutants[0], [f"tests/test_{name}.py"], 60.0).status == status
     checkout.close()

@@ -5,6 +5,7 @@ path, before any of them is tried; then each is put into a checkout of its own a
     python tools/mutate.py run                           # every mutant's quickest tests; goes on where it stopped
     python tools/mutate.py run --again survived --seconds 600     # those that lived, on slower tests too
     python tools/mutate.py run --again timeout           # those that ran out of time, again
+    python tools/mutate.py confirm                       # the tests that killed, on the package as it stands
     python tools/mutate.py table                         # what was killed, and what lives
 
 A mutant is killed by a test that fails, never by a run that ends in another way; one that ran out of time is counted by
@@ -37,6 +38,7 @@ EQUIVALENT = ROOT / "tests/equivalent_mutants.yaml"
 AREAS = {"maths": "algorithms", "operators": "ops", "megatron": "megatron"}
 TARGETS = {"mutants": 300, "killed": 0.95, "equivalent": 0.10}
 KEPT = ROOT / "build/mutation"  # what can be found out again
+CONFIRM_S = 1800.0
 REACH, PASSED = KEPT / "reach.json", KEPT / "passed.json"
 NEAR = ["algorithms/test_*.py", "ops/test_*.py", "records/test_*.py", "megatron/test_*.py"]
 
@@ -53,12 +55,17 @@ def main() -> None:
     run.add_argument("--seconds", type=float, default=20.0, help="of tests, by what they take unmutated, a mutant")
     run.add_argument("--follow", nargs="*", default=NEAR, help="files under tests/ whose lines are followed first")
     run.add_argument("--only", nargs="*", type=int, default=[], help="numbers of mutants")
+    verbs.add_parser(
+        "confirm", help="run the tests that killed without any mutant; those of one that fails are untried"
+    )
     verbs.add_parser("table", help="say what was found")
     args = parser.parse_args()
     if args.verb == "draw":
         drawn(args.seed, args.count)
     elif args.verb == "run":
         tried(time.monotonic() + 60 * args.minutes, args.again, args.seconds, args.follow, args.only)
+    elif args.verb == "confirm":
+        confirmed()
     else:
         print(table(json.loads(RESULT.read_text()), equivalents()))
 
@@ -137,6 +144,25 @@ def judge(checkout: Checkout, reach: Reach, each: dict[str, Any], passed: dict[s
     tried = f"{each['passed']} of {each['reaching']}"
     print(f"{each['number']:4d} {each['status']:9s} {each.get('seconds', 0.0):7.1f} s {tried:>12s}  {describe(each)}")
     sys.stdout.flush()
+
+
+def confirmed() -> None:
+    """Takes back what tests killed that fail without a mutant too."""
+    results, reach = json.loads(RESULT.read_text()), Reach(REACH)
+    killed = [(each, reach.named(each["by"])) for each in results["mutants"] if each["status"] == "killed"]
+    tests = sorted({test for _, test in killed if test is not None})
+    with tempfile.TemporaryDirectory() as scratch:
+        checkout = Checkout(ROOT, Path(scratch), "HEAD")
+        try:
+            found = checkout.run(tests, CONFIRM_S, first=False)
+        finally:
+            checkout.close()
+    wrong = [(each, test) for each, test in killed if test is not None and test not in found["tests"]]
+    for each, test in wrong:
+        each["status"], each["by"] = None, None
+        print(f"{each['number']} is untried again: {test} did not pass")
+    print(f"{len(tests)} tests killed {len(killed)}; {len(found['tests'])} passed without a mutant")
+    _write(results)
 
 
 def by_file(chosen: list[tuple[float, str]]) -> list[str]:

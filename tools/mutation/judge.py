@@ -69,10 +69,16 @@ class Checkout:
             return Verdict("killed", said, found["seconds"])
         return Verdict("broken", f"pytest ended with {found['code']}: {found['said'][-300:]}", found["seconds"])
 
-    def run(self, tests: list[str], timeout_s: float, *, lines: Path | None = None) -> dict[str, Any]:
-        """Runs tests up to the first failure, or, where their lines are followed, all of them; see runner.py."""
+    def run(
+        self, tests: list[str], timeout_s: float, *, lines: Path | None = None, first: bool = True
+    ) -> dict[str, Any]:
+        """Runs tests, up to the `first` failure or all; see runner.py.
+
+        Args:
+            lines: the folder in which what they reach is written down, or None.
+        """
         log = self._scratch / "run.log"
-        job = {"tests": tests, "timeout": timeout_s, "log": str(log), "first": lines is None}
+        job = {"tests": tests, "timeout": timeout_s, "log": str(log), "first": first}
         runner = self._start()
         assert runner.stdin and runner.stdout
         runner.stdin.write(json.dumps({**job, "lines": lines and str(lines)}) + "\n")

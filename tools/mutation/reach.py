@@ -30,7 +30,7 @@ class Reach:
         if self._files.get(test_file, {}).get("text") == text:
             return
         with tempfile.TemporaryDirectory() as folder:
-            found = checkout.run([test_file], FILE_S, lines=Path(folder))
+            found = checkout.run([test_file], FILE_S, lines=Path(folder), first=False)
             reached = lines.read(Path(folder))
         begun = found["begun"]
         by_test: dict[str, Any] = {}
@@ -49,6 +49,11 @@ class Reach:
     def text_of(self, test: str) -> str:
         """What tells the file of a test from its other versions."""
         return str(self._files[test.partition("::")[0]]["text"])
+
+    def named(self, said: str) -> str | None:
+        """The test that passes on the package as it stands and that a verdict's words begin with, or None."""
+        tests = [test for file in self._files.values() for test in file["seconds"] if said.startswith(f"{test} ")]
+        return max(tests, key=len, default=None)
 
     def tests_for(self, folder: Path, mutant: Mutant) -> list[tuple[float, str]]:
         """Seconds and names of the tests that reach a mutant, quickest first.
