@@ -97,7 +97,11 @@ def tried(until: float, again: str | None, seconds: float, folders: list[str], o
         only: numbers of mutants; none: all.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that the checkout goes
+    sys.path.append(str(ROOT / "benchmarks"))
+    from machine import machine  # imports torch, which nothing else here needs
+
     results = json.loads(RESULT.read_text())
+    results |= {"tests_of": _git("rev-parse", "HEAD"), "machine": machine()}
     passed = json.loads(PASSED.read_text()) if PASSED.exists() else {}
     reach = Reach(REACH)
     with tempfile.TemporaryDirectory() as scratch:
@@ -218,7 +222,8 @@ def _git(*words: str) -> str:
 
 
 def _write(results: dict[str, Any]) -> None:
-    text = json.dumps(results, indent=None).replace('{"area"', '\n{"area"')  # a line a mutant
+    results["mutants"] = results.pop("mutants")  # last, a line each
+    text = json.dumps(results, indent=None).replace('{"area"', '\n{"area"')
     RESULT.with_suffix(".part").write_text(text + "\n")
     RESULT.with_suffix(".part").replace(RESULT)
 

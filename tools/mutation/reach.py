@@ -14,6 +14,8 @@ from mutation import lines
 from mutation.judge import Checkout
 from mutation.sites import Mutant
 
+# what it measures of a process moves with what else the machine does (docs/results.md), so its failures say nothing
+UNSTEADY = {"tests/megatron/test_offload.py::test_the_process_gives_memory_back"}
 FILE_S = 600.0  # that following one file may take
 
 
@@ -68,10 +70,10 @@ class Reach:
             if not (folder / name).exists():
                 continue
             names_it = wanted is None and module in _imports(folder / name)
-            for test, took in file["seconds"].items():
+            for test in file["seconds"].keys() - UNSTEADY:
                 here = set(file["reached"].get(test, {}).get(mutant.file, ()))
                 if names_it or (here and (wanted is None or here & wanted)):
-                    found.append((took, test))
+                    found.append((file["seconds"][test], test))
         return sorted(found)
 
 
