@@ -113,6 +113,10 @@ def tried(until: float, again: str | None, seconds: float, folders: list[str], o
                         reach.follow(checkout, str(path.relative_to(checkout.folder)))
             left = [each for each in results["mutants"] if each["status"] in {again, "broken"}]
             left = [each for each in left if not only or each["number"] in only]
+            changed = set(_git("diff", "--name-only", results["commit"], "HEAD").split())
+            if away := [each["number"] for each in left if each["file"] in changed]:
+                print(f"not tried, because their files have changed since the draw: {away}")
+            left = [each for each in left if each["file"] not in changed]
             random.Random(0).shuffle(left)  # what is known after an hour is of all areas
             for each in left:
                 if time.monotonic() > until:

@@ -28,7 +28,7 @@ class Reach:
 
     def follow(self, checkout: Checkout, test_file: str) -> None:
         """Runs a file of tests and keeps what it reaches; nothing where that is known."""
-        text = hashlib.sha256((checkout.folder / test_file).read_bytes()).hexdigest()
+        text = _text(checkout.folder, test_file)
         if self._files.get(test_file, {}).get("text") == text:
             return
         with tempfile.TemporaryDirectory() as folder:
@@ -49,7 +49,7 @@ class Reach:
         print(f"followed {test_file}: {len(found['tests'])} tests, {took:.1f} s, failed: {failed}", flush=True)
 
     def text_of(self, test: str) -> str:
-        """What tells the file of a test from its other versions."""
+        """What tells the file of a test, as it was followed, from its other versions."""
         return str(self._files[test.partition("::")[0]]["text"])
 
     def named(self, said: str) -> str | None:
@@ -98,6 +98,15 @@ def _head_end(node: ast.stmt) -> int:
     bodies: Iterable[Any] = (getattr(node, name, None) for name in ("body", "cases"))
     starts = [body[0].lineno if hasattr(body[0], "lineno") else body[0].pattern.lineno for body in bodies if body]
     return max(node.lineno, min(starts) - 1) if starts else (node.end_lineno or node.lineno)
+
+
+def _text(folder: Path, test_file: str) -> str:
+    """Tells a file of tests, and the package whose lines it reaches, from their other versions."""
+    followed = (path for name in lines.FOLLOWED for path in folder.glob(f"{name.strip('/')}/**/*.py"))
+    found = hashlib.sha256((folder / test_file).read_bytes())
+    for path in sorted(followed):
+        found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 def _imports(path: Path) -> set[str]:
