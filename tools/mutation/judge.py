@@ -112,8 +112,7 @@ class Checkout:
 
     def _end(self) -> None:
         if self._runner is not None:
-            assert self._runner.stdin
-            self._runner.stdin.close()
+            self._runner.terminate()  # with what it runs
             self._runner.wait()
             self._runner = None
         for left in self._scratch.glob("run.*"):

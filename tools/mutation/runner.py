@@ -59,6 +59,7 @@ class Recorder:
 
 def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a test leaves behind becomes a child of this process
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     sys.path[:1] = [os.getcwd()]  # as `python -m pytest` has it
@@ -78,13 +79,15 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
     child = os.fork()
     if not child:
         _run(job, log, record)
-    ended = select.select([watched := os.pidfd_open(child)], [], [], job["timeout"])[0]
-    os.close(watched)
-    seconds = time.monotonic() - began
-    if not ended:
-        os.kill(child, signal.SIGKILL)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    _kill_what_is_left()
+    try:
+        ended = select.select([watched := os.pidfd_open(child)], [], [], job["timeout"])[0]
+        os.close(watched)
+        seconds = time.monotonic() - began
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    finally:  # of a run that is not waited for, too
+        _kill_what_is_left()
     passed: dict[str, float] = {}
     failed, begun = [], []
     for what, test, *more in map(json.loads, record.read_text().splitlines()):
@@ -103,6 +106,7 @@ def _run(job: dict[str, Any], log: Path, record: Path) -> None:
     """The forked process's part; does not return."""
     code = 70
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setsid()
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         nothing = os.open(os.devnull, os.O_RDONLY)
