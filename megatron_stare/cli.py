@@ -18,7 +18,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.errors import UnusableCheckpointError, UserError
 from megatron_stare.interruption import Interruption, interruptible, what_now
 from megatron_stare.planning.command import add_arguments, run_command
-from megatron_stare.run import eval_command
+from megatron_stare.run import eval_command, views
 from megatron_stare.shipped import TOOLS, tool
 from megatron_stare.time_limit import TimeLimit, seconds_of
 
@@ -26,8 +26,8 @@ PROGRAM = "megatron-stare"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns the exit code: 0 done, 1 the doctor found a fault, 2 a user error, 75 a run that saved
-    itself because it was asked to or out of time, 130 interrupted, 143 a run told to end."""
+    """Runs one command. Returns the exit code: 0 done, 1 the doctor found a fault or a run does not go on, 2 a user
+    error, 75 a run that saved itself because it was asked to or out of time, 130 interrupted, 143 a run told to end."""
     args, rest = parser().parse_known_args(argv)
     # argparse takes positionals in one run only: overrides after an option come back as unknown
     if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
@@ -102,15 +102,27 @@ def parser() -> argparse.ArgumentParser:
     _add_convert_arguments(convert)
     convert.set_defaults(run=_convert)
 
-    report = commands.add_parser("report", help="write report.html of one or several runs")
-    report.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
-    report.add_argument(
-        "--out",
-        type=Path,
-        help="file to write, or an existing folder for it; default: report.html in the run directory, or, of several "
-        "runs, comparison.html in the current one",
+    status = commands.add_parser(
+        "status",
+        help="say how a run stands: phase, rates, time left, alerts, and what to do where it ended",
+        description="Says how a run stands, from its files alone, on this machine or another. Exits 1 where it does "
+        "not go on. See docs/status.md.",
     )
-    report.set_defaults(run=_report)
+    views.add_status_arguments(status)
+    status.set_defaults(run=views.run_status)
+
+    report = commands.add_parser("report", help="write report.html of one or several runs, finished or not")
+    views.add_report_arguments(report)
+    report.set_defaults(run=views.run_report)
+
+    rollouts = commands.add_parser(
+        "rollouts",
+        help="write a page of a run's sampled responses, or of two runs side by side",
+        description="Writes a page of the responses that a run stored: filtered, token by token, with what was "
+        "selected and why. See docs/rollouts.md.",
+    )
+    views.add_rollouts_arguments(rollouts)
+    rollouts.set_defaults(run=views.run_rollouts)
 
     evaluation = commands.add_parser(
         "eval",
@@ -250,18 +262,6 @@ def _convert(args: argparse.Namespace) -> None:
     options = Options(dtype, args.processes, round(args.shard_gb * 1e9), args.check)
     convert(args.source, args.target, args.model, options)
     print(f"wrote {args.target}" + (", and both sides are equal bit for bit" if args.check else ""))
-
-
-def _report(args: argparse.Namespace) -> None:
-    from megatron_stare.observability.report.page import write_report
-
-    for run in args.runs:
-        if not (run / "metrics.jsonl").exists():
-            raise UserError("no metrics.jsonl: not a run directory", where=str(run))
-    # of several runs under another name: no folder's own report is written over, wherever it is put
-    several = len(args.runs) > 1
-    out = args.out or (Path() if several else args.runs[0])
-    print(write_report(args.runs, out / ("comparison.html" if several else "report.html") if out.is_dir() else out))
 
 
 def _doctor(args: argparse.Namespace) -> int:

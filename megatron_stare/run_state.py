@@ -28,6 +28,7 @@ from megatron_stare.config.formats import FIRST_WITH_CHECKSUMS, FORMAT, KEY, run
 from megatron_stare.config.load import dump_yaml
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import DataError, UserError
+from megatron_stare.observability.run_files import LOCK_FILE
 from megatron_stare.weights import manifest
 from megatron_stare.weights.manifest import Sum
 from megatron_stare.weights.staging import sync_entry
@@ -38,6 +39,7 @@ PLACEMENT = "placement.txt"
 RUN_STATE = "run_state.json"  # of a checkpoint
 KEPT = "kept_responses.safetensors"  # likewise, where responses were under way
 
+LOCK_TRIES, LOCK_WAIT_S = 5, 0.02
 _NAME = re.compile(r"^step_(\d+)$")
 
 
@@ -127,7 +129,7 @@ class RunDir:
         try:
             found = [entry.name for entry in path.iterdir()] if path.exists() else []
             path.mkdir(parents=True, exist_ok=True)
-            lock = (path / ".lock").open("w")
+            lock = (path / LOCK_FILE).open("w")
         except OSError as error:
             _remove_empty(made)
             raise _unwritable(path, error) from error
@@ -311,16 +313,20 @@ def _place(config: Config) -> Path:
 
 
 def _lock(lock: IO[str], path: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by the kernel when the process ends, however
-    except OSError as error:
-        lock.close()
-        raise UserError("another process is running in this directory", where=str(path)) from error
+    for left in reversed(range(LOCK_TRIES)):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by the kernel when the process ends, however
+            return
+        except OSError as error:
+            if not left:
+                lock.close()
+                raise UserError("another process is running in this directory", where=str(path)) from error
+            time.sleep(LOCK_WAIT_S)  # `megatron-stare status` holds it for microseconds
 
 
 def refuse_busy(path: Path) -> None:
     """Raises UserError where another process is running in this directory. Changes nothing."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), (path / ".lock").open() as lock:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), (path / LOCK_FILE).open() as lock:
         _lock(lock, path)
 
 

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from megatron_stare.config.agreement_section import AgreementConfig
 from megatron_stare.config.algorithm import AlgorithmConfig
+from megatron_stare.config.black_box_section import BlackBoxConfig
 from megatron_stare.config.checkpoint_section import CheckpointConfig
 from megatron_stare.config.data_section import DataConfig
 from megatron_stare.config.eval_section import EvalConfig
@@ -19,6 +20,7 @@ from megatron_stare.config.performance_section import PerformanceConfig, Section
 from megatron_stare.config.restarts_section import RestartsConfig
 from megatron_stare.config.reward_section import RewardConfig
 from megatron_stare.config.runtime_section import RuntimeConfig
+from megatron_stare.config.services_section import ServicesConfig
 
 
 class RunConfig(Section):
@@ -326,8 +328,8 @@ class ObservabilityConfig(Section):
     )
     sinks: list[str] = Field(
         ["jsonl", "tensorboard", "console", "report"],
-        description="what the run's reports go to: 'jsonl', 'tensorboard', 'console', 'report' or a class path "
-        "my_pkg.MySink",
+        description="what the run's reports go to: 'jsonl', 'tensorboard', 'console', 'report', 'wandb', 'mlflow', "
+        "'prometheus', 'webhook' (see services) or a class path my_pkg.MySink",
     )
     metrics: list[str] = Field(
         [], description="functions of a step's batch whose numbers are logged too: paths my_pkg.my_metric"
@@ -376,6 +378,8 @@ class Config(Section):
     runtime: RuntimeConfig = RuntimeConfig()
     limits: LimitsConfig = LimitsConfig()
     restarts: RestartsConfig = RestartsConfig()
+    services: ServicesConfig = ServicesConfig()
+    black_box: BlackBoxConfig = BlackBoxConfig()
 
     @model_validator(mode="after")
     def _servers_are_used(self) -> Config:

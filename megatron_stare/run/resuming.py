@@ -19,10 +19,12 @@ FREE_TO_CHANGE = (
     "checkpoint.",
     "eval.",
     "observability.",
+    "services.",
     "runtime.",
     "reward.workers",
     "reward.timeout_s",
     "rollout.threads",
+    "performance.share_prompts",
 )
 NOT_FREE = ("run.seed",)
 

@@ -10,9 +10,11 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+from megatron_stare.black_box.driver_side import BlackBox
 from megatron_stare.config.engines_alone import evaluation_engines
 from megatron_stare.data.prompt_queue import PromptQueue
 from megatron_stare.errors import UserError
+from megatron_stare.heap import freeze, frozen_heap
 from megatron_stare.interruption import (
     ClosingStack,
     Standing,
@@ -35,12 +37,14 @@ from megatron_stare.orchestration.phase_memory import PhaseMemory
 from megatron_stare.orchestration.policy_export import export_policy
 from megatron_stare.orchestration.policy_trainer import PolicyTrainer
 from megatron_stare.orchestration.training_source import TrainingSource
+from megatron_stare.process_settings import port_share
 from megatron_stare.resolved import ResolvedRun
 from megatron_stare.rewards.known_answers import open_pool
 from megatron_stare.rewards.verifier_pool import VerifierPool
 from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.make_source import make_groups, make_source
 from megatron_stare.rollout.model_folder import token_texts
+from megatron_stare.rollout.replicas import replica_count, replica_nodes
 from megatron_stare.run.evaluator import Evaluator
 from megatron_stare.run.opening import Inputs, check_dump_step
 from megatron_stare.run.preflight import notices
@@ -87,6 +91,7 @@ class Session:
         self.task, self.evaluations = inputs.task, inputs.evaluations
         self.state = RunState(data=self.source.state(), method=method.initial_state())
         with ClosingStack() as stack:
+            stack.enter_context(frozen_heap())
             restored: Path | None = None
             if resume:
                 self.dir = RunDir.reopen(find_run(config))
@@ -106,7 +111,14 @@ class Session:
                 stack.callback(self.dir.forget_unfinished)
                 stack.push(self._discard_if_nothing_was_made)
                 stack.push(self._note_standing)
-            self.monitor = Monitor(inputs.sinks, RunOutline(self.dir.path, config), inputs.metrics)
+            self.black_box: BlackBox | None = None
+            sinks = dict(inputs.sinks)
+            if config.black_box.enabled:
+                ports = port_share(config, 0, replica_count(config) * replica_nodes(config))
+                self.black_box = BlackBox(config, self.dir.path, ports)
+                stack.callback(self.black_box.close)
+                sinks["black_box"] = self.black_box.beats
+            self.monitor = Monitor(sinks, RunOutline(self.dir.path, config), inputs.metrics)
             stack.callback(self.monitor.close)
             self.monitor.resume(self.state.step) if resume else self.monitor.start()
             self.verifiers: dict[str, VerifierPool] = {}
@@ -177,6 +189,8 @@ class Session:
                 self.monitor.note("the run ended before its first checkpoint: beginning anew")
             if resume:
                 self.dir.record(config)  # run.steps, the layout and more may be others from here on
+            freeze()
+            stack.callback(self._last_phase, "closing")
             self._open = stack.pop_all()
 
     def __enter__(self) -> Session:
@@ -230,6 +244,8 @@ class Session:
             if self.limit.passed_before_another(self.checkpoints.longest_s):
                 end_for_time()
             self.monitor.begin_step()
+            if self.black_box is not None:
+                self.black_box.beats.begin_step(step)
             yield step
             raise_if_received()  # saved as the run is closed
             self.checkpoints.look()
@@ -240,9 +256,14 @@ class Session:
 
     def finish(self) -> None:
         """All steps are made: exports the policy, and tells whoever waits for the end."""
+        self._last_phase("export")
         self.checkpoints.finish()
         export_policy(self.ranks, self.dir.path / "hf", Path(self.config.model.path), self.state.step)
         self.monitor.finish()
+
+    def _last_phase(self, name: str) -> None:
+        if self.black_box is not None:
+            self.black_box.beats.last_phase(name)
 
     def _progress(self, done: int, wanted: int) -> None:
         self._tell_news()

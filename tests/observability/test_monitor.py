@@ -22,13 +22,13 @@ from megatron_stare.observability.json_lines import write_atomically
 from megatron_stare.observability.monitor import Monitor
 from megatron_stare.observability.run_files import read_metrics
 from megatron_stare.observability.sink import RunOutline, Sink, make_sinks
-from megatron_stare.observability.sinks import SINKS
 from megatron_stare.observability.sinks.console import Console
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import sampled_trajectory
 
 ROOT = Path(__file__).parents[2]
 MINE = "my_sink.Chat"
+DEFAULT = ("jsonl", "tensorboard", "console", "report")
 
 
 def settings(*overrides: str) -> Config:
@@ -43,7 +43,7 @@ def batch(step: int) -> RolloutBatch:
     return RolloutBatch.from_trajectories(samples, step)
 
 
-def monitor_of(folder: Path, names: Sequence[str] = tuple(SINKS), **given: Sink) -> Monitor:
+def monitor_of(folder: Path, names: Sequence[str] = DEFAULT, **given: Sink) -> Monitor:
     return Monitor({**make_sinks(names), **given}, RunOutline(folder, settings()))
 
 
@@ -152,7 +152,7 @@ def test_a_resumed_run_is_told_once_and_remembers(tmp_path: Path, capsys: pytest
 
 def test_no_step_stands_twice_however_often_and_far_back_a_run_is_continued(tmp_path: Path) -> None:
     """The second time from before where the first time began, as after a damaged checkpoint."""
-    files = tuple(name for name in SINKS if name != "console")
+    files = ("jsonl", "tensorboard", "report")
     monitor = monitor_of(tmp_path, files)
     monitor.start()
     log(monitor, *range(1, 7))
