@@ -199,7 +199,10 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._open.__exit__(kind, error, trace)
+        try:
+            self._open.__exit__(kind, error, trace)
+        finally:
+            makes_steps(None)
 
     def _discard_if_nothing_was_made(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
