@@ -122,6 +122,13 @@ def test_of_a_run_on_another_machine_the_heartbeat_says_whether_it_lives(
     assert status_of(run_dir, NOW, here="node7").state == "dead"  # where the lock is the truth
 
 
+def test_restarts_by_itself_are_counted_and_the_last_is_explained(run_dir: Path) -> None:
+    assert "  restarts" not in as_text(status_of(run_dir, NOW))
+    losses = [{"by": "driver", "step": 40, "why": "rank 0 ended"}, {"by": "supervisor", "step": 90, "why": "killed"}]
+    write_atomically(run_dir / "restarts.jsonl", losses)
+    assert "  restarts    2 times by itself, the last time because: killed" in as_text(status_of(run_dir, NOW))
+
+
 def test_a_process_that_is_stopped_is_said_to_be(run_dir: Path) -> None:
     beat(run_dir, process="stopped")
     with held(run_dir):

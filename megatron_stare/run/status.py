@@ -14,9 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stare.observability.alerts import Alert, Watch
+from megatron_stare.observability.json_lines import read_jsonl
 from megatron_stare.observability.liveness import State, liveness
 from megatron_stare.observability.progress import RemainingTime
-from megatron_stare.observability.run_files import RunRecord, evaluation_figures, read_run, result_name
+from megatron_stare.observability.run_files import (
+    RESTARTS_FILE,
+    RunRecord,
+    evaluation_figures,
+    read_run,
+    result_name,
+)
 from megatron_stare.run_state import RUN_STATE, complete_checkpoints
 
 RECENT = 20  # steps that rates are means over
@@ -46,7 +53,8 @@ class Status:
         samples are those trained on.
     left_s: until the last step, at that pace.
     checkpoint, checkpoint_age_s: the step of the newest complete one.
-    starts: how often it was started, and from which step the last time.
+    starts: how often it was started; resumed_after, started: from which step and when the last time.
+    restarts, restart: how often it started itself again after a loss, and why the last time.
     alerts: what holds after the newest step.
     black_box: the folder of the newest bundle; "".
     again: the command that continues it; "" where it runs or is finished.
@@ -76,6 +84,8 @@ class Status:
     starts: int = 0
     resumed_after: int | None = None
     started: str = ""
+    restarts: int = 0
+    restart: str = ""
     alerts: Sequence[Alert] = ()
     black_box: str = ""
     again: str = ""
@@ -105,6 +115,7 @@ def status_of(run_dir: Path, now: float | None = None, here: str | None = None) 
     alive = state == "running"
     first = run.starts[-1] if run.starts else {}
     rates = _rates(run)
+    restarts = read_jsonl(run_dir / RESTARTS_FILE)
     return Status(
         run=str(run_dir),
         name=run.name,
@@ -130,6 +141,8 @@ def status_of(run_dir: Path, now: float | None = None, here: str | None = None) 
         starts=len(run.starts),
         resumed_after=int(first["step"]) if len(run.starts) > 1 else None,
         started=str(first.get("date", "")),
+        restarts=len(restarts),
+        restart=str(restarts[-1].get("why", "")) if restarts else "",
         alerts=_alerts(run),
         black_box=beat.black_box if beat else "",
         again="" if state in ("running", "finished") else _again(run_dir),

@@ -105,6 +105,8 @@ def _subjects(status: Status) -> list[tuple[str, str]]:
         again = status.starts - 1
         more = f", resumed {again} times, last after step {status.resumed_after:,}" if again else ""
         subjects.append(("started", f"{status.started[:16].replace('T', ' ')}{more}"))
+    if status.restarts:
+        subjects.append(("restarts", f"{status.restarts} times by itself, the last time because: {status.restart}"))
     subjects += [("alert", f"{alert.name}: {alert.text} (step {alert.last_step:,})") for alert in status.alerts]
     subjects.append(("alerts", "" if status.alerts else "none"))
     if status.state != "finished" and status.beat_age_s is not None:
