@@ -296,7 +296,7 @@ def check_whole(checkpoint: Path) -> None:
 def _refuse_without_sums(checkpoint: Path) -> None:
     """Of earlier releases alone; what the state says is read elsewhere, and complained of there."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        if int(json.loads((checkpoint / RUN_STATE).read_text()).get(KEY, 1)) >= FIRST_WITH_CHECKSUMS:
+        if FIRST_WITH_CHECKSUMS <= int(json.loads((checkpoint / RUN_STATE).read_text()).get(KEY, 1)) <= FORMAT:
             raise DataError(
                 "the list of checksums is missing", where=str(checkpoint / manifest.MANIFEST), fix=manifest.FIX
             )

@@ -165,10 +165,10 @@ def checked(
 
 
 LAYOUTS = [
-    ({"tensor": 2}, {"tensor": 2}, False),
+    pytest.param({"tensor": 2}, {"tensor": 2}, False, marks=pytest.mark.slow),
     ({"data": 2}, {"data": 2}, True),
     ({"tensor": 2}, {"pipeline": 2}, False),
-    ({"data": 2}, {}, True),
+    pytest.param({"data": 2}, {}, True, marks=pytest.mark.slow),
 ]
 
 
