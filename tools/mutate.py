@@ -165,6 +165,8 @@ def confirmed() -> None:
             found = checkout.run(tests, CONFIRM_S, first=False)
         finally:
             checkout.close()
+    if found["code"] not in {0, 1}:  # a test of that name is gone, say: its mutant is to be tried again
+        sys.exit(f"pytest ended with {found['code']}: {found['said'][-1000:]}")
     wrong = [(each, test) for each, test in killed if test is not None and test not in found["tests"]]
     for each, test in wrong:
         each["status"], each["by"] = None, None

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_stare.algorithms.advantage import group_advantages
 from megatron_stare.algorithms.method import Method, State, TokenTerms
+from megatron_stare.algorithms.stapo import SpuriousTokens
 from megatron_stare.algorithms.surrogate import clip, clipped_surrogate
 from megatron_stare.batch import TokenBatch
 from megatron_stare.config.load import build_method
@@ -67,6 +68,14 @@ def test_nothing_is_clipped_at_the_bounds_themselves() -> None:
     for ratio, advantage in ((1.5, 1.0), (0.5, -1.0), (4.0, -1.0), (0.5, 0.0)):
         out = clip(torch.tensor([ratio]), torch.tensor([advantage]), low=0.5, high=0.5, dual=4.0)
         assert out.loss.tolist() == [-ratio * advantage] and out.clipped.tolist() == [False]
+
+
+def test_below_which_probability_stapo_looks() -> None:
+    """0.002, as in the paper; the bound itself is not below it."""
+    prob = torch.tensor([0.0019, 0.002, 0.0021, 0.0019, 0.0019])
+    advantage = torch.tensor([1.0, 1.0, 1.0, -1.0, 0.0])
+    found = SpuriousTokens().candidates(prob, advantage, torch.ones(5, dtype=torch.bool))
+    assert found.tolist() == [True, False, False, False, False]
 
 
 def test_a_method_needs_nothing_that_it_does_not_say() -> None:

@@ -87,8 +87,11 @@ def test_the_token_form_of_gspo_is_bounded_by_ten_nats() -> None:
     torch.testing.assert_close(Gspo(form="token").ratio(batch).detach(), want, rtol=1e-5, atol=0.0)
 
 
-def test_weights_at_the_bounds_of_reject_are_kept() -> None:
-    method = Grpo(aggregation="token_mean", correction=Correction(mode="truncate", reject=(1.0, 2.0)))
+@pytest.mark.parametrize(
+    "correction", [Correction(mode="truncate", reject=(1.0, 2.0)), Correction(mode="mask", low=1.0, high=2.0)]
+)
+def test_tokens_at_the_bounds_are_kept(correction: Correction) -> None:
+    method = Grpo(aggregation="token_mean", correction=correction)
     batch = token_batch([1.0, 0.0], group_size=2, lengths=[2, 2], method=method)
     two = torch.tensor(2.0).log()
     batch.old_log_prob = batch.rollout_log_prob + torch.stack([torch.zeros(()), two, -0.01 * two, 1.01 * two])

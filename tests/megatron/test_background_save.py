@@ -59,7 +59,7 @@ def test_a_writer_collects_no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = context.Pipe(duplex=False)
     writer = context.Process(target=background_save._write, args=(there, os.getpid(), [], 0, "bucket"))
     writer.start()
-    assert here.recv() == (False, signal.SIG_IGN, "bucket")
+    assert here.recv() == ((False, signal.SIG_IGN, "bucket"), {})
     writer.join()
     assert gc.isenabled()
 

@@ -188,6 +188,13 @@ def test_cut_parameters_say_along_which_dimension(tmp_path: Path, family: str) -
     assert found.keys() >= {"embedding.word_embeddings.weight", "self_attention.linear_qkv.weight"}
 
 
+def test_every_rank_that_is_built_is_told_of(tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen2_tied")
+    shape, model, told = read_shape(str(tmp_path)), ModelConfig(path=str(tmp_path)), []
+    plan_layout(shape, model, ParallelConfig(data=3), OptimizerConfig(), advance=told.append)
+    assert told == [1, 1, 1]
+
+
 def test_what_a_plan_says_of_the_optimizer(tmp_path: Path) -> None:
     save_model(tmp_path, "qwen2_tied")
     shape, model = read_shape(str(tmp_path)), ModelConfig(path=str(tmp_path))

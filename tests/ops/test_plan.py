@@ -60,7 +60,7 @@ def test_padded_micro_batches_are_filled_to_the_budget() -> None:
 
 
 def test_a_sample_longer_than_the_budget_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"batch.micro_batch_tokens: the longest sample has 65 tokens"):
+    with pytest.raises(ConfigError, match=r"batch.micro_batch_tokens: the longest sample has 65 tokens, the budget"):
         plan_micro_batches([3, 65], PlanRules(data_parallel=1, budget=64, packed=True))
     with pytest.raises(ConfigError, match="the longest sample has 64 tokens, padded to a multiple of 8, the budget"):
         plan_micro_batches([3, 57], PlanRules(data_parallel=1, budget=63, packed=True, each=8))
