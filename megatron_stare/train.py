@@ -17,26 +17,36 @@ from megatron_stare.observability.monitor import Monitor
 from megatron_stare.observability.sink import RunOutline
 from megatron_stare.run.opening import check_dump_step, finished_run, read_inputs
 from megatron_stare.run.session import Session
+from megatron_stare.time_limit import TimeLimit
 
 
-def train(config: Config, *, resume: bool = False, dump_step: int | None = None) -> Path:
+def train(
+    config: Config,
+    *,
+    resume: bool = False,
+    from_step: int | None = None,
+    dump_step: int | None = None,
+    limit: TimeLimit | None = None,
+) -> Path:
     """Trains, and returns the run directory.
 
     Args:
         resume: continue the newest checkpoint of the run.
+        from_step: of the checkpoint to continue, where it is not the newest.
         dump_step: the step of whose first update batch, weights, loss and gradients are written out; None: no step.
+        limit: of the time that the run may take; None: there is none.
 
     Raises:
         UserError: something the user can mend; the last checkpoint is intact.
     """
     inputs = read_inputs(config)
     config = inputs.config
-    if resume and (finished := finished_run(config)):
+    if resume and (finished := finished_run(config, from_step)):
         check_dump_step(config, dump_step, config.run.steps)
         print(f"all {config.run.steps} steps of this run are made already; give run.steps=... to go on")
         Monitor(inputs.sinks, RunOutline(finished, config)).finish()
         return finished
-    with Session(inputs, resume=resume, dump_step=dump_step) as run:
+    with Session(inputs, resume=resume, from_step=from_step, dump_step=dump_step, limit=limit) as run:
         run.rollouts.publish(run.trainer.weights(), run.state.step)
         for step in run.steps():
             batch = run.rollouts.next(step)

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from megatron_stare.config.agreement_section import AgreementConfig
 from megatron_stare.config.algorithm import AlgorithmConfig
 from megatron_stare.config.black_box_section import BlackBoxConfig
+from megatron_stare.config.checkpoint_section import CheckpointConfig
 from megatron_stare.config.data_section import DataConfig
 from megatron_stare.config.eval_section import EvalConfig
 from megatron_stare.config.limits_section import LimitsConfig
@@ -19,6 +20,7 @@ from megatron_stare.config.performance_section import PerformanceConfig, Section
 from megatron_stare.config.restarts_section import RestartsConfig
 from megatron_stare.config.reward_section import RewardConfig
 from megatron_stare.config.runtime_section import RuntimeConfig
+from megatron_stare.config.services_section import ServicesConfig
 
 
 class RunConfig(Section):
@@ -312,15 +314,6 @@ class OptimizerConfig(Section):
         return self
 
 
-class CheckpointConfig(Section):
-    """How checkpoints are written; run.checkpoint_every says when. See docs/checkpoints.md."""
-
-    background: bool = Field(
-        True, description="training goes on while a checkpoint is written; it counts once all ranks have written"
-    )
-    writers: int = Field(2, ge=1, description="files, and processes that write them, a trainer rank")
-
-
 class ObservabilityConfig(Section):
     """What is watched beside training; none of it changes what is learnt. See docs/diagnostics.md."""
 
@@ -335,8 +328,8 @@ class ObservabilityConfig(Section):
     )
     sinks: list[str] = Field(
         ["jsonl", "tensorboard", "console", "report"],
-        description="what the run's reports go to: 'jsonl', 'tensorboard', 'console', 'report' or a class path "
-        "my_pkg.MySink",
+        description="what the run's reports go to: 'jsonl', 'tensorboard', 'console', 'report', 'wandb', 'mlflow', "
+        "'prometheus', 'webhook' (see services) or a class path my_pkg.MySink",
     )
     metrics: list[str] = Field(
         [], description="functions of a step's batch whose numbers are logged too: paths my_pkg.my_metric"
@@ -385,6 +378,7 @@ class Config(Section):
     runtime: RuntimeConfig = RuntimeConfig()
     limits: LimitsConfig = LimitsConfig()
     restarts: RestartsConfig = RestartsConfig()
+    services: ServicesConfig = ServicesConfig()
     black_box: BlackBoxConfig = BlackBoxConfig()
 
     @model_validator(mode="after")

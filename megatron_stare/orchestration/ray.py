@@ -28,6 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from megatron_stare.black_box.driver_side import beats_here, carried
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, UserError
+from megatron_stare.heap import freeze
 from megatron_stare.interruption import raise_if_received, uninterrupted
 from megatron_stare.network import free_port, interface_address
 from megatron_stare.observability.heartbeat import CallBeats
@@ -56,6 +57,7 @@ class Actor:
         self._beats = beats_here(role, ray.get_runtime_context().get_node_id())
         with self._beats.call("build"):
             self._worker = kind(*pickle.loads(pickled))
+            freeze()
 
     def address(self, interface: str | None, ports: Sequence[int] | None) -> str:
         """host:port that is free on this node now, for the ranks to meet at.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,18 @@ from megatron_stare.black_box.driver_side import BlackBox
 from megatron_stare.config.engines_alone import evaluation_engines
 from megatron_stare.data.prompt_queue import PromptQueue
 from megatron_stare.errors import UserError
-from megatron_stare.interruption import ClosingStack, Standing, raise_if_received, stopped_at
+from megatron_stare.heap import freeze, frozen_heap
+from megatron_stare.interruption import (
+    ClosingStack,
+    Standing,
+    end_for_time,
+    is_to_be_saved,
+    makes_steps,
+    open_to,
+    raise_if_received,
+    seconds_left,
+    stopped_at,
+)
 from megatron_stare.observability.monitor import Monitor
 from megatron_stare.observability.run_files import evaluated_steps
 from megatron_stare.observability.sink import RunOutline
@@ -36,8 +48,11 @@ from megatron_stare.rollout.replicas import replica_count, replica_nodes
 from megatron_stare.run.evaluator import Evaluator
 from megatron_stare.run.opening import Inputs, check_dump_step
 from megatron_stare.run.preflight import notices
-from megatron_stare.run.resuming import find_run, resume_point
+from megatron_stare.run.prompt_inputs import prompt_inputs, refuse_other_inputs
+from megatron_stare.run.resuming import find_run, offering_older, resume_point
 from megatron_stare.run_state import RunDir, RunState
+from megatron_stare.time_limit import TimeLimit
+from megatron_stare.workers import WorkerLostError
 
 INTERRUPTED_S = 20.0  # for a checkpoint under way when a signal ends the run; Slurm kills 30 s after it sends one
 
@@ -50,29 +65,45 @@ class Session:
     Args:
         inputs: read and checked before anything is started.
         resume: continue the newest checkpoint of the run instead of starting one.
+        from_step: of the checkpoint to continue, where it is not the newest.
         dump_step: the step that will be written out, if any.
+        limit: of the time that the run may take.
 
     Raises:
-        UserError: the run directory, a worker or the verifier cannot be used.
+        UserError: the run directory, a worker, the verifier or a checkpoint cannot be used.
     """
 
-    def __init__(self, inputs: Inputs, *, resume: bool = False, dump_step: int | None = None) -> None:
+    def __init__(
+        self,
+        inputs: Inputs,
+        *,
+        resume: bool = False,
+        from_step: int | None = None,
+        dump_step: int | None = None,
+        limit: TimeLimit | None = None,
+    ) -> None:
         self.config = config = inputs.config
         method, self.stop_ids = inputs.run.method, inputs.stop_ids
+        self.limit = limit or TimeLimit(None)
+        self._stepping = False
+        made_with = prompt_inputs(config, inputs.tokenizer, inputs.source)
         self.source = PromptQueue(inputs.source)
         self.task, self.evaluations = inputs.task, inputs.evaluations
         self.state = RunState(data=self.source.state(), method=method.initial_state())
         with ClosingStack() as stack:
+            stack.enter_context(frozen_heap())
             restored: Path | None = None
             if resume:
                 self.dir = RunDir.reopen(find_run(config))
                 stack.callback(self.dir.close)
                 stack.callback(self.dir.forget_unfinished)
                 stack.push(self._note_standing)
-                restored, state = resume_point(self.dir.path, config)
+                restored, state = resume_point(self.dir.path, config, from_step)
                 if state:
+                    refuse_other_inputs(state.inputs, made_with, config)
                     self.state = state
                     self.source.restore(state.data)
+            self.state.inputs = made_with
             check_dump_step(config, dump_step, self.state.step)
             if not resume:
                 self.dir = RunDir.create(config)
@@ -102,8 +133,8 @@ class Session:
             memory = PhaseMemory(self.monitor.phase, self.ranks, self.engines if config.sglang.colocated else None)
             self.phase = memory.phase
             self.monitor.gauges.append(memory.take)
-            self.checkpoints = Checkpoints(config, self.ranks, self.dir)
-            stack.push(self._complete_checkpoint)
+            self.checkpoints = Checkpoints(config, self.ranks, self.dir, self.monitor.note)
+            stack.push(self._close_checkpoints)
             agreement = AgreementWatch(inputs.run, self.ranks, self.engines)
             agreement.restore(self.monitor.resumed)
             self.colocation = colocation = Colocation(config, self.ranks, self.engines)
@@ -122,6 +153,7 @@ class Session:
                 self.own_evaluator = Evaluator(self.own_engines, pools, config.reward, self.stop_ids)
             self.groups = make_groups(config, self.source)
             self.groups.restore(self.state.kept)
+            self._kept = self.groups.kept()
             self.samples = make_source(
                 config,
                 self.evaluator.rollouts(self.task.verifier, inputs.environment),
@@ -148,12 +180,16 @@ class Session:
             for line in [*notices(config), *left_out, *runner.notes(), *self.ranks.notes()]:
                 self.monitor.note(line)
             if restored:
-                self.ranks.load(str(restored.resolve()))
+                with offering_older(restored):
+                    self.checkpoints.load(restored)
                 self.monitor.note(f"continuing after step {self.state.step}")
+                for aside in self.dir.set_aside(self.state.step):
+                    self.monitor.note(f"a later checkpoint is not continued; it is {aside} now, and may be removed")
             elif resume:
                 self.monitor.note("the run ended before its first checkpoint: beginning anew")
             if resume:
                 self.dir.record(config)  # run.steps, the layout and more may be others from here on
+            freeze()
             stack.callback(self._last_phase, "closing")
             self._open = stack.pop_all()
 
@@ -163,7 +199,10 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._open.__exit__(kind, error, trace)
+        try:
+            self._open.__exit__(kind, error, trace)
+        finally:
+            makes_steps(None)
 
     def _discard_if_nothing_was_made(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -172,31 +211,51 @@ class Session:
             self.dir.discard()
 
     def _note_standing(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Leaves a note of how far the run got, where it is interrupted and leaves something behind."""
+        """Leaves a note of how far the run got, where it ends early and leaves something behind."""
         newest = self.dir.newest_step()
-        if isinstance(error, KeyboardInterrupt) and (self.state.step or newest is not None):
+        early = isinstance(error, KeyboardInterrupt) or (isinstance(error, UserError) and self._stepping)
+        if early and (self.state.step or newest is not None):
             run = self.config.run
             stopped_at(Standing(self.dir.path, self.state.step, run.steps, newest, chosen=run.dir is not None))
 
-    def _complete_checkpoint(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Where the run is interrupted, the checkpoint under way is waited for; after an error that may be the ranks',
-        it is not. What is not completed then is removed."""
-        if isinstance(error, KeyboardInterrupt):
-            with contextlib.suppress(UserError):
-                self.checkpoints.finish(INTERRUPTED_S)
+    def _close_checkpoints(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Where the run is interrupted, the state of its last step is saved, if that was asked for, and the checkpoint
+        under way is waited for; after an error that may be the ranks', neither. What is not completed then is removed.
+
+        Raises:
+            UserError: the checkpoint that was asked for cannot be written.
+        """
+        if not isinstance(error, KeyboardInterrupt):
+            return
+        with contextlib.suppress(UserError):
+            self.checkpoints.finish(seconds_left() or INTERRUPTED_S)
+        if is_to_be_saved() and self.state.step and self.state.step != self.checkpoints.newest:
+            if self.config.sglang.colocated:
+                self.engines.close()  # whatever they were doing, the memory is the trainer's now
+            with contextlib.suppress(WorkerLostError):  # it was not written in the time that is left
+                self.checkpoints.save(self._whole_state(), seconds_left())
+                self.checkpoints.finish(seconds_left())
 
     def steps(self) -> Iterator[int]:
         """The steps still to do. After each, and so before the next is given, what is due is saved and evaluated."""
+        makes_steps(self.config.checkpoint.grace_s)
+        self._stepping = True
         self._evaluate_if_due()  # of a resumed run, where it ended between a checkpoint and this
         for step in range(self.state.step + 1, self.config.run.steps + 1):
             raise_if_received()
+            self.limit.begin_step()
+            if self.limit.passed_before_another(self.checkpoints.longest_s):
+                end_for_time()
             self.monitor.begin_step()
             if self.black_box is not None:
                 self.black_box.beats.begin_step(step)
             yield step
+            raise_if_received()  # saved as the run is closed
             self.checkpoints.look()
             self._save_if_due()
             self._evaluate_if_due()
+        raise_if_received()
+        makes_steps(None)
 
     def finish(self) -> None:
         """All steps are made: exports the policy, and tells whoever waits for the end."""
@@ -221,6 +280,7 @@ class Session:
     def _published(self, version: int) -> None:
         """The weights of this version are what comes next is sampled by, so the run stands at this step."""
         self.state.step, self.state.data = version, self.rollouts.state()
+        self._kept = self.groups.kept()
         self._tell_news()
 
     def _save_if_due(self) -> None:
@@ -228,7 +288,11 @@ class Session:
         run = self.config.run
         if self.state.step == run.steps or (run.checkpoint_every and self.state.step % run.checkpoint_every == 0):
             with self.phase("checkpoint"), self.colocation.saving():
-                self.checkpoints.save(replace(self.state, kept=self.groups.kept()))
+                self.checkpoints.save(self._whole_state())
+
+    def _whole_state(self) -> RunState:
+        """As it was when the last step was finished, whatever was begun since."""
+        return replace(self.state, kept=self._kept())
 
     def _evaluate_if_due(self) -> None:
         """Evaluates the newest weights on the held-out problems where that is due - before, after and in between - and
@@ -240,7 +304,7 @@ class Session:
             task = evaluation.task
             if step in evaluated_steps(self.dir.path, task.name):
                 continue
-            with self.phase("eval"), self._evaluated_by() as evaluator:
+            with self.phase("eval"), open_to(signal.SIGTERM, signal.SIGUSR1), self._evaluated_by() as evaluator:
                 found = evaluator.evaluate(evaluation, step, self.samples.version, self._progress)
             self.monitor.evaluation(found.record)
 
