@@ -36,7 +36,7 @@ def named(name: str) -> dict[str, Any]:
         hang.begin(run)
         begun = now()
         screen, facts = run.told()
-        said = sentence_of(screen)
+        said = sentence_of(screen).replace(str(run.dir), "RUN")
         total = now() - begun
     print(screen, flush=True)
     return {
