@@ -19,6 +19,7 @@ FREE_TO_CHANGE = (
     "eval.",
     "observability.",
     "runtime.",
+    "recovery.",
     "reward.workers",
     "reward.timeout_s",
     "rollout.threads",
