@@ -125,7 +125,7 @@ class HeldRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with uninterrupted():
-            made = self.state.step or self.restarts
+            made = max(self.state.step, self._attempts.furthest)
             newest = self.dir.newest_step()
             if isinstance(error, KeyboardInterrupt) and (made or newest is not None):
                 run = self._config.run
