@@ -35,7 +35,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
 from megatron_stare.interruption import own_sigterm, raise_if_received, uninterrupted
-from megatron_stare.network import LOOPBACK, free_port, interface_address, require_listener
+from megatron_stare.network import LOOPBACK, Listener, free_port, interface_address
 from megatron_stare.orchestration.placed import Spot
 from megatron_stare.orchestration.placement import Node, Plan, lost_node, still_pending
 from megatron_stare.orchestration.ray_processes import ended, loss_behind, nothing_left
@@ -44,7 +44,10 @@ from megatron_stare.workers import Handle, WorkerLostError, Workers, WorkerSilen
 LEFT_S = 10.0  # that workers are given to close at the end of a run
 ENDED_S = 60.0  # and one that is made anew, whose server may hang
 PROBE_S = 1.0  # between looks at a cluster that does not have everything yet, or may have lost something
+HEAD_S = 20.0  # without its control store until a cluster is given up; Ray's own limit is 60
 GPU, VISIBLE, NODE_LABEL = "GPU", "CUDA_VISIBLE_DEVICES", "ray.io/node-id"
+
+_joined: Listener | None = None  # the control store of the cluster that was joined
 
 
 class Actor:
@@ -173,7 +176,7 @@ class RayWorkers(RayPeers):
 def _end(actors: Sequence[Any], limit_s: float) -> None:
     """Closes what actors host, as far as they do in this time, and ends them. Where Ray itself has died here, it could
     only be waited for; see `leave_ray`."""
-    if ended(_own_node()) is not None:
+    if ended(_own_node()) is not None or (_joined is not None and _joined.missing(PROBE_S) is not None):
         return
     with contextlib.suppress(Exception):  # they are killed next, whatever they say
         ray.get([actor.close.remote() for actor in actors], timeout=limit_s)
@@ -211,6 +214,9 @@ def _require_time(until: float) -> None:
     """Raises GetTimeoutError where the time is up, and WorkerLostError where what is waited for cannot come."""
     if (gone := ended(_own_node())) is not None:
         raise WorkerLostError(gone)
+    if _joined is not None and _joined.gone(HEAD_S, PROBE_S):  # before Ray ends this process for it, from C++
+        fix = "start the cluster again, and continue from the newest checkpoint with --resume"
+        raise UserError(f"the control store (GCS) of {_joined.address} is gone", where="runtime.ray_address", fix=fix)
     if time.monotonic() >= until:
         raise GetTimeoutError
 
@@ -244,6 +250,7 @@ def start_ray(config: Config) -> None:
     Raises:
         UserError: Ray does not start here, or does not answer there.
     """
+    global _joined
     common = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
     if config.runtime.ray_address:
         address = config.runtime.ray_address
@@ -252,9 +259,12 @@ def start_ray(config: Config) -> None:
             "leave the setting out to start Ray on this machine"
         )
         # Ray takes this machine's own name for its address on the network
-        require_listener(address, ray.util.get_node_ip_address(), "runtime.ray_address", fix)
+        head = Listener(address, ray.util.get_node_ip_address())
+        # Ray itself would try for ten minutes, and say so
+        head.require("no Ray cluster can be reached at", "runtime.ray_address", fix)
         what = f"the Ray cluster at {address} cannot be joined"
         _init(what, "runtime.ray_address", fix, address=address, **common)
+        _joined = head
         return
     # Ray announces at every start that its cluster wants a token, which is as it should be
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
@@ -310,8 +320,10 @@ def node_workers(timeout_s: float) -> tuple[list[str], RayWorkers]:
 
 def leave_ray() -> None:
     """Ends Ray where it was started here, else leaves the cluster."""
+    global _joined
     with nothing_left(_own_node()):
         ray.shutdown()
+    _joined = None
 
 
 def _own_node() -> Any:
