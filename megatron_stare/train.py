@@ -20,6 +20,7 @@ from megatron_stare.observability.sink import RunOutline
 from megatron_stare.run.held_run import HeldRun
 from megatron_stare.run.opening import Inputs, check_dump_step, finished_run, read_inputs
 from megatron_stare.run.session import Session
+from megatron_stare.supervision import restarted
 
 
 def train(config: Config, *, resume: bool = False, dump_step: int | None = None) -> Path:
@@ -34,7 +35,8 @@ def train(config: Config, *, resume: bool = False, dump_step: int | None = None)
     """
     inputs = read_inputs(config)
     if resume and (finished := finished_run(inputs.config)):
-        check_dump_step(inputs.config, dump_step, inputs.config.run.steps)
+        if not restarted():  # or it was made before
+            check_dump_step(inputs.config, dump_step, inputs.config.run.steps)
         print(f"all {inputs.config.run.steps} steps of this run are made already; give run.steps=... to go on")
         Monitor(inputs.sinks, RunOutline(finished, inputs.config)).finish()
         return finished

@@ -137,7 +137,7 @@ class Session:
                 self.monitor.note(f"continuing after step {self.state.step}")
             elif resume:
                 self.monitor.note("the run ended before its first checkpoint: beginning anew")
-            if held.restarted:
+            if held.restarted and held.restarts:
                 self.monitor.note(f"restart {held.restarts} of this run, by itself")
             if resume:
                 self.dir.record(config)  # run.steps, the layout and more may be others from here on
