@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.runs import ROOT, SMALL
@@ -44,7 +45,7 @@ def held(folder: Path, resume: bool = False, **settings: object):
     overrides = [f"{key}={value}" for key, value in {**ALONE, "run.dir": folder / "run", **settings}.items()]
     config = load_config(ROOT / "configs/quickstart.yaml", [f"model.path={ROOT / 'assets/tiny-adder'}", *overrides])
     inputs = read_inputs(config)
-    with HeldRun(config, inputs, resume=resume, dump_step=None) as run:
+    with HeldRun(config, inputs, resume=resume, from_step=None, dump_step=None) as run:
         run.first = inputs
         yield run
 
@@ -63,7 +64,9 @@ def sessions(
         end = ends[len(seen) - 1]
         if end is None:
             return seen
-        run.state, run.came_up = RunState(step=end[0]), came_up
+        run.state = RunState(step=end[0])
+        if came_up:
+            run.opened()
         raise end[1]
 
     return session
@@ -127,7 +130,7 @@ def test_a_signal_between_two_sessions_says_how_to_continue(tmp_path: Path, monk
     def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("megatron_stare.run.held_run.time.sleep", interrupted)
+    monkeypatch.setattr("megatron_stare.run.held_run.time", SimpleNamespace(sleep=interrupted))
     with interruptible() as interruption, pytest.raises(KeyboardInterrupt), held(tmp_path) as run:
         run.until_done(run.first, sessions(run, (7, WorkerLostError("a rank died"))))
     assert (interruption.standing.step, interruption.standing.run_dir) == (7, tmp_path / "run")

@@ -18,24 +18,20 @@ from typing import Any
 os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
 
 import ray
+from ray import exceptions as said
 from ray._private.state import available_resources_per_node
 from ray.core.generated.gcs_pb2 import ActorTableData
-from ray.exceptions import (
-    GetTimeoutError,
-    LocalRayletDiedError,
-    NodeDiedError,
-    ObjectLostError,
-    RayActorError,
-    RayTaskError,
-    WorkerCrashedError,
-)
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from megatron_stare.black_box.driver_side import beats_here, carried
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
+from megatron_stare.heap import freeze
 from megatron_stare.interruption import own_sigterm, raise_if_received, uninterrupted
 from megatron_stare.network import LOOPBACK, Listener, free_port, interface_address
+from megatron_stare.observability.heartbeat import CallBeats
 from megatron_stare.orchestration.placed import Spot
 from megatron_stare.orchestration.placement import Node, Plan, lost_node, still_pending
 from megatron_stare.orchestration.ray_processes import ended, loss_behind, nothing_left
@@ -55,11 +51,15 @@ class Actor:
 
     def __init__(self) -> None:
         self._worker: Any = None
+        self._beats = CallBeats(None, "")
 
-    def build(self, kind: Callable[..., Any], pickled: bytes) -> None:
+    def build(self, kind: Callable[..., Any], pickled: bytes, role: str) -> None:
         """Makes the worker of its pickled arguments. They are read here, where an error is the worker's own: a method
         of the user's, say, that this node does not have. Ray would lose what it says."""
-        self._worker = kind(*pickle.loads(pickled))
+        self._beats = beats_here(role, ray.get_runtime_context().get_node_id())
+        with self._beats.call("build"):
+            self._worker = kind(*pickle.loads(pickled))
+            freeze()
 
     def address(self, interface: str | None, ports: Sequence[int] | None) -> str:
         """host:port that is free on this node now, for the ranks to meet at.
@@ -80,12 +80,14 @@ class Actor:
         return Spot(ray.get_runtime_context().get_node_id(), seen)
 
     def method(self, name: str, *args: Any) -> Any:
-        return getattr(self._worker, name)(*args)
+        with self._beats.call(name):
+            return getattr(self._worker, name)(*args)
 
     def close(self) -> None:
         """Closes the worker, where one was made."""
         if self._worker is not None:
-            self._worker.close()
+            with self._beats.call("close"):
+                self._worker.close()
 
 
 class RayPeers(Workers):
@@ -130,7 +132,7 @@ class RayWorkers(RayPeers):
     def __init__(self, makers: Sequence[Callable[[], Any]], what: str, timeout_s: float) -> None:
         super().__init__([make() for make in makers], what, timeout_s)
         self._makers = list(makers)
-        self._built: list[tuple[Callable[..., Any], bytes]] = []  # what every actor hosts, and its arguments
+        self._built: list[tuple[Callable[..., Any], bytes, str]] = []  # what every actor hosts, of what, and its role
         self._closing = threading.Lock()
         self._closed = False
 
@@ -154,7 +156,7 @@ class RayWorkers(RayPeers):
 
     def build(self, kind: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> None:
         """Makes every actor's worker, of its arguments."""
-        self._built = [(kind, pickle.dumps(each)) for each in arguments]
+        self._built = [(kind, pickle.dumps(each), f"{self._what} {n}") for n, each in enumerate(arguments)]
         self.wait([actor.build.remote(*each) for actor, each in zip(self._actors, self._built, strict=True)])
 
     def replace(self, worker: int) -> None:
@@ -240,7 +242,7 @@ def _worker_errors(what: str, timeout_s: float) -> Iterator[None]:
         raise WorkerSilentError(
             f"a {what} did not answer within {timeout_s:.0f} s", where="runtime.timeout_s"
         ) from error
-    except (LocalRayletDiedError, NodeDiedError, ObjectLostError, WorkerCrashedError) as error:
+    except (said.LocalRayletDiedError, said.NodeDiedError, said.ObjectLostError, said.WorkerCrashedError) as error:
         raise WorkerLostError(f"a node or process that a {what} needs is gone: {str(error).splitlines()[0]}") from error
 
 
@@ -436,6 +438,7 @@ def start_actors(
     """
     gpus = bool(ray.cluster_resources().get(GPU))
     common = {"OMP_NUM_THREADS": str(threads), "TORCHDYNAMO_DISABLE": "0" if gpus else "1", **settings}
+    common |= carried(ray.util.get_node_ip_address())
     makers = []
     for number, spot in enumerate(spots):
         variables = {**common, **(own[number] if own else {})}

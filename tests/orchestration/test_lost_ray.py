@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +12,8 @@ import psutil
 import pytest
 import ray
 from support.cluster import QUICK
+from support.runs import ROOT
+from support.waiting_worker import WaitingWorker
 
 from megatron_stare.config.load import validate
 from megatron_stare.errors import UserError
@@ -22,24 +24,15 @@ from megatron_stare.workers import WorkerLostError
 LONG_S = 300.0  # that calls would wait
 
 
-class Worker:
-    """Waits for ever, where it is asked to."""
-
-    def wait(self) -> None:
-        threading.Event().wait()
-
-    def fail(self) -> None:
-        raise RuntimeError("connection closed by peer")
-
-    def pid(self) -> int:
-        return psutil.Process().pid
-
-    def close(self) -> None: ...
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' own modules, for actors."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
 
 
 def workers() -> on_ray.RayWorkers:
     found = on_ray.start_actors([{}, {}], 1, "rank", LONG_S)
-    found.build(Worker, [(), ()])
+    found.build(WaitingWorker, [(), ()])
     return found
 
 
