@@ -20,6 +20,7 @@ from megatron_stare.interruption import Interruption, interruptible, what_now
 from megatron_stare.planning.command import add_arguments, run_command
 from megatron_stare.run import eval_command, views
 from megatron_stare.shipped import TOOLS, tool
+from megatron_stare.supervision import attach, supervise
 from megatron_stare.time_limit import TimeLimit, seconds_of
 
 PROGRAM = "megatron-stare"
@@ -73,6 +74,11 @@ def parser() -> argparse.ArgumentParser:
         help="check everything that can be known without workers, print the resolved config and stop",
     )
     train.add_argument("--resume", action="store_true", help="continue the newest checkpoint of the run")
+    train.add_argument(
+        "--supervise",
+        action="store_true",
+        help="start the run in a process of its own, and again where that is killed; see docs/recovery.md",
+    )
     train.add_argument(
         "--from-step",
         type=int,
@@ -168,7 +174,10 @@ def parser() -> argparse.ArgumentParser:
 def _train(args: argparse.Namespace) -> int:
     begun = time.monotonic()
     args.resume = args.resume or args.from_step is not None
+    if args.supervise and not args.dry_run:
+        return _supervise(args)
     with interruptible() as interruption:
+        args.supervise = attach()
         try:
             _train_or_check(args, begun)
         except KeyboardInterrupt:
@@ -188,6 +197,14 @@ def _train(args: argparse.Namespace) -> int:
     return 0
 
 
+def _supervise(args: argparse.Namespace) -> int:
+    given = {"--from-step": args.from_step, "--dump-step": args.dump_step}
+    options = [f"{option}={value}" for option, value in given.items() if value is not None]
+    options += ["--resume"] if args.resume else []
+    limit_s = None if args.stop_after is None else seconds_of(args.stop_after)
+    return supervise([args.config, *args.overrides, *options], limit_s)
+
+
 def _typed(
     args: argparse.Namespace, interruption: Interruption, run_dir: str | None = None
 ) -> tuple[list[str], list[str]]:
@@ -201,6 +218,7 @@ def _typed(
         program = sys.argv[0]  # .venv/bin/megatron-stare
     given = {"--dump-step": args.dump_step, "--stop-after": args.stop_after}
     overrides, options = args.overrides, [str(x) for pair in given.items() if pair[1] is not None for x in pair]
+    options += ["--supervise"] if args.supervise else []
     if interruption.standing is None and run_dir is None:
         options += [] if args.from_step is None else ["--from-step", str(args.from_step)]
         options += [flag for flag, given in (("--resume", args.resume), ("--dry-run", args.dry_run)) if given]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
+import time
 from collections.abc import Sequence
 
 import psutil
 
 from megatron_stare.errors import ConfigError
 
+LOOPBACK = "127.0.0.1"
+CONNECT_S = 10.0
 TRIED = 100  # ports of a range, before it is taken for full
 
 
@@ -47,3 +50,44 @@ def free_port(host: str, ports: Sequence[int]) -> int:
         where="runtime.ports",
         fix="end programs that listen there, name another range, or an address of this machine (sglang.host)",
     )
+
+
+class Listener:
+    """What listens at a host:port, somewhere on the network.
+
+    Args:
+        address: without a port, or with one that is no number, nothing is known of it, and it counts as there.
+        own: another address of this machine, which is tried too where the host is this machine.
+    """
+
+    def __init__(self, address: str, own: str) -> None:
+        self.address = address
+        host, _, port = address.removeprefix("ray://").replace("[", "").replace("]", "").rpartition(":")
+        known = bool(host) and port.isdigit()
+        self._port = int(port) if known else 0
+        self._hosts = [] if not known else [host, own] if host in ("localhost", LOOPBACK) else [host]
+        self._there = time.monotonic()  # when it was, last
+
+    def missing(self, timeout_s: float = CONNECT_S) -> Exception | None:
+        """Why no connection is made now; None: one is."""
+        reason: Exception | None = None
+        for host in self._hosts:
+            try:
+                socket.create_connection((host, self._port), timeout_s).close()
+                reason = None
+                break
+            except (OSError, OverflowError) as error:
+                reason = error
+        if reason is None:
+            self._there = time.monotonic()
+        return reason
+
+    def require(self, what: str, where: str, fix: str) -> None:
+        """Raises ConfigError, which begins with `what`, where nothing listens there."""
+        if (reason := self.missing()) is not None:
+            why = getattr(reason, "strerror", None) or reason
+            raise ConfigError(f"{what} {self.address}: {why}", where=where, fix=fix)
+
+    def gone(self, after_s: float, timeout_s: float) -> bool:
+        """Whether it is missing now, and has been for so long."""
+        return self.missing(timeout_s) is not None and time.monotonic() - self._there > after_s

@@ -6,6 +6,8 @@ step:     log-prob and entropy pass -> statistics, gate, weights -> for every mi
 publish:  weight sync, and the proof that it arrived                           (orchestration/training_source.py)
 log:      metrics, alerts and samples to every sink                            (observability/monitor.py)
 steps:    between two steps, the checkpoint and the evaluation that are due    (run/session.py)
+
+A session that lost a worker is followed by another one, from the newest checkpoint (run/held_run.py).
 """
 
 from __future__ import annotations
@@ -13,9 +15,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_stare.config.schema import Config
-from megatron_stare.observability.monitor import Monitor
-from megatron_stare.observability.sink import RunOutline
-from megatron_stare.run.opening import check_dump_step, finished_run, read_inputs
+from megatron_stare.run.held_run import HeldRun, made_already
+from megatron_stare.run.opening import Inputs, read_inputs
 from megatron_stare.run.session import Session
 from megatron_stare.time_limit import TimeLimit
 
@@ -40,13 +41,14 @@ def train(
         UserError: something the user can mend; the last checkpoint is intact.
     """
     inputs = read_inputs(config)
-    config = inputs.config
-    if resume and (finished := finished_run(config, from_step)):
-        check_dump_step(config, dump_step, config.run.steps)
-        print(f"all {config.run.steps} steps of this run are made already; give run.steps=... to go on")
-        Monitor(inputs.sinks, RunOutline(finished, config)).finish()
-        return finished
-    with Session(inputs, resume=resume, from_step=from_step, dump_step=dump_step, limit=limit) as run:
+    if resume and (made := made_already(inputs, from_step, dump_step)):
+        return made
+    with HeldRun(config, inputs, resume=resume, from_step=from_step, dump_step=dump_step) as held:
+        return held.until_done(inputs, lambda inputs: _session(inputs, held, dump_step, limit))
+
+
+def _session(inputs: Inputs, held: HeldRun, dump_step: int | None, limit: TimeLimit | None) -> Path:
+    with Session(inputs, held, dump_step=dump_step, limit=limit) as run:
         run.rollouts.publish(run.trainer.weights(), run.state.step)
         for step in run.steps():
             batch = run.rollouts.next(step)

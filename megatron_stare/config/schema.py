@@ -17,6 +17,7 @@ from megatron_stare.config.memory_section import MemoryConfig
 from megatron_stare.config.moe_section import MoeConfig
 from megatron_stare.config.partial_section import PartialConfig
 from megatron_stare.config.performance_section import PerformanceConfig, Section
+from megatron_stare.config.recovery_section import RecoveryConfig
 from megatron_stare.config.restarts_section import RestartsConfig
 from megatron_stare.config.reward_section import RewardConfig
 from megatron_stare.config.runtime_section import RuntimeConfig
@@ -378,6 +379,7 @@ class Config(Section):
     runtime: RuntimeConfig = RuntimeConfig()
     limits: LimitsConfig = LimitsConfig()
     restarts: RestartsConfig = RestartsConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
     services: ServicesConfig = ServicesConfig()
     black_box: BlackBoxConfig = BlackBoxConfig()
 

@@ -21,6 +21,7 @@ FREE_TO_CHANGE = (
     "observability.",
     "services.",
     "runtime.",
+    "recovery.",
     "reward.workers",
     "reward.timeout_s",
     "rollout.threads",

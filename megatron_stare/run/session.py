@@ -17,14 +17,12 @@ from megatron_stare.errors import UserError
 from megatron_stare.heap import freeze, frozen_heap
 from megatron_stare.interruption import (
     ClosingStack,
-    Standing,
     end_for_time,
     is_to_be_saved,
     makes_steps,
     open_to,
     raise_if_received,
     seconds_left,
-    stopped_at,
 )
 from megatron_stare.observability.monitor import Monitor
 from megatron_stare.observability.run_files import evaluated_steps
@@ -46,11 +44,12 @@ from megatron_stare.rollout.make_source import make_groups, make_source
 from megatron_stare.rollout.model_folder import token_texts
 from megatron_stare.rollout.replicas import replica_count, replica_nodes
 from megatron_stare.run.evaluator import Evaluator
+from megatron_stare.run.held_run import HeldRun
 from megatron_stare.run.opening import Inputs, check_dump_step
 from megatron_stare.run.preflight import notices
 from megatron_stare.run.prompt_inputs import prompt_inputs, refuse_other_inputs
-from megatron_stare.run.resuming import find_run, offering_older, resume_point
-from megatron_stare.run_state import RunDir, RunState
+from megatron_stare.run.resuming import offering_older, resume_point
+from megatron_stare.run_state import RunState
 from megatron_stare.time_limit import TimeLimit
 from megatron_stare.workers import WorkerLostError
 
@@ -60,57 +59,47 @@ INTERRUPTED_S = 20.0  # for a checkpoint under way when a signal ends the run; S
 class Session:
     """A run in progress. A context manager; nothing it started outlives it.
 
-    Where it ends in an error before its first step, it leaves nothing behind.
-
     Args:
         inputs: read and checked before anything is started.
-        resume: continue the newest checkpoint of the run instead of starting one.
-        from_step: of the checkpoint to continue, where it is not the newest.
+        held: the run's directory; and the checkpoint that is continued, if any.
         dump_step: the step that will be written out, if any.
         limit: of the time that the run may take.
 
     Raises:
-        UserError: the run directory, a worker, the verifier or a checkpoint cannot be used.
+        UserError: a worker, the verifier or a checkpoint cannot be used.
     """
 
     def __init__(
         self,
         inputs: Inputs,
+        held: HeldRun,
         *,
-        resume: bool = False,
-        from_step: int | None = None,
         dump_step: int | None = None,
         limit: TimeLimit | None = None,
     ) -> None:
         self.config = config = inputs.config
         method, self.stop_ids = inputs.run.method, inputs.stop_ids
         self.limit = limit or TimeLimit(None)
-        self._stepping = False
+        self._held = held
         made_with = prompt_inputs(config, inputs.tokenizer, inputs.source)
         self.source = PromptQueue(inputs.source)
         self.task, self.evaluations = inputs.task, inputs.evaluations
         self.state = RunState(data=self.source.state(), method=method.initial_state())
+        self.dir, resume = held.dir, held.resumes
         with ClosingStack() as stack:
             stack.enter_context(frozen_heap())
             restored: Path | None = None
+            stack.callback(self.dir.forget_unfinished)
             if resume:
-                self.dir = RunDir.reopen(find_run(config))
-                stack.callback(self.dir.close)
-                stack.callback(self.dir.forget_unfinished)
-                stack.push(self._note_standing)
-                restored, state = resume_point(self.dir.path, config, from_step)
+                restored, state = resume_point(self.dir.path, config, held.from_step)
                 if state:
                     refuse_other_inputs(state.inputs, made_with, config)
                     self.state = state
                     self.source.restore(state.data)
             self.state.inputs = made_with
-            check_dump_step(config, dump_step, self.state.step)
-            if not resume:
-                self.dir = RunDir.create(config)
-                stack.callback(self.dir.close)
-                stack.callback(self.dir.forget_unfinished)
-                stack.push(self._discard_if_nothing_was_made)
-                stack.push(self._note_standing)
+            held.state = self.state
+            if not held.restarted:  # or it may be made already
+                check_dump_step(config, dump_step, self.state.step)
             self.black_box: BlackBox | None = None
             sinks = dict(inputs.sinks)
             if config.black_box.enabled:
@@ -129,10 +118,12 @@ class Session:
             with self.monitor.phase("start"):
                 runner = make_runner(inputs.run)
             stack.callback(runner.close)
+            stack.push(partial(_say_what_was_lost, runner))
             self.ranks, self.engines = runner.trainers, runner.engines
             memory = PhaseMemory(self.monitor.phase, self.ranks, self.engines if config.sglang.colocated else None)
             self.phase = memory.phase
             self.monitor.gauges.append(memory.take)
+            self.monitor.gauges.append(held.metrics)
             self.checkpoints = Checkpoints(config, self.ranks, self.dir, self.monitor.note)
             stack.push(self._close_checkpoints)
             agreement = AgreementWatch(inputs.run, self.ranks, self.engines)
@@ -187,10 +178,13 @@ class Session:
                     self.monitor.note(f"a later checkpoint is not continued; it is {aside} now, and may be removed")
             elif resume:
                 self.monitor.note("the run ended before its first checkpoint: beginning anew")
+            if held.restarted and held.restarts:
+                self.monitor.note(f"restart {held.restarts} of this run, by itself")
             if resume:
                 self.dir.record(config)  # run.steps, the layout and more may be others from here on
             freeze()
             stack.callback(self._last_phase, "closing")
+            held.opened()
             self._open = stack.pop_all()
 
     def __enter__(self) -> Session:
@@ -203,20 +197,6 @@ class Session:
             self._open.__exit__(kind, error, trace)
         finally:
             makes_steps(None)
-
-    def _discard_if_nothing_was_made(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None and self.state.step == 0:
-            self.dir.discard()
-
-    def _note_standing(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Leaves a note of how far the run got, where it ends early and leaves something behind."""
-        newest = self.dir.newest_step()
-        early = isinstance(error, KeyboardInterrupt) or (isinstance(error, UserError) and self._stepping)
-        if early and (self.state.step or newest is not None):
-            run = self.config.run
-            stopped_at(Standing(self.dir.path, self.state.step, run.steps, newest, chosen=run.dir is not None))
 
     def _close_checkpoints(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Where the run is interrupted, the state of its last step is saved, if that was asked for, and the checkpoint
@@ -239,7 +219,7 @@ class Session:
     def steps(self) -> Iterator[int]:
         """The steps still to do. After each, and so before the next is given, what is due is saved and evaluated."""
         makes_steps(self.config.checkpoint.grace_s)
-        self._stepping = True
+        self._held.stepping = True
         self._evaluate_if_due()  # of a resumed run, where it ended between a checkpoint and this
         for step in range(self.state.step + 1, self.config.run.steps + 1):
             raise_if_received()
@@ -321,6 +301,12 @@ class Session:
             self.own_version = self.samples.version
             self.colocation.synced()
         yield self.own_evaluator
+
+
+def _say_what_was_lost(runner: Runner, kind: object, error: BaseException | None, trace: object) -> None:
+    """Where an error came of a process that died, which only those that it worked with may have told, raises that."""
+    if isinstance(error, Exception) and (lost := runner.lost(error)):
+        raise lost from error
 
 
 def make_runner(run: ResolvedRun) -> Runner:
