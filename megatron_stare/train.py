@@ -16,7 +16,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.observability.monitor import Monitor
 from megatron_stare.observability.sink import RunOutline
 from megatron_stare.run.opening import check_dump_step, finished_run, read_inputs
-from megatron_stare.run.session import Session
+from megatron_stare.run.session import Session, until_done
 
 
 def train(config: Config, *, resume: bool = False, dump_step: int | None = None) -> Path:
@@ -36,7 +36,12 @@ def train(config: Config, *, resume: bool = False, dump_step: int | None = None)
         print(f"all {config.run.steps} steps of this run are made already; give run.steps=... to go on")
         Monitor(inputs.sinks, RunOutline(finished, config)).finish()
         return finished
-    with Session(inputs, resume=resume, dump_step=dump_step) as run:
+    return until_done(Session(inputs, resume=resume, dump_step=dump_step), make_steps)
+
+
+def make_steps(session: Session) -> Path:
+    """All the steps that are still to do. Returns the run directory. Raises RollBack as Session.steps does."""
+    with session as run:
         run.rollouts.publish(run.trainer.weights(), run.state.step)
         for step in run.steps():
             batch = run.rollouts.next(step)

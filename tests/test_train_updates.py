@@ -94,6 +94,7 @@ def test_overflows_have_no_say_in_averages() -> None:
         "ratio/first_max_abs_log": 0.0,
         "entropy/mean": 0.5,
         "optimizer/grad_norm": 3.0,
+        "optimizer/grad_norm_max": 3.0,
         "optimizer/loss_scale": 2.0,
         "loss/tokens": 40.0,
         "update/finite": 1.0,
@@ -102,6 +103,18 @@ def test_overflows_have_no_say_in_averages() -> None:
         "update/count": 1.0,
     }
     assert combined([skipped]) == {**skipped.metrics, "update/count": 0.0}
+
+
+def test_of_several_updates_the_largest_norm_is_kept_and_those_held_back_are_counted() -> None:
+    """A spike of one of them would be lost in the mean, and one that is not finite is no norm."""
+    norms = (1.0, 8.0, math.nan)
+    updates = [
+        update(math.isfinite(norm), **{"optimizer/grad_norm": norm, "update/held": float(norm == 8.0)})
+        for norm in norms
+    ]
+    found = combined(updates)
+    assert (found["optimizer/grad_norm_max"], found["update/held"], found["update/count"]) == (8.0, 1.0, 1.0)
+    assert "optimizer/grad_norm_max" not in combined(updates[:1])
 
 
 def test_three_updates_in_a_row_that_were_not_taken_stop_the_run() -> None:
@@ -124,7 +137,9 @@ class Ranks:
     def measure(self, state: dict[str, float]) -> None:
         self.asked.append(f"measure at {state['gate']}")
 
-    def update(self, number: int, dump_to: str | None = None, watched: Sequence[int] = ()) -> UpdateResult:
+    def update(
+        self, number: int, dump_to: str | None = None, watched: Sequence[int] = (), norm_limit: float = math.inf
+    ) -> UpdateResult:
         self.asked.append(f"update {number}" + (f" to {dump_to}" if dump_to else ""))
         self.watched = [*watched]
         return replace(update(self.finite[number]), state={"gate": float(number)})

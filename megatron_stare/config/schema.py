@@ -10,6 +10,7 @@ from megatron_stare.config.agreement_section import AgreementConfig
 from megatron_stare.config.algorithm import AlgorithmConfig
 from megatron_stare.config.data_section import DataConfig
 from megatron_stare.config.eval_section import EvalConfig
+from megatron_stare.config.guards_section import GuardsConfig
 from megatron_stare.config.limits_section import LimitsConfig
 from megatron_stare.config.memory_section import MemoryConfig
 from megatron_stare.config.moe_section import MoeConfig
@@ -384,6 +385,7 @@ class Config(Section):
     runtime: RuntimeConfig = RuntimeConfig()
     limits: LimitsConfig = LimitsConfig()
     restarts: RestartsConfig = RestartsConfig()
+    guards: GuardsConfig = GuardsConfig()
 
     @model_validator(mode="after")
     def _servers_are_used(self) -> Config:

@@ -18,6 +18,7 @@ FREE_TO_CHANGE = (
     "checkpoint.",
     "eval.",
     "observability.",
+    "guards.",
     "runtime.",
     "reward.workers",
     "reward.timeout_s",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from types import TracebackType
 
 from megatron_stare.config.engines_alone import evaluation_engines
 from megatron_stare.data.prompt_queue import PromptQueue
-from megatron_stare.errors import UserError
+from megatron_stare.errors import GuardError, RollBack, UserError
 from megatron_stare.interruption import ClosingStack, Standing, raise_if_received, stopped_at
 from megatron_stare.observability.monitor import Monitor
 from megatron_stare.observability.run_files import evaluated_steps
@@ -20,6 +20,8 @@ from megatron_stare.orchestration.agreement_watch import AgreementWatch
 from megatron_stare.orchestration.checkpoints import Checkpoints
 from megatron_stare.orchestration.colocation import Colocation
 from megatron_stare.orchestration.groups import Runner
+from megatron_stare.orchestration.guarded_batches import FOLDER
+from megatron_stare.orchestration.guards import Guards
 from megatron_stare.orchestration.phase_memory import PhaseMemory
 from megatron_stare.orchestration.policy_export import export_policy
 from megatron_stare.orchestration.policy_trainer import PolicyTrainer
@@ -28,10 +30,11 @@ from megatron_stare.resolved import ResolvedRun
 from megatron_stare.rewards.known_answers import open_pool
 from megatron_stare.rewards.verifier_pool import VerifierPool
 from megatron_stare.rollout.engine_pool import EnginePool
+from megatron_stare.rollout.kept import without
 from megatron_stare.rollout.make_source import make_groups, make_source
 from megatron_stare.rollout.model_folder import token_texts
 from megatron_stare.run.evaluator import Evaluator
-from megatron_stare.run.opening import Inputs, check_dump_step
+from megatron_stare.run.opening import Inputs, check_dump_step, read_inputs
 from megatron_stare.run.preflight import notices
 from megatron_stare.run.resuming import find_run, resume_point
 from megatron_stare.run_state import RunDir, RunState
@@ -48,12 +51,15 @@ class Session:
         inputs: read and checked before anything is started.
         resume: continue the newest checkpoint of the run instead of starting one.
         dump_step: the step that will be written out, if any.
+        at: the directory of the run to be continued; None: as the configuration says.
 
     Raises:
         UserError: the run directory, a worker or the verifier cannot be used.
     """
 
-    def __init__(self, inputs: Inputs, *, resume: bool = False, dump_step: int | None = None) -> None:
+    def __init__(
+        self, inputs: Inputs, *, resume: bool = False, dump_step: int | None = None, at: Path | None = None
+    ) -> None:
         self.config = config = inputs.config
         method, self.stop_ids = inputs.run.method, inputs.stop_ids
         self.source = PromptQueue(inputs.source)
@@ -62,7 +68,7 @@ class Session:
         with ClosingStack() as stack:
             restored: Path | None = None
             if resume:
-                self.dir = RunDir.reopen(find_run(config))
+                self.dir = RunDir.reopen(at or find_run(config))
                 stack.callback(self.dir.close)
                 stack.callback(self.dir.forget_unfinished)
                 stack.push(self._note_standing)
@@ -70,6 +76,8 @@ class Session:
                 if state:
                     self.state = state
                     self.source.restore(state.data)
+                self.state.rollbacks = max(self.state.rollbacks, self.dir.rollbacks(), key=len)
+                self.source.leave_out(self.state.left_out)
             check_dump_step(config, dump_step, self.state.step)
             if not resume:
                 self.dir = RunDir.create(config)
@@ -96,6 +104,9 @@ class Session:
             stack.push(self._complete_checkpoint)
             agreement = AgreementWatch(inputs.run, self.ranks, self.engines)
             agreement.restore(self.monitor.resumed)
+            self.guards = Guards(config.guards, config.model.dtype)
+            self.guards.restore(self.monitor.resumed)
+            self.monitor.gauges.append(self._rollback_metrics)
             self.colocation = colocation = Colocation(config, self.ranks, self.engines)
             self.monitor.gauges.append(lambda: colocation.metrics)
             self.monitor.gauges.append(lambda: self.engines.metrics)
@@ -111,7 +122,7 @@ class Session:
                     stack.callback(pools[verifier].close)
                 self.own_evaluator = Evaluator(self.own_engines, pools, config.reward, self.stop_ids)
             self.groups = make_groups(config, self.source)
-            self.groups.restore(self.state.kept)
+            self.groups.restore(without(self.state.kept, self.state.left_out))
             self.samples = make_source(
                 config,
                 self.evaluator.rollouts(self.task.verifier, inputs.environment),
@@ -130,7 +141,10 @@ class Session:
             )
             dump = None if dump_step is None else (dump_step, self.dir.path / f"dump_step_{dump_step}")
             texts = partial(token_texts, tokenizer=inputs.tokenizer)
-            self.trainer = PolicyTrainer(config, self.ranks, self.state, agreement, self.phase, dump, texts)
+            events = self.dir.path / FOLDER
+            self.trainer = PolicyTrainer(
+                config, self.ranks, self.state, agreement, self.phase, dump, texts, self.guards, events
+            )
             left_out = [
                 f"data: {n} prompts left out: {why}" for why, n in getattr(inputs.source, "dropped", {}).items()
             ]
@@ -157,7 +171,7 @@ class Session:
     def _discard_if_nothing_was_made(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and self.state.step == 0:
+        if kind is not None and kind is not RollBack and self.state.step == 0:
             self.dir.discard()
 
     def _note_standing(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -168,22 +182,44 @@ class Session:
             stopped_at(Standing(self.dir.path, self.state.step, run.steps, newest, chosen=run.dir is not None))
 
     def _complete_checkpoint(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Where the run is interrupted, the checkpoint under way is waited for; after an error that may be the ranks',
-        it is not. What is not completed then is removed."""
-        if isinstance(error, KeyboardInterrupt):
+        """Where the run is interrupted, goes back to its newest checkpoint or is stopped by a guard, the one under way
+        is waited for; after an error that may be the ranks', it is not. What is not completed then is removed."""
+        if isinstance(error, (KeyboardInterrupt, RollBack, GuardError)):
             with contextlib.suppress(UserError):
-                self.checkpoints.finish(INTERRUPTED_S)
+                self.checkpoints.finish(INTERRUPTED_S if isinstance(error, KeyboardInterrupt) else None)
 
     def steps(self) -> Iterator[int]:
-        """The steps still to do. After each, and so before the next is given, what is due is saved and evaluated."""
+        """The steps still to do. After each, and so before the next is given, what is due is saved and evaluated.
+
+        Raises:
+            RollBack: the run is to go on from its newest checkpoint, without the prompts of the last step: open the
+                Session again, with `resume`.
+            GuardError: a figure of the last step ends the run.
+        """
         self._evaluate_if_due()  # of a resumed run, where it ended between a checkpoint and this
         for step in range(self.state.step + 1, self.config.run.steps + 1):
             raise_if_received()
             self.monitor.begin_step()
             yield step
+            self._heed_guards()
             self.checkpoints.look()
             self._save_if_due()
             self._evaluate_if_due()
+
+    def _heed_guards(self) -> None:
+        """Ends the run, or has it go back, where the last step's figures say so; that is noted on disk first."""
+        try:
+            self.guards.heed(len(self.state.rollbacks))
+        except RollBack as back:
+            newest = self.dir.newest_step()
+            self.dir.note_rollback(self.state.rollbacks, back)
+            where = "its start" if newest is None else "its newest checkpoint"
+            self.monitor.note(f"{back}: the run goes back to {where}, without the step's {len(back.prompts)} prompts")
+            raise
+
+    def _rollback_metrics(self) -> dict[str, float]:
+        made, left_out = len(self.state.rollbacks), len(self.state.left_out)
+        return {"guard/rollbacks": float(made), "guard/left_out": float(left_out)} if made else {}
 
     def finish(self) -> None:
         """All steps are made: exports the policy, and tells whoever waits for the end."""
@@ -239,6 +275,19 @@ class Session:
             self.own_version = self.samples.version
             self.colocation.synced()
         yield self.own_evaluator
+
+
+def until_done(session: Session, make_steps: Callable[[Session], Path]) -> Path:
+    """Makes a run's steps; each time that it goes back, which guards.rollbacks bounds, in a session opened anew.
+
+    Returns:
+        The run directory.
+    """
+    while True:
+        try:
+            return make_steps(session)
+        except RollBack:  # noted in the run's directory
+            session = Session(read_inputs(session.config), resume=True, at=session.dir.path)
 
 
 def make_runner(run: ResolvedRun) -> Runner:
