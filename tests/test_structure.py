@@ -64,6 +64,7 @@ LEVELS = {
     "doctor": 7,
     "run.session": 8,
     "run.eval_command": 8,
+    "bisecting": 9,
     "train": 9,
     "cli": 10,
 }
