@@ -19,6 +19,7 @@ from megatron_stare.interruption import Interruption, interruptible, what_now
 from megatron_stare.planning.command import add_arguments, run_command
 from megatron_stare.run import eval_command
 from megatron_stare.shipped import TOOLS, tool
+from megatron_stare.supervision import attach, supervise
 
 PROGRAM = "megatron-stare"
 
@@ -71,6 +72,11 @@ def parser() -> argparse.ArgumentParser:
         help="check everything that can be known without workers, print the resolved config and stop",
     )
     train.add_argument("--resume", action="store_true", help="continue the newest checkpoint of the run")
+    train.add_argument(
+        "--supervise",
+        action="store_true",
+        help="start the run in a process of its own, and again where that is killed; see docs/recovery.md",
+    )
     train.add_argument(
         "--dump-step",
         type=int,
@@ -153,7 +159,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _train(args: argparse.Namespace) -> int:
+    if args.supervise and not args.dry_run:
+        dump = [] if args.dump_step is None else [f"--dump-step={args.dump_step}"]
+        return supervise([args.config, *args.overrides, *dump, *(["--resume"] if args.resume else [])])
     with interruptible() as interruption:
+        args.supervise = attach()
         try:
             _train_or_check(args)
         except KeyboardInterrupt:
@@ -168,6 +178,7 @@ def _typed(args: argparse.Namespace, interruption: Interruption) -> tuple[list[s
     if Path(sys.argv[0]).name == program and shutil.which(program) is None:
         program = sys.argv[0]  # .venv/bin/megatron-stare
     overrides, options = args.overrides, [] if args.dump_step is None else ["--dump-step", str(args.dump_step)]
+    options += ["--supervise"] if args.supervise else []
     if interruption.standing is None:
         options += [flag for flag, given in (("--resume", args.resume), ("--dry-run", args.dry_run)) if given]
     else:

@@ -101,6 +101,22 @@ def run_whole(coroutine: Coroutine[Any, Any, T]) -> T:
             loop.close()
 
 
+@contextlib.contextmanager
+def own_sigterm() -> Iterator[None]:
+    """Gives SIGTERM back to the handler of before: Ray puts its own in its place while it starts. A signal that came
+    meanwhile, for which Ray ends what it has started and exits, is handed on."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit:
+        if not callable(before):
+            raise
+        before(signal.SIGTERM, None)
+    finally:
+        if threading.current_thread() is threading.main_thread() and before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
 class ClosingStack(contextlib.ExitStack):
     """An ExitStack that no signal cuts short."""
 

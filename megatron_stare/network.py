@@ -11,6 +11,8 @@ import psutil
 
 from megatron_stare.errors import ConfigError
 
+LOOPBACK = "127.0.0.1"
+CONNECT_S = 10.0
 TRIED = 100  # ports of a range, before it is taken for full
 
 
@@ -46,4 +48,29 @@ def free_port(host: str, ports: Sequence[int]) -> int:
         f"no port of {host} between {ports[0]} and {ports[-1]} can be listened on",
         where="runtime.ports",
         fix="end programs that listen there, name another range, or an address of this machine (sglang.host)",
+    )
+
+
+def require_listener(address: str, own: str, where: str, fix: str) -> None:
+    """Raises ConfigError where nothing listens at a host:port; Ray itself would try for ten minutes, and say so.
+
+    Args:
+        own: another address of this machine, which is tried too where the host is this machine.
+        where: of the error.
+        fix: likewise.
+    """
+    host, _, port = address.removeprefix("ray://").replace("[", "").replace("]", "").rpartition(":")
+    if not host or not port.isdigit():
+        return  # `auto`, or something that Ray refuses at once
+    hosts = [host, own] if host in ("localhost", LOOPBACK) else [host]
+    for each in hosts:
+        try:
+            socket.create_connection((each, int(port)), CONNECT_S).close()
+            return
+        except (OSError, OverflowError) as error:
+            reason = error
+    raise ConfigError(
+        f"no Ray cluster can be reached at {address}: {getattr(reason, 'strerror', None) or reason}",
+        where=where,
+        fix=fix,
     )

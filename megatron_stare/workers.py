@@ -19,6 +19,10 @@ class WorkerLostError(UserError):
     """A worker process died or did not answer in time."""
 
 
+class WorkerSilentError(WorkerLostError):
+    """It did not answer in time."""
+
+
 class Workers(ABC):
     """A fixed number of equal workers."""
 

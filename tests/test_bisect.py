@@ -43,7 +43,10 @@ SETTINGS = {
 OPEN = "algorithm={name: stare, variant: C2, amplify: 2.0, attenuate: 0.3, entropy_target: 100.0}"  # it always is
 CORRECTED = "algorithm={name: stare, entropy_target: null, correction: {mode: truncate, high: 1.05}}"
 DRAWN = "algorithm={name: clip_cov, share: 0.2, cov_low: 0.0, cov_high: 100.0}"
-CUT = ("partial={tokens: 8, prompts: 7}", "rollout.temperature=1.5")  # so that tokens of older weights are trained on, which are corrected
+CUT = (
+    "partial={tokens: 8, prompts: 7}",
+    "rollout.temperature=1.5",
+)  # so that tokens of older weights are trained on, which are corrected
 
 
 def stuck_gate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ from support.runs import ROOT, metrics, model, train
 
 from megatron_stare.config.load import load_config
 from megatron_stare.errors import NonFiniteError
+from megatron_stare.megatron.not_finite import NotFinite
+from megatron_stare.orchestration.guarded_batches import read_guarded, step_folder
 from megatron_stare.orchestration.policy_trainer import PolicyTrainer
 from megatron_stare.orchestration.updates import UpdateResult, combined, skipped_after
 from megatron_stare.records.token_numbers import TokenNumbers
@@ -177,6 +179,34 @@ def test_a_step_of_the_driver(tmp_path: Path) -> None:
     ]
     assert [(metrics["agreement/step"], metrics["update/finite"]) for metrics in found] == [(1.0, 0.0), (2.0, 0.0)]
     assert (state.method, state.skipped) == ({"gate": 1.0}, 0)  # as the last update left it
+
+
+def test_a_loss_scale_that_was_too_large_is_no_event_of_the_guards(tmp_path: Path) -> None:
+    """Nothing is asked of the ranks, nothing written; a gradient that is not finite itself is."""
+    config = load_config(ROOT / "configs/quickstart.yaml", [model(), "batch={prompts: 4, mini_batch_prompts: 2}"])
+
+    class Scaled(Ranks):
+        def update(self, number: int, *_: object) -> UpdateResult:
+            return update(self.finite[number], skipped=self.finite[number])
+
+        def not_finite(self) -> list[NotFinite]:
+            self.asked.append("not_finite")
+            return []
+
+        def log_probs(self) -> torch.Tensor:
+            return torch.zeros(int(batch.response_lengths.sum()))
+
+    agreement: Any = SimpleNamespace(after_log_probs=lambda step: {})
+    batch = replace(random_batch(3, size=4), step=1)
+    for finite, asked in (([True, True], 0), ([True, False], 1)):
+        ranks: Any = Scaled(finite)
+        place = tmp_path / str(asked)
+        trainer = PolicyTrainer(
+            config, ranks, RunState(method={"gate": 1.0}), agreement, lambda _: contextlib.nullcontext(), events=place
+        )
+        trainer.step(batch)
+        assert ranks.asked.count("not_finite") == asked and place.exists() == bool(asked)
+    assert read_guarded(step_folder(tmp_path / "1", 1)).why == "loss or gradient of update 1 is not finite"
 
 
 def test_only_what_is_written_out_is_watched() -> None:

@@ -17,6 +17,7 @@ from megatron_stare.bisecting.changed_methods import (
     without_correction,
 )
 from megatron_stare.bisecting.late_engine import LateEngine
+from megatron_stare.config.engines_alone import OF_SERVERS
 from megatron_stare.config.schema import Config
 from megatron_stare.rollout.engine import Engine
 from megatron_stare.rollout.local import LocalEngine
@@ -115,8 +116,7 @@ def _layout(config: Config, method: Method) -> list[Change]:
 
 def _engine(config: Config, kind: type) -> list[Change]:
     if not issubclass(kind, Engine):
-        servers = dict.fromkeys(("sglang", "restarts"))
-        settings = {"rollout.engine": "local", **servers}
+        settings = {"rollout.engine": "local", **dict.fromkeys(OF_SERVERS)}
         return [Change("engine-local", "engine", "the engine in process in the place of servers", settings)]
     if kind is not LocalEngine:
         settings = {"rollout.engine": "local"}

@@ -71,7 +71,7 @@ def _derived(mixin: type) -> Callable[[Method], Method]:
 
 def _rebuilt(mixin: type, method: Method) -> Method:
     kind = type(f"{type(method).__name__}{mixin.__name__}", (mixin, type(method)), {"__reduce__": _reduced})
-    changed = object.__new__(kind)
+    changed: Any = object.__new__(kind)
     changed.__dict__.update(method.__dict__, _original=(mixin, method))
     return changed
 

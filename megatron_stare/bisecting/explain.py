@@ -231,7 +231,7 @@ def _median(figure: str, rows: Sequence[Row]) -> float:
 
 
 def _noise(figure: str, rows: Sequence[Row]) -> float:
-    """The standard deviation of a figure by chance, from how far steps lie from the ones before: a slow trend is none."""
+    """The standard deviation of a figure by chance, from how far steps lie from those before them; a trend is none."""
     values = _values(figure, rows)
     steps = [b - a for a, b in itertools.pairwise(values)]
     if not steps:

@@ -22,6 +22,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.errors import RollBack, UserError
 from megatron_stare.observability.json_lines import read_jsonl, write_atomically
 from megatron_stare.observability.run_files import METRICS_FILE, read_metrics
+from megatron_stare.run.held_run import HeldRun
 from megatron_stare.run.opening import read_inputs
 from megatron_stare.run.session import Session
 from megatron_stare.run_state import CONFIG, ROLLBACKS, RUN_STATE
@@ -124,13 +125,14 @@ def main(folder: Path, change: str, last: int) -> int:
 
 def run_steps(folder: Path, change: str, last: int) -> None:
     """The loop of train.py up to step `last`, which need not be the run's: its schedules are."""
-    inputs = read_inputs(load_recorded(folder / CONFIG))
+    config = load_recorded(folder / CONFIG)
+    inputs = read_inputs(config)
     # of a method: what is changed in the settings has been changed there
     methods = {each.name: each.method for each in changes(inputs.config, inputs.run.method)[0]}
     if (changed := methods.get(change)) is not None:
         run = inputs.run
         inputs = replace(inputs, run=ChangedRun(run.config, run.shape, changed(run.method)))
-    with Session(inputs, resume=True, at=folder) as session:
+    with HeldRun(config, inputs, resume=True, dump_step=None) as held, Session(inputs, held) as session:
         session.rollouts.publish(session.trainer.weights(), session.state.step)
         for step in session.steps():
             batch = session.rollouts.next(step)

@@ -16,6 +16,7 @@ from megatron_stare.config.memory_section import MemoryConfig
 from megatron_stare.config.moe_section import MoeConfig
 from megatron_stare.config.partial_section import PartialConfig
 from megatron_stare.config.performance_section import PerformanceConfig, Section
+from megatron_stare.config.recovery_section import RecoveryConfig
 from megatron_stare.config.restarts_section import RestartsConfig
 from megatron_stare.config.reward_section import RewardConfig
 from megatron_stare.config.runtime_section import RuntimeConfig
@@ -386,6 +387,7 @@ class Config(Section):
     limits: LimitsConfig = LimitsConfig()
     restarts: RestartsConfig = RestartsConfig()
     guards: GuardsConfig = GuardsConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
 
     @model_validator(mode="after")
     def _servers_are_used(self) -> Config:

@@ -25,7 +25,7 @@ from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.weights.outlet import Outlet
 from megatron_stare.weights.safetensors_file import Entry
 from megatron_stare.weights.stream_plan import BucketLayout
-from megatron_stare.workers import Handle, Workers
+from megatron_stare.workers import Handle, WorkerLostError, Workers
 
 
 def plan_rules(run: ResolvedRun) -> PlanRules:
@@ -224,6 +224,10 @@ class Runner(Protocol):
         Raises:
             UserError: one does not come up.
         """
+        ...
+
+    def lost(self, error: Exception) -> WorkerLostError | None:
+        """Which process was lost, where this error, of whatever kind, came of one that died; None: none has."""
         ...
 
     def close(self) -> None: ...

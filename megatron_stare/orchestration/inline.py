@@ -133,6 +133,10 @@ class InlineRunner:
         self._started.append(parts)
         return Beside(parts, LOOPBACK, (LOOPBACK,) * len(nodes))
 
+    def lost(self, error: Exception) -> WorkerLostError | None:
+        """See Runner. There is no other process."""
+        return None
+
     def close(self) -> None:
         while self._started:
             self._started.pop().close()

@@ -8,8 +8,6 @@ import contextlib
 import logging
 import os
 import pickle
-import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,23 +19,31 @@ os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
 
 import ray
 from ray._private.state import available_resources_per_node
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.core.generated.gcs_pb2 import ActorTableData
+from ray.exceptions import (
+    GetTimeoutError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    RayActorError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from megatron_stare.config.schema import Config
-from megatron_stare.errors import ConfigError, UserError
-from megatron_stare.interruption import raise_if_received, uninterrupted
-from megatron_stare.network import free_port, interface_address
+from megatron_stare.errors import UserError
+from megatron_stare.interruption import own_sigterm, raise_if_received, uninterrupted
+from megatron_stare.network import LOOPBACK, free_port, interface_address, require_listener
 from megatron_stare.orchestration.placed import Spot
 from megatron_stare.orchestration.placement import Node, Plan, lost_node, still_pending
-from megatron_stare.workers import Handle, WorkerLostError, Workers
+from megatron_stare.orchestration.ray_processes import ended, loss_behind, nothing_left
+from megatron_stare.workers import Handle, WorkerLostError, Workers, WorkerSilentError
 
-LOOPBACK = "127.0.0.1"
-CONNECT_S = 10.0
 LEFT_S = 10.0  # that workers are given to close at the end of a run
 ENDED_S = 60.0  # and one that is made anew, whose server may hang
-PROBE_S = 1.0  # between looks at a cluster that does not have everything yet
+PROBE_S = 1.0  # between looks at a cluster that does not have everything yet, or may have lost something
 GPU, VISIBLE, NODE_LABEL = "GPU", "CUDA_VISIBLE_DEVICES", "ray.io/node-id"
 
 
@@ -97,12 +103,11 @@ class RayPeers(Workers):
         return get(handles, self._what, self._timeout_s if timeout_s is None else timeout_s, on_done)
 
     async def result(self, handle: Handle) -> Any:
-        answer = asyncio.wrap_future(handle.future())
+        answer, until = asyncio.wrap_future(handle.future()), time.monotonic() + self._timeout_s
         with _worker_errors(self._what, self._timeout_s):
             # not asyncio.wait_for, which before Python 3.12 may lose a cancellation that comes with the answer
-            await asyncio.wait({answer}, timeout=self._timeout_s)
-            if not answer.done():
-                raise GetTimeoutError
+            while not (await asyncio.wait({answer}, timeout=_turn(until)))[0]:
+                _require_time(until)
             return answer.result()
 
     def share(self, value: Any) -> Handle:
@@ -135,6 +140,11 @@ class RayWorkers(RayPeers):
         self._actors = [self._actors[number] for number in order]
         self._makers = [self._makers[number] for number in order]
 
+    def died(self) -> int | None:
+        """The number of one whose process has died, as far as Ray has told; None: of none."""
+        states = enumerate(actor._get_local_state() for actor in self._actors)
+        return next((number for number, state in states if state == ActorTableData.DEAD), None)
+
     def peers(self, numbers: Sequence[int]) -> RayPeers:
         """Some of them, for a worker that speaks to them."""
         return RayPeers([self._actors[number] for number in numbers], self._what, self._timeout_s)
@@ -161,7 +171,10 @@ class RayWorkers(RayPeers):
 
 
 def _end(actors: Sequence[Any], limit_s: float) -> None:
-    """Closes what actors host, as far as they do in this time, and ends them."""
+    """Closes what actors host, as far as they do in this time, and ends them. Where Ray itself has died here, it could
+    only be waited for; see `leave_ray`."""
+    if ended(_own_node()) is not None:
+        return
     with contextlib.suppress(Exception):  # they are killed next, whatever they say
         ray.get([actor.close.remote() for actor in actors], timeout=limit_s)
     for actor in actors:
@@ -176,14 +189,30 @@ def get(
     with _worker_errors(what, timeout_s):
         # one by one as they finish, so that a rank's error is seen though another waits for it in a collective
         pending = list(handles)
+        until = time.monotonic() + timeout_s
         while pending:
-            done, pending = ray.wait(pending, num_returns=1, timeout=timeout_s)
+            done, pending = ray.wait(pending, num_returns=1, timeout=_turn(until))
             if not done:
-                raise GetTimeoutError
+                _require_time(until)
+                continue
+            until = time.monotonic() + timeout_s
             ray.get(done)
             if on_done is not None:
                 on_done(number[done[0]])
         return ray.get(list(handles))
+
+
+def _turn(until: float) -> float:
+    """Seconds of the next wait for something that is due then: Ray tells nobody that its own processes have died."""
+    return min(max(until - time.monotonic(), 0.0), PROBE_S)
+
+
+def _require_time(until: float) -> None:
+    """Raises GetTimeoutError where the time is up, and WorkerLostError where what is waited for cannot come."""
+    if (gone := ended(_own_node())) is not None:
+        raise WorkerLostError(gone)
+    if time.monotonic() >= until:
+        raise GetTimeoutError
 
 
 @contextlib.contextmanager
@@ -202,7 +231,11 @@ def _worker_errors(what: str, timeout_s: float) -> Iterator[None]:
             fix="its last words are in /tmp/ray/session_latest/logs; out of memory is the usual cause",
         ) from error
     except GetTimeoutError as error:
-        raise WorkerLostError(f"a {what} did not answer within {timeout_s:.0f} s", where="runtime.timeout_s") from error
+        raise WorkerSilentError(
+            f"a {what} did not answer within {timeout_s:.0f} s", where="runtime.timeout_s"
+        ) from error
+    except (LocalRayletDiedError, NodeDiedError, ObjectLostError, WorkerCrashedError) as error:
+        raise WorkerLostError(f"a node or process that a {what} needs is gone: {str(error).splitlines()[0]}") from error
 
 
 def start_ray(config: Config) -> None:
@@ -218,7 +251,8 @@ def start_ray(config: Config) -> None:
             f"is a cluster running there? `ray status --address {address}` asks it; "
             "leave the setting out to start Ray on this machine"
         )
-        require_listener(address, fix)
+        # Ray takes this machine's own name for its address on the network
+        require_listener(address, ray.util.get_node_ip_address(), "runtime.ray_address", fix)
         what = f"the Ray cluster at {address} cannot be joined"
         _init(what, "runtime.ray_address", fix, address=address, **common)
         return
@@ -234,48 +268,15 @@ def start_ray(config: Config) -> None:
     _init("Ray does not start", "runtime", fix, **new, **common)
 
 
-@contextlib.contextmanager
-def own_sigterm() -> Iterator[None]:
-    """Gives SIGTERM back to the handler of before: Ray puts its own in its place while it starts. A signal that came
-    meanwhile, for which Ray ends what it has started and exits, is handed on."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    except SystemExit:
-        if not callable(before):
-            raise
-        before(signal.SIGTERM, None)
-    finally:
-        if threading.current_thread() is threading.main_thread() and before is not None:
-            signal.signal(signal.SIGTERM, before)
-
-
-def require_listener(address: str, fix: str) -> None:
-    """Raises ConfigError where nothing listens at a host:port; Ray itself would try for ten minutes, and say so."""
-    host, _, port = address.removeprefix("ray://").replace("[", "").replace("]", "").rpartition(":")
-    if not host or not port.isdigit():
-        return  # `auto`, or something that Ray refuses at once
-    # Ray takes this machine's own name for its address on the network
-    hosts = [host, ray.util.get_node_ip_address()] if host in ("localhost", LOOPBACK) else [host]
-    for each in hosts:
-        try:
-            socket.create_connection((each, int(port)), CONNECT_S).close()
-            return
-        except (OSError, OverflowError) as error:
-            reason = error
-    raise ConfigError(
-        f"no Ray cluster can be reached at {address}: {getattr(reason, 'strerror', None) or reason}",
-        where="runtime.ray_address",
-        fix=fix,
-    )
-
-
 def _init(what: str, where: str, fix: str, **settings: Any) -> None:
     try:
         with uninterrupted(), own_sigterm():  # half a start is more than Ray can shut down
             ray.init(**settings)
     except Exception as error:  # Ray raises bare Exceptions where a node does not come up in time
-        ray.shutdown()
+        gone = ended(_own_node())
+        leave_ray()
+        if gone is not None:
+            raise WorkerLostError(gone) from error
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"{what}: {first_line}",
@@ -309,7 +310,18 @@ def node_workers(timeout_s: float) -> tuple[list[str], RayWorkers]:
 
 def leave_ray() -> None:
     """Ends Ray where it was started here, else leaves the cluster."""
-    ray.shutdown()
+    with nothing_left(_own_node()):
+        ray.shutdown()
+
+
+def _own_node() -> Any:
+    """Ray's own record of what it started here, where it did."""
+    return ray._private.worker._global_node
+
+
+def find_lost(error: Exception, workers: RayWorkers | None, what: str) -> WorkerLostError | None:
+    """See Runner. An error of any kind may be the loss of one of the workers; None: there are none yet."""
+    return loss_behind(error, _own_node(), lambda: None if workers is None else workers.died(), what)
 
 
 class Reservation:

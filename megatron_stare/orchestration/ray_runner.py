@@ -21,6 +21,7 @@ from megatron_stare.orchestration.ray import (
     RayWorkers,
     Reservation,
     cluster_nodes,
+    find_lost,
     leave_ray,
     start_actors,
     start_ray,
@@ -33,7 +34,7 @@ from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.health import NO_RESTARTS, RestartRule
 from megatron_stare.rollout.replicas import make_part, replica_count, replica_gpus, replica_nodes
 from megatron_stare.rollout.retries import RequestRule
-from megatron_stare.workers import Handle, Workers
+from megatron_stare.workers import Handle, WorkerLostError, Workers
 
 
 def planned(config: Config, wait_s: float, demand: Demand | None = None) -> Plan | None:
@@ -89,6 +90,7 @@ class RayRunner:
         self._started: list[Workers | EnginePool] = []
         self._reserved: Reservation | None = None
         self._table: list[str] = []
+        self._ranks: RayWorkers | None = None
         try:
             start_ray(config)
             runtime = config.runtime
@@ -100,9 +102,16 @@ class RayRunner:
                 lambda: TrainerGroup(self._trainers(run), plan_rules(run)),
                 lambda: self._pool(config),
             )
-        except BaseException:
+        except BaseException as error:
+            lost = self.lost(error) if isinstance(error, Exception) else None
             self.close()
+            if lost is not None:
+                raise lost from error
             raise
+
+    def lost(self, error: Exception) -> WorkerLostError | None:
+        """See Runner. An engine that is lost says so itself."""
+        return find_lost(error, self._ranks, "trainer rank")
 
     def notes(self) -> list[str]:
         """Where everything was placed; a line each."""
@@ -173,6 +182,7 @@ class RayRunner:
 
     def _trainers(self, run: ResolvedRun) -> Workers:
         config, ranks = run.config, self._ranks
+        assert ranks is not None
         ports = port_share(config, 0, replica_count(config) * replica_nodes(config))
         # of the first; the others are asked as well, because each needs the interface
         address, *_ = ranks.wait(ranks.everywhere("address", config.runtime.interface, ports))

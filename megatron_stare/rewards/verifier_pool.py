@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import selectors
+import signal
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -20,7 +21,9 @@ from megatron_stare.rewards.process import WorkerProcess
 
 _CHUNK = 32  # answers handed to a worker at a time: few enough to share out evenly, many enough to hide the round trip
 _START_LIMIT_S = 60.0  # to start Python and import the verifier
+_STARTS = 3  # of a worker that is killed from outside as it starts
 _WHERE = "reward.verifier"
+_KILLED = f"was killed by {signal.SIGKILL.name}"  # see WorkerProcess.kill
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class _Slot:
     process: WorkerProcess
     deadline: float  # monotonic seconds: of starting, or of the first of `items`; infinite when idle
     ready: bool = False
+    starts: int = 1  # of this worker that came to nothing, and the one that goes on
     items: deque[int] = field(default_factory=deque)  # handed out and not yet answered, in order
 
 
@@ -56,6 +60,7 @@ class Answers:
     queue: deque[int] = field(default_factory=deque)
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     failed: list[Verdict] = field(default_factory=list)  # those of `verdicts` that are not ok, as they came
+    killed: set[int] = field(default_factory=set)  # whose worker was killed once from outside; judged anew
     added: int = 0
 
     def add(self, response: str, answer: str) -> int:
@@ -68,6 +73,7 @@ class Answers:
     def take(self, item: int) -> Verdict:
         """A verdict that is known; nothing is kept of the answer."""
         del self.texts[item]
+        self.killed.discard(item)
         verdict = self.verdicts.pop(item)
         if verdict.status != "ok":
             self.failed.remove(verdict)
@@ -131,7 +137,7 @@ class VerifierPool:
         """One Verdict for each (response, answer), in order.
 
         Waits for the workers, at most `timeout_s` for each answer; an answer that hangs or takes its worker down costs
-        itself alone.
+        itself alone. One whose worker is killed (SIGKILL) is judged once more by another.
 
         An exception, Ctrl-C included, closes the pool: workers may be in the middle of answers nobody waits for.
 
@@ -246,8 +252,15 @@ class VerifierPool:
         if ended:
             fate = self._stop(slot)
             if not slot.ready:
+                if fate == _KILLED and slot.starts < _STARTS:
+                    self._replace(slot, slot.starts + 1)
+                    return
                 raise ConfigError(f"the worker of {self._verifier!r} {fate} as it started", where=_WHERE)
-            self._lose(slot, answers, Verdict(None, "crash", f"the worker {fate}"))
+            if fate == _KILLED and slot.items and slot.items[0] not in answers.killed:
+                answers.killed.add(slot.items[0])  # by somebody, or for memory that another one took
+                self._return(slot, answers)
+            else:
+                self._lose(slot, answers, Verdict(None, "crash", f"the worker {fate}"))
 
     def _give_up(self, slot: _Slot, answers: Answers) -> None:
         if not slot.ready:
@@ -259,6 +272,10 @@ class VerifierPool:
         """Blames the answer the worker was at, returns the others to the front of the queue, starts a new worker."""
         if slot.items:
             answers.know(slot.items.popleft(), verdict)
+        self._return(slot, answers)
+
+    def _return(self, slot: _Slot, answers: Answers) -> None:
+        """Returns what a worker had to the front of the queue, starts a new worker."""
         answers.queue.extendleft(reversed(slot.items))
         self._replace(slot)
 
@@ -266,9 +283,9 @@ class VerifierPool:
         self._selector.unregister(slot.process)
         return slot.process.kill()
 
-    def _replace(self, slot: _Slot) -> None:
+    def _replace(self, slot: _Slot, starts: int = 1) -> None:
         slot.process, slot.deadline = self._start()
-        slot.ready = False
+        slot.ready, slot.starts = False, starts
         slot.items.clear()
         self._watch(slot)
 

@@ -20,6 +20,7 @@ FREE_TO_CHANGE = (
     "observability.",
     "guards.",
     "runtime.",
+    "recovery.",
     "reward.workers",
     "reward.timeout_s",
     "rollout.threads",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from types import TracebackType
 from megatron_stare.config.engines_alone import evaluation_engines
 from megatron_stare.data.prompt_queue import PromptQueue
 from megatron_stare.errors import GuardError, RollBack, UserError
-from megatron_stare.interruption import ClosingStack, Standing, raise_if_received, stopped_at
+from megatron_stare.interruption import ClosingStack, raise_if_received
 from megatron_stare.observability.monitor import Monitor
 from megatron_stare.observability.run_files import evaluated_steps
 from megatron_stare.observability.sink import RunOutline
@@ -34,10 +34,11 @@ from megatron_stare.rollout.kept import without
 from megatron_stare.rollout.make_source import make_groups, make_source
 from megatron_stare.rollout.model_folder import token_texts
 from megatron_stare.run.evaluator import Evaluator
-from megatron_stare.run.opening import Inputs, check_dump_step, read_inputs
+from megatron_stare.run.held_run import HeldRun
+from megatron_stare.run.opening import Inputs, check_dump_step
 from megatron_stare.run.preflight import notices
-from megatron_stare.run.resuming import find_run, resume_point
-from megatron_stare.run_state import RunDir, RunState
+from megatron_stare.run.resuming import resume_point
+from megatron_stare.run_state import RunState
 
 INTERRUPTED_S = 20.0  # for a checkpoint under way when a signal ends the run; Slurm kills 30 s after it sends one
 
@@ -45,46 +46,35 @@ INTERRUPTED_S = 20.0  # for a checkpoint under way when a signal ends the run; S
 class Session:
     """A run in progress. A context manager; nothing it started outlives it.
 
-    Where it ends in an error before its first step, it leaves nothing behind.
-
     Args:
         inputs: read and checked before anything is started.
-        resume: continue the newest checkpoint of the run instead of starting one.
+        held: the run's directory; and whether its newest checkpoint is continued.
         dump_step: the step that will be written out, if any.
-        at: the directory of the run to be continued; None: as the configuration says.
 
     Raises:
-        UserError: the run directory, a worker or the verifier cannot be used.
+        UserError: a worker or the verifier cannot be used, or the checkpoint not be continued.
     """
 
-    def __init__(
-        self, inputs: Inputs, *, resume: bool = False, dump_step: int | None = None, at: Path | None = None
-    ) -> None:
+    def __init__(self, inputs: Inputs, held: HeldRun, *, dump_step: int | None = None) -> None:
         self.config = config = inputs.config
         method, self.stop_ids = inputs.run.method, inputs.stop_ids
         self.source = PromptQueue(inputs.source)
         self.task, self.evaluations = inputs.task, inputs.evaluations
         self.state = RunState(data=self.source.state(), method=method.initial_state())
+        self.dir, resume = held.dir, held.resumes
         with ClosingStack() as stack:
             restored: Path | None = None
+            stack.callback(self.dir.forget_unfinished)
             if resume:
-                self.dir = RunDir.reopen(at or find_run(config))
-                stack.callback(self.dir.close)
-                stack.callback(self.dir.forget_unfinished)
-                stack.push(self._note_standing)
                 restored, state = resume_point(self.dir.path, config)
                 if state:
                     self.state = state
                     self.source.restore(state.data)
                 self.state.rollbacks = max(self.state.rollbacks, self.dir.rollbacks(), key=len)
                 self.source.leave_out(self.state.left_out)
-            check_dump_step(config, dump_step, self.state.step)
-            if not resume:
-                self.dir = RunDir.create(config)
-                stack.callback(self.dir.close)
-                stack.callback(self.dir.forget_unfinished)
-                stack.push(self._discard_if_nothing_was_made)
-                stack.push(self._note_standing)
+            held.state = self.state
+            if not (held.restarted or held.went_back):  # or it may be made already
+                check_dump_step(config, dump_step, self.state.step)
             self.monitor = Monitor(inputs.sinks, RunOutline(self.dir.path, config), inputs.metrics)
             stack.callback(self.monitor.close)
             self.monitor.resume(self.state.step) if resume else self.monitor.start()
@@ -96,10 +86,12 @@ class Session:
             with self.monitor.phase("start"):
                 runner = make_runner(inputs.run)
             stack.callback(runner.close)
+            stack.push(partial(_say_what_was_lost, runner))
             self.ranks, self.engines = runner.trainers, runner.engines
             memory = PhaseMemory(self.monitor.phase, self.ranks, self.engines if config.sglang.colocated else None)
             self.phase = memory.phase
             self.monitor.gauges.append(memory.take)
+            self.monitor.gauges.append(held.metrics)
             self.checkpoints = Checkpoints(config, self.ranks, self.dir)
             stack.push(self._complete_checkpoint)
             agreement = AgreementWatch(inputs.run, self.ranks, self.engines)
@@ -156,8 +148,11 @@ class Session:
                 self.monitor.note(f"continuing after step {self.state.step}")
             elif resume:
                 self.monitor.note("the run ended before its first checkpoint: beginning anew")
+            if held.restarted:
+                self.monitor.note(f"restart {held.restarts} of this run, by itself")
             if resume:
                 self.dir.record(config)  # run.steps, the layout and more may be others from here on
+            held.came_up = True
             self._open = stack.pop_all()
 
     def __enter__(self) -> Session:
@@ -167,19 +162,6 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._open.__exit__(kind, error, trace)
-
-    def _discard_if_nothing_was_made(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None and kind is not RollBack and self.state.step == 0:
-            self.dir.discard()
-
-    def _note_standing(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Leaves a note of how far the run got, where it is interrupted and leaves something behind."""
-        newest = self.dir.newest_step()
-        if isinstance(error, KeyboardInterrupt) and (self.state.step or newest is not None):
-            run = self.config.run
-            stopped_at(Standing(self.dir.path, self.state.step, run.steps, newest, chosen=run.dir is not None))
 
     def _complete_checkpoint(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Where the run is interrupted, goes back to its newest checkpoint or is stopped by a guard, the one under way
@@ -192,8 +174,7 @@ class Session:
         """The steps still to do. After each, and so before the next is given, what is due is saved and evaluated.
 
         Raises:
-            RollBack: the run is to go on from its newest checkpoint, without the prompts of the last step: open the
-                Session again, with `resume`.
+            RollBack: the run is to go on from its newest checkpoint, without the prompts of the last step.
             GuardError: a figure of the last step ends the run.
         """
         self._evaluate_if_due()  # of a resumed run, where it ended between a checkpoint and this
@@ -277,17 +258,10 @@ class Session:
         yield self.own_evaluator
 
 
-def until_done(session: Session, make_steps: Callable[[Session], Path]) -> Path:
-    """Makes a run's steps; each time that it goes back, which guards.rollbacks bounds, in a session opened anew.
-
-    Returns:
-        The run directory.
-    """
-    while True:
-        try:
-            return make_steps(session)
-        except RollBack:  # noted in the run's directory
-            session = Session(read_inputs(session.config), resume=True, at=session.dir.path)
+def _say_what_was_lost(runner: Runner, kind: object, error: BaseException | None, trace: object) -> None:
+    """Where an error came of a process that died, which only those that it worked with may have told, raises that."""
+    if isinstance(error, Exception) and not isinstance(error, RollBack) and (lost := runner.lost(error)):
+        raise lost from error
 
 
 def make_runner(run: ResolvedRun) -> Runner:

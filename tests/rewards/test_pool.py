@@ -141,6 +141,30 @@ def test_a_worker_that_died_between_calls_costs_nothing():
         assert pool.verify([RIGHT] * 10) == [OK] * 10
 
 
+def test_a_worker_that_is_killed_costs_no_answer(pool, tmp_path):
+    """From outside, in the middle of an answer: that one is judged by another worker, and those behind it once."""
+    (tmp_path / "order").touch()
+    killing = f"kill once {tmp_path / 'order'}"
+    verdicts = pool.verify([RIGHT] * 10 + [(killing, killing)] + [WRONG] * 10, most_failures=0)
+    assert verdicts == [OK] * 11 + [ZERO] * 10
+    assert not (tmp_path / "order").exists()
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_worker_that_is_killed_as_it_starts_is_started_again_and_not_for_ever(tmp_path, monkeypatch, times):
+    orders = tmp_path / "orders"
+    orders.write_text("x" * times)
+    monkeypatch.setenv("KILL_AT_START", str(orders))
+    verifier = "support.verifier_that_is_killed.verify"
+    if times == 2:
+        with VerifierPool(verifier, workers=1, timeout_s=5) as pool:
+            assert pool.verify([RIGHT]) == [OK]
+    else:
+        with pytest.raises(ConfigError, match="was killed by SIGKILL as it started"):
+            VerifierPool(verifier, workers=1, timeout_s=5)
+    assert orders.read_text() == ""
+
+
 def test_long_and_broken_texts_arrive(pool):
     long = "9" * 300_000  # a share of these is more than a socket holds
     assert pool.verify([(long, long), ("\ud800é\n\0", "\ud800é\n\0")] * 20) == [OK] * 40

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -28,6 +29,11 @@ def obey(response: str, answer: str):
         sys.exit("leaving")
     if response == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if response.startswith("kill once "):  # as somebody else would, while the file is there
+        order = pathlib.Path(response.removeprefix("kill once "))
+        if order.exists():
+            order.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
     if response == "raise":
         raise ValueError("no such unit: furlong")
     if response == "parse":

@@ -1,0 +1,73 @@
+"""The processes of a Ray that was started here: whether they are all there, and that none of them stays."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+
+from megatron_stare.errors import UserError
+from megatron_stare.workers import WorkerLostError
+
+NEEDED = {"raylet": "agent (raylet)", "gcs_server": "control store (GCS)"}
+AGENT = "RAY_RAYLET_PID"  # in the environment of what the agent starts
+DEATH_S = 10.0  # in which Ray knows of a process that died
+LOOK_S = 0.1  # between two looks at what it knows
+LEFT_S = 10.0  # that workers are given to end when their agent has
+
+
+def ended(node: Any) -> str | None:
+    """Which process has ended that nothing goes on without, in words.
+
+    Args:
+        node: Ray's own record of what it started here; None: nothing.
+    """
+    dead = () if node is None else node.dead_processes()
+    return next((f"Ray's {NEEDED[kind]} on this machine has ended" for kind, _ in dead if kind in NEEDED), None)
+
+
+@contextlib.contextmanager
+def nothing_left(node: Any) -> Iterator[None]:
+    """While open, Ray is shut down. Where one of its processes was lost before, nobody tells its workers to end, and
+    those that do not by themselves are killed."""
+    broken = ended(node) is not None
+    agents = [each.process.pid for each in node.all_processes.get("raylet", ())] if broken else []
+    yield
+    if not broken:
+        return
+    workers = [process for process in psutil.process_iter() if _agent_of(process) in agents]
+    _, left = psutil.wait_procs(workers, timeout=LEFT_S)
+    for process in left:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(left, timeout=LEFT_S)
+
+
+def loss_behind(error: Exception, node: Any, died: Callable[[], int | None], what: str) -> WorkerLostError | None:
+    """Which process was lost, where an error came of it; None: it says so itself, or none was.
+
+    Args:
+        died: the number of a worker that has died, as far as Ray has told.
+        what: these workers are called in errors.
+    """
+    if isinstance(error, WorkerLostError):
+        return None
+    # what speaks to a process that dies knows it before Ray does; an error of the user's is not kept waiting
+    until = time.monotonic() + (0.0 if isinstance(error, UserError) else DEATH_S)
+    while True:
+        if (gone := ended(node)) is not None:
+            return WorkerLostError(gone)
+        if (number := died()) is not None:
+            return WorkerLostError(f"{what} {number} died")
+        if time.monotonic() >= until:
+            return None
+        time.sleep(LOOK_S)
+
+
+def _agent_of(process: psutil.Process) -> int | None:
+    with contextlib.suppress(psutil.Error, OSError, LookupError, ValueError):
+        return int(process.environ()[AGENT])
+    return None

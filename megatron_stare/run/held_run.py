@@ -1,0 +1,142 @@
+"""A run's directory, held by this process from the run's first session to its last, and what becomes of a session that
+an error ended: the run is opened again from its newest checkpoint, where something was lost that may be there again.
+
+Comes from `train.py`; what ends a session is decided on in `_open_again`, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TypeVar
+
+from megatron_stare.config.schema import Config
+from megatron_stare.errors import RollBack
+from megatron_stare.interruption import Standing, stopped_at, uninterrupted
+from megatron_stare.metric import Metric
+from megatron_stare.recovery import Attempts, RecoveryRule, note_restart, restarts_of
+from megatron_stare.rollout.engine import EngineLostError
+from megatron_stare.rollout.health import NoEngineError
+from megatron_stare.run.opening import Inputs, check_dump_step, read_inputs
+from megatron_stare.run.resuming import find_run
+from megatron_stare.run_state import RunDir, RunState
+from megatron_stare.supervision import restarted, tell_run_dir
+from megatron_stare.workers import WorkerLostError, WorkerSilentError
+
+T = TypeVar("T")
+METRICS = (
+    Metric(
+        "restarts/run",
+        "times",
+        "that the run was opened again after a loss, by itself, since it began",
+        "0; each one is a line of restarts.jsonl that says why",
+    ),
+)
+
+
+class HeldRun:
+    """The directory of one run; a context manager. Where the run ends in an error before its first step, what it made
+    of the directory is removed.
+
+    Args:
+        config: as it was asked for; read again for every restart.
+        inputs: what it says.
+        resume: continue the newest checkpoint of the run instead of starting one.
+        dump_step: the step that will be written out, if any.
+
+    Raises:
+        UserError: the directory cannot be used.
+    """
+
+    def __init__(self, config: Config, inputs: Inputs, *, resume: bool, dump_step: int | None) -> None:
+        self._asked, self._config = config, inputs.config
+        self._attempts = Attempts(RecoveryRule.of(config.recovery))
+        self._began = not resume  # it is this process that began the run
+        self.resumes = resume  # the next session continues the newest checkpoint
+        self.restarted = restarted()  # the next session is not the first that somebody asked for
+        self.went_back = (
+            False  # the next session does not meet the prompts that ended the last; see orchestration/guards.py
+        )
+        self.came_up = False  # a session came up whole
+        self.state = RunState()  # of the session that is open, or was last
+        if resume:
+            self.dir = RunDir.reopen(find_run(inputs.config))
+        else:
+            check_dump_step(inputs.config, dump_step, 0)
+            self.dir = RunDir.create(inputs.config)
+        tell_run_dir(self.dir.path)
+
+    @property
+    def restarts(self) -> int:
+        """How often the run was opened again after a loss."""
+        return restarts_of(self.dir.path)
+
+    def metrics(self) -> dict[str, float]:
+        """See METRICS."""
+        return {"restarts/run": float(self.restarts)}
+
+    def until_done(self, inputs: Inputs, session: Callable[[Inputs], T]) -> T:
+        """What a session comes to, of which another one is opened wherever one is lost.
+
+        Raises:
+            Exception: what ended the last of them.
+        """
+        while True:
+            try:
+                return session(inputs)
+            except Exception as error:
+                inputs = self._open_again(error)
+
+    def _open_again(self, error: Exception) -> Inputs:
+        """After a session that ended in this error: waits a while, and reads what the next session is opened with.
+
+        Raises:
+            Exception: the error itself, where nothing is lost, or was too often.
+            UserError: what is to be read has changed meanwhile, and cannot work.
+        """
+        if isinstance(error, RollBack):  # noted in the directory, and bounded by guards.rollbacks
+            self.resumes = self.went_back = True
+            return read_inputs(self._asked)
+        step = self.state.step
+        if not self._is_loss(error) or (wait_s := self._attempts.lost(step)) is None:
+            raise error
+        what = str(error).splitlines()[0]
+        counted = f"{self._attempts.counting} of {self._attempts.rule.attempts}"
+        with contextlib.suppress(
+            OSError
+        ):  # of the terminal or the disk; the next session says what it cannot do without
+            print(
+                f"lost after step {step}: {what}\n  the run is opened again in {wait_s:g} s ({counted})",
+                file=sys.stderr,
+                flush=True,
+            )
+            note_restart(self.dir.path, "driver", what, step, wait_s)
+        time.sleep(wait_s)
+        self.resumes = self.restarted = True
+        return read_inputs(self._asked)
+
+    def _is_loss(self, error: Exception) -> bool:
+        """Whether the error is that of something which was there and may be again. What never came up is more likely to
+        be asked for wrongly, unless it is a process that died."""
+        if self.came_up:
+            return isinstance(error, WorkerLostError | EngineLostError | NoEngineError)
+        return isinstance(error, WorkerLostError) and not isinstance(error, WorkerSilentError)
+
+    def __enter__(self) -> HeldRun:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with uninterrupted():
+            made = self.state.step or self.restarts or self.went_back
+            newest = self.dir.newest_step()
+            if isinstance(error, KeyboardInterrupt) and (made or newest is not None):
+                run = self._config.run
+                stopped_at(Standing(self.dir.path, self.state.step, run.steps, newest, chosen=run.dir is not None))
+            if error is not None and self._began and not made:
+                self.dir.discard()
+            self.dir.close()
