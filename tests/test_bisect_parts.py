@@ -20,7 +20,7 @@ from megatron_stare.algorithms.stare import Stare
 from megatron_stare.batch import SamplingParams
 from megatron_stare.bisecting.bisect_command import CAUSES, as_text, as_tree
 from megatron_stare.bisecting.causes import CAUSES as KNOWN
-from megatron_stare.bisecting.causes import Change, changes
+from megatron_stare.bisecting.causes import Change, changes, contradictions
 from megatron_stare.bisecting.changed_methods import closed_gate, draws_by_place, open_gate, without_correction
 from megatron_stare.bisecting.explain import Remade, equal_steps, explain
 from megatron_stare.bisecting.late_engine import LateEngine
@@ -78,6 +78,28 @@ def test_a_layout_that_moves_the_first_step_is_named_though_the_record_comes_out
     later = course()
     later[1]["optimizer/grad_norm"] = 9.0  # rounding of the first step has come to this: no fault
     assert not explain(BEFORE, course(), [Remade(None, course()), Remade(CUT, later)], **EXACT).cause
+
+
+def test_a_gate_that_is_not_where_its_entropy_has_it_is_named_though_the_record_comes_out() -> None:
+    overrides = [f"model.path={MODEL}", "algorithm={name: stare, entropy_target: 1.0}"]
+    config = load_config(ROOT / "configs/quickstart.yaml", overrides)
+    method = config.algorithm.method
+
+    def record(*gates: float) -> list[dict[str, float]]:  # entropies of 0.9 and 1.1 by turns
+        return [{**row(11 + i), "entropy/target": 1.0, "stare/gate": gate} for i, gate in enumerate(gates)]
+
+    assert contradictions(config, method, record(1.0, 0.0, 1.0)) == {}
+    for stuck, said in (
+        (1.0, "step 12 the gate is open, and entropy 1.1 not below"),
+        (0.0, "step 11 the gate is closed"),
+    ):
+        wrong = contradictions(config, method, record(stuck, stuck))
+        assert said in wrong["gate"]
+        found = explain(BEFORE, course(), [Remade(None, course())], **EXACT, contradicted=wrong)
+        assert (found.reproduced, found.cause, found.change) == (True, "gate", "")
+        assert "named: gate\n" in as_text(found)
+    lagged = config.model_copy(update={"statistics": config.statistics.model_copy(update={"gate": "lagged"})})
+    assert contradictions(lagged, method, record(1.0, 1.0)) == {}  # it reads the step before
 
 
 def test_the_change_that_is_the_record_is_named() -> None:

@@ -120,6 +120,42 @@ def test_a_spike_stops_a_run_or_sends_it_back_past_its_batch(
     assert weights(stopped) == weights(plain)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(("runtime.runner=ray", "parallel.data=2", "optimizer.distributed=true"), id="two-data-ranks"),
+        pytest.param(("batch.generate_prompts=4", "batch.max_rounds=2"), id="dynamic-sampling"),
+        pytest.param(("rollout.staleness=1", "algorithm={name: dr_grpo, correction: {mode: truncate}}"), id="ahead"),
+    ],
+)
+def test_a_rollback_leaves_out_the_batch_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
+) -> None:
+    """Whatever of it was sampled, where, and when."""
+    seed = stream_seed(1, "train")
+    drawn = [draw_problem(seed, "train", i).answer for i in range(200)]
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
+    sinks = "observability.sinks=[jsonl, support.cursors_sink.Cursors]"
+    plain = run(tmp_path / "plain", sinks, *overrides)
+    used = {int(step): cursors for step, cursors in json.loads((plain / "cursors.json").read_text()).items()}
+    answer = next(drawn[cursor] for cursor in used[SPIKE] if drawn.count(drawn[cursor]) == 1)
+    monkeypatch.setenv(PAID, answer)
+    back = run(tmp_path / "back", sinks, "guards.grad_norm.action=rollback", *overrides)
+    assert metrics(back)[-1]["guard/rollbacks"] == 1
+    (rollback,) = json.loads((back / "rollbacks.json").read_text())
+    assert rollback["step"] == SPIKE and rollback["prompts"] == sorted(used[SPIKE])
+    taken = {int(step): cursors for step, cursors in json.loads((back / "cursors.json").read_text()).items()}
+    assert sorted(taken) == list(range(1, STEPS + 1))
+    everything = [cursor for cursors in taken.values() for cursor in cursors]
+    assert len(everything) == len(set(everything)) and not set(everything) & set(rollback["prompts"])
+    assert all(taken[step] == used[step] for step in range(1, SPIKE))
+    if "rollout.staleness=1" not in overrides:
+        monkeypatch.setenv(LEFT_OUT, f"{min(used[SPIKE])},{max(used[SPIKE]) + 1}")
+        if max(used[SPIKE]) - min(used[SPIKE]) < PROMPTS:  # nothing lies between them
+            assert weights(back) == weights(run(tmp_path / "without", sinks, *overrides))
+
+
 def test_a_batch_that_is_not_finite_is_left_out_and_written_down_until_there_are_too_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,7 +69,7 @@ def bisect(
     Raises:
         UserError: there is no such run, checkpoint or record, the folder is taken, or the run's servers are in use.
     """
-    from megatron_stare.bisecting.causes import changes
+    from megatron_stare.bisecting.causes import changes, contradictions
     from megatron_stare.bisecting.explain import Remade, explain
     from megatron_stare.bisecting.rerun import make_again, prepare
     from megatron_stare.config.load import load_recorded
@@ -123,6 +123,7 @@ def bisect(
         [each for each in left_out if each.cause in causes],
         exact=exact,
         dtype=config.model.dtype,
+        contradicted=contradictions(config, config.algorithm.method, [rows[step] for step in wanted]),
     )
     (place / "findings.json").write_text(json.dumps(as_tree(explanation), indent=2, allow_nan=False))
     return explanation
@@ -160,7 +161,7 @@ def as_text(found: Explanation) -> str:
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     notes = [f"{line.name}: {line.failed}" for line in found.lines if line.failed]
     notes += [f"{each.cause} was not changed: {each.why}" for each in found.left_out]
-    named = f"named: {found.cause} ({found.change})" if found.cause else "named: none"
+    named = f"named: {found.cause or 'none'}" + (f" ({found.change})" if found.change else "")
     legend = "figures are medians over the steps; (n): moved by n standard errors of the run's own noise from unchanged"
     return "\n".join([*table, "", legend, *notes, "", named, found.why])
 

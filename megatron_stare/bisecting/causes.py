@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_stare.algorithms.method import Method
+from megatron_stare.algorithms.stare import Stare
 from megatron_stare.bisecting.changed_methods import (
     closed_gate,
     draws,
@@ -67,6 +69,25 @@ def changes(config: Config, method: Method) -> tuple[list[Change], list[LeftOut]
     }
     named = {change.cause for change in found}
     return found, [LeftOut(cause, why[cause]) for cause in CAUSES if cause not in named]
+
+
+def contradictions(config: Config, method: Method, record: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    """What the record itself says against the configuration, by cause: a fault that is still there when the steps are
+    made again is not seen by comparing them.
+
+    Args:
+        record: metrics by step.
+    """
+    read = isinstance(method, Stare) and method.gate == "batch" and method.gate_entropy == "response"
+    if not (read and has_gate(method) and config.statistics.gate == "exact"):
+        return {}
+    for row in record:
+        entropy, target, gate = (row.get(name, math.nan) for name in ("entropy/mean", "entropy/target", "stare/gate"))
+        if math.isfinite(entropy + target + gate) and (entropy < target) != (gate == 1):
+            stands, side = ("open", "not below") if gate == 1 else ("closed", "below")
+            where = f"entropy {entropy:.4g} {side} its target {target:g}"
+            return {"gate": f"in step {row['step']:.0f} the gate is {stands}, and {where}"}
+    return {}
 
 
 def _gate(method: Method) -> list[Change]:

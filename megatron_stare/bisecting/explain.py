@@ -2,7 +2,7 @@
 
 Three questions, in this order. Do the unchanged steps, made again, give the record? Which change gives it instead, bit
 for bit for more steps, or brings every figure back that the unchanged steps miss? And does a change that must not
-matter, of the layout say, move the first step by more than rounding?
+matter, of the layout say, move the first step by more than rounding, or the record contradict itself?
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
+from types import MappingProxyType
 
 from megatron_stare.bisecting.causes import Change, LeftOut
 
@@ -104,6 +105,7 @@ def explain(
     *,
     exact: bool,
     dtype: str = "float32",
+    contradicted: Mapping[str, str] = MappingProxyType({}),
 ) -> Explanation:
     """Names what explains the record, or nothing.
 
@@ -113,6 +115,7 @@ def explain(
         remade: of the same steps, the unchanged first.
         exact: whether unchanged steps made again must be the record, bit for bit.
         dtype: of the model in training.
+        contradicted: what the record itself says against the configuration, by cause.
     """
     noise = {figure: _noise(figure, [*before, *record]) for figure in FIGURES}
     unchanged = remade[0]
@@ -131,6 +134,9 @@ def explain(
     reproduced = base.equal == steps or (not exact and not departs)
     broken = next((line for line in others if line.breaks), None)
     if reproduced:
+        for cause, what in contradicted.items():
+            why = f"{what}, which its configuration does not allow; the code at hand does the same"
+            return replace(said(True, None, why), cause=cause)
         if broken is not None:
             why = f"{broken.says}: no sound step moves, and this one's {', '.join(broken.breaks)} did"
             return said(True, broken, why)
