@@ -116,6 +116,18 @@ class Baseline:
         away = (value - middle) / spread
         return abs(away) if self._both_ways else max(away, 0.0)
 
+    def limit(self, spreads: float) -> float:
+        """The largest figure that is no spike; inf where there is nothing to compare with."""
+        if (scale := self.scale()) is None:
+            return math.inf
+        return max(scale[0] + spreads * scale[1], self._least)
+
+    def is_spike(self, value: float, spreads: float) -> bool:
+        """Whether the figure is above `limit`, or as far below the median where it can be too small."""
+        if (scale := self.scale()) is None or not math.isfinite(value):
+            return False
+        return value > self.limit(spreads) or (self._both_ways and value < scale[0] - spreads * scale[1])
+
 
 class Guards:
     """The guards of a run.
@@ -150,11 +162,8 @@ class Guards:
         """
         if self._settings["agreement"].action in ENDS and self._is_spike("agreement", _figure("agreement", agreement)):
             return 0.0
-        guard, scale = self._settings["grad_norm"], self._baselines["grad_norm"].scale()
-        if guard.action not in ENDS or scale is None:
-            return math.inf
-        middle, spread = scale
-        return middle + guard.spreads * spread
+        guard = self._settings["grad_norm"]
+        return self._baselines["grad_norm"].limit(guard.spreads) if guard.action in ENDS else math.inf
 
     def judge(self, step: int, metrics: Mapping[str, float], prompts: Sequence[int]) -> dict[str, float]:
         """The guards' metrics of a step, from the trainer's; `fired` is what they say is to be done.
@@ -218,8 +227,7 @@ class Guards:
         return {"guard/entropy_outside": float(outside)}
 
     def _is_spike(self, name: str, value: float) -> bool:
-        away = self._baselines[name].distance(value)
-        return away is not None and away > self._settings[name].spreads
+        return self._baselines[name].is_spike(value, self._settings[name].spreads)
 
     def _remember(self, row: Mapping[str, float]) -> None:
         for name, baseline in self._baselines.items():

@@ -11,7 +11,7 @@ from types import TracebackType
 
 from megatron_stare.config.engines_alone import evaluation_engines
 from megatron_stare.data.prompt_queue import PromptQueue
-from megatron_stare.errors import GuardError, RollBack, UserError
+from megatron_stare.errors import GuardError, NonFiniteError, RollBack, UserError
 from megatron_stare.interruption import ClosingStack, raise_if_received
 from megatron_stare.observability.monitor import Monitor
 from megatron_stare.observability.run_files import evaluated_steps
@@ -166,7 +166,7 @@ class Session:
     def _complete_checkpoint(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Where the run is interrupted, goes back to its newest checkpoint or is stopped by a guard, the one under way
         is waited for; after an error that may be the ranks', it is not. What is not completed then is removed."""
-        if isinstance(error, (KeyboardInterrupt, RollBack, GuardError)):
+        if isinstance(error, (KeyboardInterrupt, RollBack, GuardError, NonFiniteError)):
             with contextlib.suppress(UserError):
                 self.checkpoints.finish(INTERRUPTED_S if isinstance(error, KeyboardInterrupt) else None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,11 @@ def guards(**settings: Any) -> Guards:
     return Guards(GuardsConfig.model_validate({"window": 5, "known": 5, **settings}), "float32")
 
 
+def guards_like(watch: Guards) -> Guards:
+    """As it is: a step moves it."""
+    return copy.deepcopy(watch)
+
+
 def rows(*norms: float) -> list[dict[str, float]]:
     return [
         {"optimizer/grad_norm": norm, "loss/policy": norm - 3, "rollout/logprob_diff_mean": norm / 1e3}
@@ -86,6 +92,10 @@ def test_only_a_guard_that_ends_the_run_holds_updates_back() -> None:
         limits[action] = watch.norm_limit({})
     assert limits["off"] == limits["alert"] == math.inf
     assert limits["stop"] == limits["rollback"] == 3 + 4 * SPREAD
+    watch = guards(grad_norm={"action": "stop", "spreads": 4.0})
+    watch.restore(rows(*FIVE))  # what is held back is a spike, to the bit: else the step were lost without a word
+    for norm, spike in ((limits["stop"], 0.0), (math.nextafter(limits["stop"], math.inf), 1.0)):
+        assert guards_like(watch).judge(6, rows(norm)[0], [])["guard/grad_norm_spike"] == spike
 
 
 def test_a_difference_of_engine_and_trainer_is_judged_before_the_update_where_it_is_known() -> None:
