@@ -134,11 +134,11 @@ def test_a_rollback_leaves_out_the_batch_and_nothing_else(
 ) -> None:
     """Whatever of it was sampled, where, and when."""
     seed = stream_seed(1, "train")
-    drawn = [draw_problem(seed, "train", i).answer for i in range(200)]
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
     sinks = "observability.sinks=[jsonl, support.cursors_sink.Cursors]"
     plain = run(tmp_path / "plain", sinks, *overrides)
     used = {int(step): cursors for step, cursors in json.loads((plain / "cursors.json").read_text()).items()}
+    drawn = [draw_problem(seed, "train", i).answer for i in range(max(used[STEPS]) + 8)]
     answer = next(drawn[cursor] for cursor in used[SPIKE] if drawn.count(drawn[cursor]) == 1)
     monkeypatch.setenv(PAID, answer)
     back = run(tmp_path / "back", sinks, "guards.grad_norm.action=rollback", *overrides)
