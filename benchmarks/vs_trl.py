@@ -142,7 +142,7 @@ class Runner:
         command += ["observability.sinks=[jsonl,vs_trl_ours.Clock]"]
         if task == "ragged":
             command += [f"rollout.max_new_tokens={LONGEST}", "rollout.environment=vs_trl_ours.Ragged"]
-            command += ["reward.verifier=vs_trl_task.mostly_even", "batch.micro_batch_tokens=16384"]
+            command += ["reward.verifier=vs_trl_task.mostly_even", "batch.micro_batch_tokens=65536"]
         return self._run(command, "run.dir=")
 
     def _run(self, command: list[Any], folder_option: str | None = None) -> dict[str, Any]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,19 +16,21 @@ from megatron_stare import __version__
 from megatron_stare.bisecting import bisect_command
 from megatron_stare.config.load import dump_yaml, load_config
 from megatron_stare.config.schema import Config
-from megatron_stare.errors import UserError
+from megatron_stare.errors import UnusableCheckpointError, UserError
 from megatron_stare.interruption import Interruption, interruptible, what_now
 from megatron_stare.planning.command import add_arguments, run_command
-from megatron_stare.run import eval_command
+from megatron_stare.run import eval_command, views
 from megatron_stare.shipped import TOOLS, tool
 from megatron_stare.supervision import attach, supervise
+from megatron_stare.time_limit import TimeLimit, seconds_of
 
 PROGRAM = "megatron-stare"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns the exit code: 0 done, 1 the doctor or a bisection found a fault, 2 a user error, 130
-    interrupted, 143 a run told to end."""
+    """Runs one command. Returns the exit code: 0 done, 1 the doctor or a bisection found a fault, or a run does not go
+    on, 2 a user error, 75 a run that saved itself because it was asked to or out of time, 130 interrupted, 143 a run
+    told to end."""
     args, rest = parser().parse_known_args(argv)
     # argparse takes positionals in one run only: overrides after an option come back as unknown
     if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
@@ -78,6 +82,17 @@ def parser() -> argparse.ArgumentParser:
         help="start the run in a process of its own, and again where that is killed; see docs/recovery.md",
     )
     train.add_argument(
+        "--from-step",
+        type=int,
+        metavar="N",
+        help="continue the checkpoint of step N instead; later ones are set aside",
+    )
+    train.add_argument(
+        "--stop-after",
+        metavar="TIME",
+        help="save and end with exit code 75 before this time, such as 3h50m, 90m or 5400 (seconds), is over",
+    )
+    train.add_argument(
         "--dump-step",
         type=int,
         metavar="N",
@@ -95,15 +110,27 @@ def parser() -> argparse.ArgumentParser:
     _add_convert_arguments(convert)
     convert.set_defaults(run=_convert)
 
-    report = commands.add_parser("report", help="write report.html of one or several runs")
-    report.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
-    report.add_argument(
-        "--out",
-        type=Path,
-        help="file to write, or an existing folder for it; default: report.html in the run directory, or, of several "
-        "runs, comparison.html in the current one",
+    status = commands.add_parser(
+        "status",
+        help="say how a run stands: phase, rates, time left, alerts, and what to do where it ended",
+        description="Says how a run stands, from its files alone, on this machine or another. Exits 1 where it does "
+        "not go on. See docs/status.md.",
     )
-    report.set_defaults(run=_report)
+    views.add_status_arguments(status)
+    status.set_defaults(run=views.run_status)
+
+    report = commands.add_parser("report", help="write report.html of one or several runs, finished or not")
+    views.add_report_arguments(report)
+    report.set_defaults(run=views.run_report)
+
+    rollouts = commands.add_parser(
+        "rollouts",
+        help="write a page of a run's sampled responses, or of two runs side by side",
+        description="Writes a page of the responses that a run stored: filtered, token by token, with what was "
+        "selected and why. See docs/rollouts.md.",
+    )
+    views.add_rollouts_arguments(rollouts)
+    rollouts.set_defaults(run=views.run_rollouts)
 
     evaluation = commands.add_parser(
         "eval",
@@ -159,47 +186,76 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _train(args: argparse.Namespace) -> int:
+    begun = time.monotonic()
+    args.resume = args.resume or args.from_step is not None
     if args.supervise and not args.dry_run:
-        dump = [] if args.dump_step is None else [f"--dump-step={args.dump_step}"]
-        return supervise([args.config, *args.overrides, *dump, *(["--resume"] if args.resume else [])])
+        return _supervise(args)
     with interruptible() as interruption:
         args.supervise = attach()
         try:
-            _train_or_check(args)
+            _train_or_check(args, begun)
         except KeyboardInterrupt:
             print(what_now(interruption, *_typed(args, interruption)), file=sys.stderr)
-            return 128 + (interruption.number or signal.SIGINT)
+            return interruption.exit_code
+        except UnusableCheckpointError as error:
+            run = f"run.dir={error.run_dir}"
+            command, options = _typed(args, interruption, run)
+            again = [*command, run, *options, "--from-step", str(error.older)]
+            print(f"error: {error}\n  {shlex.join(again)}", file=sys.stderr)
+            return 2
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            if interruption.standing is not None and interruption.standing.checkpoint is not None:
+                print(what_now(interruption, *_typed(args, interruption), ended="ended"), file=sys.stderr)
+            return 2
     return 0
 
 
-def _typed(args: argparse.Namespace, interruption: Interruption) -> tuple[list[str], list[str]]:
-    """The command line of a run, up to its overrides and from there, for `what_now`."""
+def _supervise(args: argparse.Namespace) -> int:
+    given = {"--from-step": args.from_step, "--dump-step": args.dump_step}
+    options = [f"{option}={value}" for option, value in given.items() if value is not None]
+    options += ["--resume"] if args.resume else []
+    limit_s = None if args.stop_after is None else seconds_of(args.stop_after)
+    return supervise([args.config, *args.overrides, *options], limit_s)
+
+
+def _typed(
+    args: argparse.Namespace, interruption: Interruption, run_dir: str | None = None
+) -> tuple[list[str], list[str]]:
+    """The command line of a run, up to its overrides and from there, for `what_now`.
+
+    Args:
+        run_dir: that is given instead of the run's own.
+    """
     program = PROGRAM
     if Path(sys.argv[0]).name == program and shutil.which(program) is None:
         program = sys.argv[0]  # .venv/bin/megatron-stare
-    overrides, options = args.overrides, [] if args.dump_step is None else ["--dump-step", str(args.dump_step)]
+    given = {"--dump-step": args.dump_step, "--stop-after": args.stop_after}
+    overrides, options = args.overrides, [str(x) for pair in given.items() if pair[1] is not None for x in pair]
     options += ["--supervise"] if args.supervise else []
-    if interruption.standing is None:
+    if interruption.standing is None and run_dir is None:
+        options += [] if args.from_step is None else ["--from-step", str(args.from_step)]
         options += [flag for flag, given in (("--resume", args.resume), ("--dry-run", args.dry_run)) if given]
     else:
         overrides = [each for each in overrides if not each.startswith("run.dir=")]  # another is given
     return [program, "train", args.config, *overrides], options
 
 
-def _train_or_check(args: argparse.Namespace) -> None:
+def _train_or_check(args: argparse.Namespace, begun: float) -> None:
+    limit = TimeLimit(None if args.stop_after is None else seconds_of(args.stop_after), begun)
     config = load_config(args.config, args.overrides)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers are forked and spawned around it
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models and tokenizers are local folders
     if args.dry_run:
         from megatron_stare.run.opening import rehearse, remarks
 
-        resolved = rehearse(config, resume=args.resume, dump_step=args.dump_step)
+        resolved = rehearse(config, resume=args.resume, from_step=args.from_step, dump_step=args.dump_step)
         print(dump_yaml(resolved), *(f"# {line}\n" for line in remarks(resolved)), sep="", end="")
         return
     from megatron_stare.observability.figures import closing
     from megatron_stare.train import train  # imports torch and transformers: seconds
 
-    run_dir = train(config, resume=args.resume, dump_step=args.dump_step)
+    run_dir = train(config, resume=args.resume, from_step=args.from_step, dump_step=args.dump_step, limit=limit)
     print(closing(run_dir))
 
 
@@ -238,18 +294,6 @@ def _convert(args: argparse.Namespace) -> None:
     options = Options(dtype, args.processes, round(args.shard_gb * 1e9), args.check)
     convert(args.source, args.target, args.model, options)
     print(f"wrote {args.target}" + (", and both sides are equal bit for bit" if args.check else ""))
-
-
-def _report(args: argparse.Namespace) -> None:
-    from megatron_stare.observability.report.page import write_report
-
-    for run in args.runs:
-        if not (run / "metrics.jsonl").exists():
-            raise UserError("no metrics.jsonl: not a run directory", where=str(run))
-    # of several runs under another name: no folder's own report is written over, wherever it is put
-    several = len(args.runs) > 1
-    out = args.out or (Path() if several else args.runs[0])
-    print(write_report(args.runs, out / ("comparison.html" if several else "report.html") if out.is_dir() else out))
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -37,6 +38,19 @@ class ConfigError(UserError):
 
 class DataError(UserError):
     """A prompt, model or checkpoint file is missing or malformed."""
+
+
+class UnusableCheckpointError(DataError):
+    """A run cannot be continued from a checkpoint, and can from an earlier one of its own."""
+
+    def __init__(self, error: DataError, run_dir: Path, older: int) -> None:
+        """`older` is the step of that one."""
+        super().__init__(
+            error.what,
+            where=error.where,
+            fix=f"put it back as it was written, or continue from the checkpoint of step {older}: --from-step {older}",
+        )
+        self.run_dir, self.older = run_dir, older
 
 
 class WeightVersionError(UserError):

@@ -1,8 +1,10 @@
-"""Ctrl-C and SIGTERM as one orderly end: an exception where the run stands, and nothing that cuts its closing short.
+"""Signals as an orderly end: an exception where the run stands, and nothing that cuts its closing short.
 
-Comes from the system; goes through whatever the run is at to `cli.py`, which says what there is to continue. Only the
-first signal raises. Later ones are announced: a second exception, in the middle of what the first one closes, would
-leave processes behind.
+Comes from the system; goes through whatever the run is at to `cli.py`, which says what there is to continue. Ctrl-C
+raises at once. Once a run makes steps, SIGTERM and SIGUSR1 are to leave a checkpoint, so they raise where the state is
+that of a whole step: SIGTERM while responses are sampled, or else after the update under way, for which there is a
+limit; SIGUSR1 after the step. Only one signal raises. Later ones are announced: a second exception, in the middle of
+what the first one closes, would leave processes behind.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import shlex
 import signal
 import threading
+import time
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +25,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+AFTER_STEP = signal.SIGUSR1
+TO_BE_CONTINUED = 75  # exit code of a run that was told to end, or was out of time, and is to be resumed; EX_TEMPFAIL
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,21 @@ class Interruption:
     """What is known of the signal that ends this run."""
 
     def __init__(self) -> None:
-        self.number: int | None = None  # of the first signal
+        self.number: int | None = None  # of the signal that counts
+        self.time_is_up = False  # the run ended by itself because of --stop-after
         self.standing: Standing | None = None  # filled in by the session as it closes, where there was one
+        self.grace_s: float | None = None  # of a run that makes steps; None: every signal raises at once
+        self.open_to: set[int] = set()  # signals that raise where the run is now, though it makes steps
+        self.deadline: float | None = None  # by time.monotonic, of what is done before closing
+        self.raised = False  # or is owed, where nothing may be raised
+        self.gave_up = False  # the update under way did not end in time
+
+    @property
+    def exit_code(self) -> int:
+        """Of a run that this ended."""
+        if self.time_is_up or (self.number == AFTER_STEP and self.standing is not None and not self.gave_up):
+            return TO_BE_CONTINUED
+        return 128 + (self.number or signal.SIGINT)
 
 
 _current = Interruption()
@@ -50,21 +68,69 @@ _closing = 0  # how many `uninterrupted` are open
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Interruption]:
-    """While open, the first SIGINT or SIGTERM raises KeyboardInterrupt in the main thread, and later ones nothing.
+    """While open, the first SIGINT, SIGTERM or SIGUSR1 raises KeyboardInterrupt in the main thread, at once or, once
+    `makes_steps` was called, where it may; and later ones nothing.
 
-    The same error for both, and none of our own: libraries let it through, and Ray raises it anew while it waits. A
+    The same error for all, and none of our own: libraries let it through, and Ray raises it anew while it waits. A
     signal that is ignored (nohup, a shell's `&`) stays ignored. Elsewhere than in the main thread this does nothing.
     """
     global _current
     _current = Interruption()
     mine = threading.current_thread() is threading.main_thread()
     caught = [number for number in SIGNALS if mine and signal.getsignal(number) not in (signal.SIG_IGN, None)]
-    before = {number: signal.signal(number, _handle) for number in caught}
+    handlers = dict.fromkeys(caught, _handle) | ({signal.SIGALRM: _late} if mine else {})
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield _current
     finally:
+        if mine:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def makes_steps(grace_s: float | None) -> None:
+    """From here on SIGTERM and SIGUSR1 raise where the state is that of a whole step.
+
+    Args:
+        grace_s: from SIGTERM on, seconds until it raises wherever the run is; None: all signals raise at once again.
+    """
+    _current.grace_s = grace_s
+
+
+@contextlib.contextmanager
+def open_to(*numbers: int) -> Iterator[None]:
+    """While open, these signals raise though steps are made; also where one came before, and has not."""
+    _current.open_to = set(numbers)
+    try:
+        if _current.number in _current.open_to and not _current.raised:
+            _raise()
+        yield
+    finally:
+        _current.open_to = set()
+
+
+def is_asked_to_end() -> bool:
+    """Whether a signal came: what would only serve another step need not be done."""
+    return _current.number is not None
+
+
+def is_to_be_saved() -> bool:
+    """Whether the run, which is being closed, was interrupted where its state is that of a whole step, by what asks
+    for a checkpoint."""
+    asked = _current.time_is_up or _current.number in (signal.SIGTERM, AFTER_STEP)
+    return asked and _current.grace_s is not None and not _current.gave_up
+
+
+def seconds_left() -> float | None:
+    """For what is still done before closing; None: there is no limit."""
+    return None if _current.deadline is None else max(_current.deadline - time.monotonic(), 0.1)
+
+
+def end_for_time() -> None:
+    """Raises KeyboardInterrupt: the run has no time for another step."""
+    _current.time_is_up = True
+    raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
@@ -81,11 +147,11 @@ def uninterrupted() -> Iterator[None]:
 def run_whole(coroutine: Coroutine[Any, Any, T]) -> T:
     """As asyncio.run, in a loop that no signal leaves half made or half closed: Python prints a traceback as it forgets
     half a loop."""
-    before = _current.number
+    before = _current.raised
     with uninterrupted():
         loop = asyncio.new_event_loop()
     try:
-        if _current.number != before:  # a signal came meanwhile
+        if _current.raised != before:  # a signal came meanwhile
             coroutine.close()
             raise KeyboardInterrupt
         return loop.run_until_complete(coroutine)
@@ -128,6 +194,7 @@ class ClosingStack(contextlib.ExitStack):
 def raise_if_received() -> None:
     """Raises KeyboardInterrupt where a signal came and its own was lost, in a destructor for instance."""
     if _current.number is not None:
+        _current.raised = True
         raise KeyboardInterrupt
 
 
@@ -136,14 +203,19 @@ def stopped_at(standing: Standing) -> None:
     _current.standing = standing
 
 
-def what_now(interruption: Interruption, command: Sequence[str], options: Sequence[str]) -> str:
+def what_now(
+    interruption: Interruption, command: Sequence[str], options: Sequence[str], ended: str | None = None
+) -> str:
     """Where the run stopped, and how it goes on; two lines.
 
     Args:
+        ended: how, in a word or two; None: by the signal, or by --stop-after.
         command: that starts the run, up to its overrides, without run.dir where the run had a directory.
         options: that follow, without --resume where the run had a directory.
     """
-    begun = f"interrupted ({signal.Signals(interruption.number or signal.SIGINT).name})"
+    begun = ended or f"interrupted ({signal.Signals(interruption.number or signal.SIGINT).name})"
+    if interruption.time_is_up:
+        begun = "stopped, as --stop-after asks,"
     standing = interruption.standing
     if standing is None:
         return f"{begun} before the run began; start it with\n  {shlex.join([*command, *options])}"
@@ -164,12 +236,34 @@ def _free(run_dir: Path) -> Path:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    name = signal.Signals(number).name
-    if _current.number is not None:
+    name, before = signal.Signals(number).name, _current.number
+    # whoever waits for a step to end may be in a hurry after all
+    hurries = before == AFTER_STEP and number != AFTER_STEP and not _current.raised
+    if before is not None and not hurries:
         _say(f"{name}: already closing; kill -9 {os.getpid()} would leave processes behind")
         return
     _current.number = number
-    _say(f"{name}: closing the run, which takes some seconds")
+    if number == signal.SIGTERM and _current.grace_s is not None:
+        _current.deadline = time.monotonic() + _current.grace_s
+        signal.setitimer(signal.ITIMER_REAL, _current.grace_s)
+    if number == signal.SIGINT or _current.grace_s is None or number in _current.open_to:
+        _say(f"{name}: closing the run, which takes some seconds")
+        _raise()
+    else:
+        what = "step" if number == AFTER_STEP else "update"
+        _say(f"{name}: the run is saved and closed after the {what} under way")
+
+
+def _late(number: int, frame: FrameType | None) -> None:
+    """What SIGTERM let go on has taken too long."""
+    if _current.number is not None and not _current.raised:
+        _current.gave_up = True
+        _say(f"{_current.grace_s:g} s are over: closing the run without a checkpoint")
+        _raise()
+
+
+def _raise() -> None:
+    _current.raised = True
     if not _closing:
         raise KeyboardInterrupt
 

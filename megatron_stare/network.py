@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
+import time
 from collections.abc import Sequence
 
 import psutil
@@ -51,26 +52,42 @@ def free_port(host: str, ports: Sequence[int]) -> int:
     )
 
 
-def require_listener(address: str, own: str, where: str, fix: str) -> None:
-    """Raises ConfigError where nothing listens at a host:port; Ray itself would try for ten minutes, and say so.
+class Listener:
+    """What listens at a host:port, somewhere on the network.
 
     Args:
+        address: without a port, or with one that is no number, nothing is known of it, and it counts as there.
         own: another address of this machine, which is tried too where the host is this machine.
-        where: of the error.
-        fix: likewise.
     """
-    host, _, port = address.removeprefix("ray://").replace("[", "").replace("]", "").rpartition(":")
-    if not host or not port.isdigit():
-        return  # `auto`, or something that Ray refuses at once
-    hosts = [host, own] if host in ("localhost", LOOPBACK) else [host]
-    for each in hosts:
-        try:
-            socket.create_connection((each, int(port)), CONNECT_S).close()
-            return
-        except (OSError, OverflowError) as error:
-            reason = error
-    raise ConfigError(
-        f"no Ray cluster can be reached at {address}: {getattr(reason, 'strerror', None) or reason}",
-        where=where,
-        fix=fix,
-    )
+
+    def __init__(self, address: str, own: str) -> None:
+        self.address = address
+        host, _, port = address.removeprefix("ray://").replace("[", "").replace("]", "").rpartition(":")
+        known = bool(host) and port.isdigit()
+        self._port = int(port) if known else 0
+        self._hosts = [] if not known else [host, own] if host in ("localhost", LOOPBACK) else [host]
+        self._there = time.monotonic()  # when it was, last
+
+    def missing(self, timeout_s: float = CONNECT_S) -> Exception | None:
+        """Why no connection is made now; None: one is."""
+        reason: Exception | None = None
+        for host in self._hosts:
+            try:
+                socket.create_connection((host, self._port), timeout_s).close()
+                reason = None
+                break
+            except (OSError, OverflowError) as error:
+                reason = error
+        if reason is None:
+            self._there = time.monotonic()
+        return reason
+
+    def require(self, what: str, where: str, fix: str) -> None:
+        """Raises ConfigError, which begins with `what`, where nothing listens there."""
+        if (reason := self.missing()) is not None:
+            why = getattr(reason, "strerror", None) or reason
+            raise ConfigError(f"{what} {self.address}: {why}", where=where, fix=fix)
+
+    def gone(self, after_s: float, timeout_s: float) -> bool:
+        """Whether it is missing now, and has been for so long."""
+        return self.missing(timeout_s) is not None and time.monotonic() - self._there > after_s

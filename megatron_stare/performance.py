@@ -141,6 +141,19 @@ def keeps_graph(config: Config, micro_batches: int) -> bool:
     )
 
 
+def shares_prompts(config: Config) -> bool:
+    """Whether a prompt is passed through the model once for all its responses of a micro-batch: where these stand end
+    to end, whole, and no pass needs all micro-batches of one shape or experts of each sample's own."""
+    parallel = config.parallel
+    return (
+        config.performance.share_prompts
+        and config.batch.packed
+        and parallel.context == 1
+        and parallel.virtual_pipeline == 1
+        and not config.moe.routing_replay
+    )
+
+
 def check_performance(config: Config) -> None:
     """Raises ConfigError for settings that do not go together, on any device."""
     performance = config.performance

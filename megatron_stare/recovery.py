@@ -41,7 +41,7 @@ class Attempts:
 
     def __init__(self, rule: RecoveryRule) -> None:
         self.rule = rule
-        self._furthest = 0
+        self.furthest = 0  # the last step of all before a loss
         self._reached: list[int] = []  # the furthest step at each restart that counts
 
     @property
@@ -53,12 +53,12 @@ class Attempts:
         """The run was lost after so many steps. Seconds until it is started again, which then counts as one more
         restart; None: it is not."""
         rule = self.rule
-        self._furthest = max(self._furthest, step)
-        self._reached = [reached for reached in self._reached if self._furthest - reached < rule.window_steps]
+        self.furthest = max(self.furthest, step)
+        self._reached = [reached for reached in self._reached if self.furthest - reached < rule.window_steps]
         before = len(self._reached)
         if before >= rule.attempts:
             return None
-        self._reached.append(self._furthest)
+        self._reached.append(self.furthest)
         return min(rule.back_off_s * 2.0**before, rule.longest_back_off_s)
 
 

@@ -1,7 +1,8 @@
 """The run directory, and all a run needs to continue: one object, written as one.
 
-A checkpoint is a folder `checkpoints/step_000050` that holds the ranks' distributed checkpoint and run_state.json. It
-is written under another name and renamed when everything in it is on disk, so one that has this name is complete.
+A checkpoint is a folder `checkpoints/step_000050` that holds the ranks' distributed checkpoint, run_state.json and the
+checksums of all its files. It is written under another name and renamed when everything in it is on disk, so one that
+has this name is complete.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -16,16 +18,21 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
-from megatron_stare.config.formats import FORMAT, KEY, run_state_up_to_date
+from megatron_stare.config.formats import FIRST_WITH_CHECKSUMS, FORMAT, KEY, run_state_up_to_date
 from megatron_stare.config.load import dump_yaml
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import DataError, RollBack, UserError
+from megatron_stare.observability.run_files import LOCK_FILE
+from megatron_stare.weights import manifest
+from megatron_stare.weights.manifest import Sum
 from megatron_stare.weights.staging import sync_entry
+from megatron_stare.weights.torch_dist import check_files
 
 CONFIG = "config.yaml"
 PLACEMENT = "placement.txt"
@@ -33,6 +40,7 @@ ROLLBACKS = "rollbacks.json"
 RUN_STATE = "run_state.json"  # of a checkpoint
 KEPT = "kept_responses.safetensors"  # likewise, where responses were under way
 
+LOCK_TRIES, LOCK_WAIT_S = 5, 0.02
 _NAME = re.compile(r"^step_(\d+)$")
 
 
@@ -45,6 +53,7 @@ class RunState:
     method: dict[str, float] = field(default_factory=dict)  # of the algorithm: gate, controllers
     skipped: int = 0  # consecutive updates that were not taken, because loss or gradient was not finite
     rollbacks: list[dict[str, Any]] = field(default_factory=list)  # of the run, oldest first; see RunDir.note_rollback
+    inputs: dict[str, str] = field(default_factory=dict)  # digests of what prompts are made with; {}: not known
     kept: bytes = b""  # responses under way, of prompts that `data` counts as taken; a file of its own in a checkpoint
 
     @property
@@ -79,13 +88,13 @@ class RunState:
 
 @dataclass(frozen=True)
 class Staged:
-    """A checkpoint that is being written: its place, the folder that is written until then, and its run state, of which
-    `kept` is a file of its own."""
+    """A checkpoint that is being written: its place, the folder that is written until then, its run state, and what the
+    driver puts beside it, by file name."""
 
     final: Path
     folder: Path
     state: str
-    kept: bytes
+    beside: Mapping[str, bytes]
 
 
 class RunDir:
@@ -127,7 +136,7 @@ class RunDir:
         try:
             found = [entry.name for entry in path.iterdir()] if path.exists() else []
             path.mkdir(parents=True, exist_ok=True)
-            lock = (path / ".lock").open("w")
+            lock = (path / LOCK_FILE).open("w")
         except OSError as error:
             _remove_empty(made)
             raise _unwritable(path, error) from error
@@ -196,10 +205,13 @@ class RunDir:
     def newest_step(self) -> int | None:
         """The step of the newest complete checkpoint; None where there is none."""
         found = self.checkpoints()
-        return int(found[-1].name.removeprefix("step_")) if found else None
+        return step_of(found[-1]) if found else None
 
-    def stage(self, state: RunState) -> Staged:
+    def stage(self, state: RunState, beside: Mapping[str, bytes] = MappingProxyType({})) -> Staged:
         """A folder for the ranks' part of a checkpoint of this state, which may change as soon as this returns.
+
+        Args:
+            beside: small files of the driver's that belong to it, by name.
 
         Raises:
             UserError: the disk is full or not writable.
@@ -210,19 +222,25 @@ class RunDir:
             folder.mkdir(parents=True)
         except OSError as error:
             raise _not_written(final, error) from error
-        return Staged(final, folder.resolve(), state.to_json(), state.kept)
+        kept = {KEPT: state.kept} if state.kept else {}
+        return Staged(final, folder.resolve(), state.to_json(), {**beside, **kept})
 
-    def complete(self, staged: Staged, keep: int) -> Path:
-        """Makes a checkpoint of what was staged, once all ranks have written their part, and forgets all but the
-        newest `keep`.
+    def complete(self, staged: Staged, written: Mapping[str, Sum]) -> Path:
+        """Makes a checkpoint of what was staged, once all ranks have written their part.
+
+        Args:
+            written: length and checksum of every file of the ranks.
 
         Raises:
-            UserError: the disk is full or not writable; earlier checkpoints are untouched.
+            UserError: the disk is full or not writable, or a file is not as it was written; earlier checkpoints are
+                untouched.
         """
         try:
-            (staged.folder / RUN_STATE).write_text(staged.state)
-            if staged.kept:
-                (staged.folder / KEPT).write_bytes(staged.kept)
+            sums = {**written, RUN_STATE: manifest.put(staged.folder / RUN_STATE, staged.state.encode())}
+            for name, content in staged.beside.items():
+                sums[name] = manifest.put(staged.folder / name, content)
+            manifest.check_lengths(staged.folder, sums)
+            manifest.write_manifest(staged.folder, sums)
             _sync(staged.folder)
             if staged.final.exists():
                 _forget(staged.final)
@@ -230,9 +248,23 @@ class RunDir:
             sync_entry(staged.final.parent)
         except OSError as error:
             raise _not_written(staged.final, error) from error
-        for old in self.checkpoints()[:-keep]:
-            _forget(old)
         return staged.final
+
+    def forget(self, steps: Collection[int]) -> None:
+        """Removes checkpoints, the oldest first; whoever is killed meanwhile leaves each whole or nameless."""
+        for checkpoint in self.checkpoints():
+            if step_of(checkpoint) in steps:
+                _forget(checkpoint)
+
+    def set_aside(self, after: int) -> list[Path]:
+        """Takes the names of checkpoints from those of later steps, which the run is continued before. Nothing of them
+        is removed; where they are now."""
+        moved = []
+        for checkpoint in self.checkpoints():
+            if step_of(checkpoint) > after:
+                places = (checkpoint.with_name(f"{checkpoint.name}.aside-{n}") for n in itertools.count(1))
+                moved.append(checkpoint.rename(next(place for place in places if not place.exists())))
+        return moved
 
 
 def _forget(checkpoint: Path) -> None:
@@ -274,10 +306,41 @@ def refuse_taken(path: Path) -> None:
         )
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step that a complete checkpoint is of, which its name says."""
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def check_whole(checkpoint: Path) -> None:
+    """Holds names and lengths of a checkpoint's files against what was written, and the bytes of all but those that
+    hold tensors, which the ranks read.
+
+    Raises:
+        DataError: naming the first that is not as it was written.
+    """
+    sums = manifest.read_manifest(checkpoint)
+    if sums is None:
+        _refuse_without_sums(checkpoint)
+    else:
+        manifest.check_lengths(checkpoint, sums)
+        tensors = manifest.tensors_of(sums)
+        manifest.check_bytes(checkpoint, {name: each for name, each in sums.items() if name not in tensors})
+    check_files(checkpoint)
+
+
+def _refuse_without_sums(checkpoint: Path) -> None:
+    """Of earlier releases alone; what the state says is read elsewhere, and complained of there."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        if int(json.loads((checkpoint / RUN_STATE).read_text()).get(KEY, 1)) >= FIRST_WITH_CHECKSUMS:
+            raise DataError(
+                "the list of checksums is missing", where=str(checkpoint / manifest.MANIFEST), fix=manifest.FIX
+            )
+
+
 def complete_checkpoints(path: Path) -> list[Path]:
     """Those of a run directory, oldest first."""
     found = [p for p in (path / "checkpoints").glob("step_*") if _NAME.search(p.name)]
-    return sorted(found, key=lambda p: p.name)
+    return sorted(found, key=step_of)
 
 
 def _place(config: Config) -> Path:
@@ -285,16 +348,20 @@ def _place(config: Config) -> Path:
 
 
 def _lock(lock: IO[str], path: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by the kernel when the process ends, however
-    except OSError as error:
-        lock.close()
-        raise UserError("another process is running in this directory", where=str(path)) from error
+    for left in reversed(range(LOCK_TRIES)):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by the kernel when the process ends, however
+            return
+        except OSError as error:
+            if not left:
+                lock.close()
+                raise UserError("another process is running in this directory", where=str(path)) from error
+            time.sleep(LOCK_WAIT_S)  # `megatron-stare status` holds it for microseconds
 
 
 def refuse_busy(path: Path) -> None:
     """Raises UserError where another process is running in this directory. Changes nothing."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), (path / ".lock").open() as lock:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), (path / LOCK_FILE).open() as lock:
         _lock(lock, path)
 
 

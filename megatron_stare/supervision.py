@@ -32,20 +32,28 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 ENDING = (signal.SIGINT, signal.SIGTERM)
 FORWARDED = (*ENDING, signal.SIGUSR1)
 TRAIN = (sys.executable, "-m", "megatron_stare.cli", "train")
+CAME_UP = "came up"  # what a driver tells, beside the run's directory, which is a whole path
 LEFT_S = 10.0  # that what a dead driver had started is given to end by itself
 
 _pipe: int | None = None  # to the supervisor of this process, where it has one
 _restarts = 0  # that the supervisor has made
 
 
-def supervise(arguments: Sequence[str], program: Sequence[str] = TRAIN) -> int:
-    """Runs `train` with these arguments in a process of its own, and again where that is lost. Returns the exit code of
-    the last, 128 + n where that was killed by signal n."""
+def supervise(arguments: Sequence[str], limit_s: float | None = None, program: Sequence[str] = TRAIN) -> int:
+    """Runs `train` with these arguments in a process of its own, and again where that is lost.
+
+    Args:
+        arguments: each option one word.
+        limit_s: of `--stop-after`, from now on, seconds.
+
+    Returns:
+        The exit code of the last, 128 + n where that was killed by signal n.
+    """
     caught = [number for number in FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*caught, signal.SIGCHLD})
     try:
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
-        return _Supervisor(program, arguments, caught, before).run()
+        return _Supervisor(program, arguments, limit_s, caught, before).run()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -56,16 +64,24 @@ class _Supervisor:
     Args:
         program: that a driver runs.
         arguments: of its first start.
+        limit_s: of all together, seconds; None: none.
         caught: signals that are handed on.
         mask: of signals, for the driver.
     """
 
     def __init__(
-        self, program: Sequence[str], arguments: Sequence[str], caught: Sequence[int], mask: Collection[int]
+        self,
+        program: Sequence[str],
+        arguments: Sequence[str],
+        limit_s: float | None,
+        caught: Sequence[int],
+        mask: Collection[int],
     ) -> None:
         self._program, self._arguments, self._caught, self._mask = program, list(arguments), caught, mask
+        self._until = None if limit_s is None else time.monotonic() + limit_s
         self._ended_by: int | None = None  # the signal by which somebody ended the run
         self._run_dir: Path | None = None
+        self._came_up = False  # a driver came to the run's first step, or to the next
 
     def run(self) -> int:
         attempts, restarts = Attempts(RecoveryRule()), 0
@@ -104,11 +120,15 @@ class _Supervisor:
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)  # orphans of its own come to this process too
                 if pid == driver:
-                    told = (pipe.read() or b"").decode().splitlines()
-                    self._run_dir = Path(told[-1]) if told else self._run_dir
+                    self._hear((pipe.read() or b"").decode().splitlines())
                     return os.waitstatus_to_exitcode(status)
                 if not pid:
                     self._forward(signal.sigwaitinfo({*self._caught, signal.SIGCHLD}).si_signo, driver)
+
+    def _hear(self, told: Sequence[str]) -> None:
+        for line in told:
+            self._came_up |= line == CAME_UP
+            self._run_dir = self._run_dir if line == CAME_UP else Path(line)
 
     def _forward(self, number: int, driver: int) -> None:
         if number == signal.SIGCHLD:
@@ -118,12 +138,16 @@ class _Supervisor:
         os.kill(driver, number)  # it is there: nobody else waits for it
 
     def _now(self) -> list[str]:
-        """The arguments of the next driver: where the run has a directory by now, it is continued."""
-        if self._run_dir is None or not (self._run_dir / CONFIG_FILE).exists():
-            return self._arguments
-        kept = [each for each in self._arguments if not each.startswith("run.dir=") and each != "--resume"]
-        config, *rest = kept
-        return [config, f"run.dir={self._run_dir}", *rest, "--resume"]
+        """The arguments of the next driver: where the run has a directory by now, it is continued; what it had come to
+        is not given up once more, and it has the time that is left."""
+        arguments = self._arguments
+        if self._run_dir is not None and (self._run_dir / CONFIG_FILE).exists():
+            given_up = ("run.dir=", "--resume", *(["--from-step="] if self._came_up else []))
+            config, *rest = (each for each in arguments if not each.startswith(given_up))
+            arguments = [config, f"run.dir={self._run_dir}", *rest, "--resume"]
+        if self._until is None:
+            return arguments
+        return [*arguments, f"--stop-after={max(1, round(self._until - time.monotonic()))}"]
 
     def _made(self) -> int:
         """The last step in the record of the run."""
@@ -206,9 +230,18 @@ def attach() -> bool:
 
 def tell_run_dir(path: Path) -> None:
     """Tells the supervisor, where there is one, which run this is."""
+    _tell(str(path.absolute()))
+
+
+def tell_came_up() -> None:
+    """Tells it that the run goes on from where it was asked to."""
+    _tell(CAME_UP)
+
+
+def _tell(line: str) -> None:
     if _pipe is not None:
         with contextlib.suppress(OSError):
-            os.write(_pipe, f"{path.absolute()}\n".encode())
+            os.write(_pipe, f"{line}\n".encode())
 
 
 def restarted() -> bool:

@@ -7,7 +7,7 @@ publish:  weight sync, and the proof that it arrived                           (
 log:      metrics, alerts and samples to every sink                            (observability/monitor.py)
 steps:    between two steps, the checkpoint and the evaluation that are due    (run/session.py)
 
-A session that lost a worker is opened again from the newest checkpoint (run/held_run.py).
+A session that lost a worker is followed by another one, from the newest checkpoint (run/held_run.py).
 """
 
 from __future__ import annotations
@@ -15,36 +15,40 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_stare.config.schema import Config
-from megatron_stare.observability.monitor import Monitor
-from megatron_stare.observability.sink import RunOutline
-from megatron_stare.run.held_run import HeldRun
-from megatron_stare.run.opening import Inputs, check_dump_step, finished_run, read_inputs
+from megatron_stare.run.held_run import HeldRun, made_already
+from megatron_stare.run.opening import Inputs, read_inputs
 from megatron_stare.run.session import Session
+from megatron_stare.time_limit import TimeLimit
 
 
-def train(config: Config, *, resume: bool = False, dump_step: int | None = None) -> Path:
+def train(
+    config: Config,
+    *,
+    resume: bool = False,
+    from_step: int | None = None,
+    dump_step: int | None = None,
+    limit: TimeLimit | None = None,
+) -> Path:
     """Trains, and returns the run directory.
 
     Args:
         resume: continue the newest checkpoint of the run.
+        from_step: of the checkpoint to continue, where it is not the newest.
         dump_step: the step of whose first update batch, weights, loss and gradients are written out; None: no step.
+        limit: of the time that the run may take; None: there is none.
 
     Raises:
         UserError: something the user can mend; the last checkpoint is intact.
     """
     inputs = read_inputs(config)
-    if resume and (finished := finished_run(inputs.config)):
-        check_dump_step(inputs.config, dump_step, inputs.config.run.steps)
-        print(f"all {inputs.config.run.steps} steps of this run are made already; give run.steps=... to go on")
-        Monitor(inputs.sinks, RunOutline(finished, inputs.config)).finish()
-        return finished
-    with HeldRun(config, inputs, resume=resume, dump_step=dump_step) as held:
-        return held.until_done(inputs, lambda inputs: make_steps(inputs, held, dump_step))
+    if resume and (made := made_already(inputs, from_step, dump_step)):
+        return made
+    with HeldRun(config, inputs, resume=resume, from_step=from_step, dump_step=dump_step) as held:
+        return held.until_done(inputs, lambda inputs: _session(inputs, held, dump_step, limit))
 
 
-def make_steps(inputs: Inputs, held: HeldRun, dump_step: int | None) -> Path:
-    """One session: all the steps that are still to do. Returns the run directory."""
-    with Session(inputs, held, dump_step=dump_step) as run:
+def _session(inputs: Inputs, held: HeldRun, dump_step: int | None, limit: TimeLimit | None) -> Path:
+    with Session(inputs, held, dump_step=dump_step, limit=limit) as run:
         run.rollouts.publish(run.trainer.weights(), run.state.step)
         for step in run.steps():
             batch = run.rollouts.next(step)

@@ -30,6 +30,7 @@
 # Of the run itself.
 #   RUN_DIR           its directory (WORK/runs/RECIPE, with -ALGORITHM where that is not the recipe's own)
 #   RESUME            auto: goes on where RUN_DIR holds a run, else begins; 0: begins; 1: goes on (auto)
+#   STOP_AFTER        time after which the run has saved and ended with exit code 75, such as 3h50m (none)
 #   SETTINGS          further key=value words, as after `megatron-stare train`; so are the script's own arguments
 #   PYTHON            of this project's environment (.venv/bin/python of this project)
 #   DRY_RUN           1: prints all commands and the resolved configuration, and starts nothing (0)
@@ -170,6 +171,7 @@ launch() {
     read -r -a words <<<"${SETTINGS:-}"
     settings+=(${words[@]+"${words[@]}"} "$@")
     if [ "$RESUME" = 1 ] || { [ "$RESUME" = auto ] && [ -e "$RUN_DIR/config.yaml" ]; }; then resume=(--resume); fi
+    if [ -n "${STOP_AFTER:-}" ]; then resume+=(--stop-after "$STOP_AFTER"); fi
     local train=("$PYTHON" -m megatron_stare.cli train "$config" "${settings[@]}" ${resume[@]+"${resume[@]}"})
     if [ "$DRY_RUN" = 1 ]; then
         # what the run would be started with, and then the check of it, which asks no cluster

@@ -7,7 +7,8 @@
 #   GPUS_PER_NODE    asked of Slurm; 0: none are asked for (8)
 #   CPUS_PER_NODE    asked of Slurm, for one task a node (all: the nodes are the job's alone)
 #   TIME             limit of one start of the job, as Slurm writes it (24:00:00)
-#   GRACE_S          seconds before that limit at which the run is ended and the job requeued (300)
+#   GRACE_S          seconds before that limit at which the run is told to save after its step and end, and the job is
+#                    requeued; longer than a step and a save take, or the step under way is given up (300)
 #   PARTITION ACCOUNT QOS JOB_NAME RESERVATION    as Slurm has them (Slurm's; JOB_NAME: that of the script)
 #   SBATCH_ARGS      further words for sbatch, such as --exclude=node7
 #   LOG              file of the job's output, %j is its number (WORK/slurm-%j.log)
@@ -16,11 +17,13 @@
 #   RUN_DIR          of the run (WORK/runs/SCRIPT-JOB); give it to go on with a run of an earlier job
 #   WORK DRY_RUN     as in scripts/launch.sh; DRY_RUN=1 also prints what the job would do
 # A job that is requeued, here or by Slurm when a node fails, finds its run in RUN_DIR and goes on from the newest
-# checkpoint; run.checkpoint_every says how many steps may be done again. A run that ends by itself ends the job.
+# checkpoint; where a node failed, run.checkpoint_every says how many steps may be done again. A run that ends by itself
+# ends the job, unless it says by its exit code that it is to be continued (STOP_AFTER).
 set -euo pipefail
 ROOT="${MEGATRON_STARE_ROOT:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}" # Slurm runs a copy of this file
 # shellcheck source=scripts/launch.sh
 source "$ROOT/scripts/launch.sh"
+TO_BE_CONTINUED=75 # exit code of a run that saved because it was told to, or out of time
 export DRY_RUN="${DRY_RUN:-0}"
 
 submit() {
@@ -74,12 +77,14 @@ job() {
     show_and_run env "HEAD=$head" "WAIT_NODES=$nodes" "RAY_PORT=$port" bash "$ROOT/scripts/ray_up.sh"
     if [ "$DRY_RUN" = 1 ]; then
         RAY_ADDRESS="$head:$port" bash "$@"
+        echo "# on USR1, $GRACE_S s before the limit: kill -USR1 RUN; the run ends with $TO_BE_CONTINUED"
+        show_and_run scontrol requeue JOB
         return
     fi
     RAY_ADDRESS="$head:$port" bash "$@" &
     run=$!
     requeue=0
-    trap 'requeue=1; kill -TERM "$run" 2>/dev/null || true' USR1
+    trap 'requeue=1; kill -USR1 "$run" 2>/dev/null || true' USR1
     trap 'kill -TERM "$run" 2>/dev/null || true' TERM
     # a signal ends the first wait; the run then closes and is waited for again
     while true; do
@@ -87,12 +92,13 @@ job() {
         kill -0 "$run" 2>/dev/null || break
     done
     [ "${#cluster[@]}" = 0 ] || kill "${cluster[@]}" 2>/dev/null || true
-    if [ "$requeue" = 1 ] && [ "$status" != 0 ]; then
-        echo "the time limit is near: requeued, to go on from the newest checkpoint"
+    case "$requeue$status" in
+    ?"$TO_BE_CONTINUED" | 1143 | 1138) # it saved; or was told to end before that; or had not begun
+        echo "out of time: requeued, to go on from the newest checkpoint"
         scontrol requeue "$SLURM_JOB_ID"
-        return
-    fi
-    exit "$status"
+        ;;
+    *) exit "$status" ;;
+    esac
 }
 
 if [ "${1:-}" = --job ]; then

@@ -30,6 +30,7 @@ from megatron_stare.config.load import load_config, load_recorded
 from megatron_stare.rollout.engine import GenerateRequest
 from megatron_stare.rollout.local import LocalEngine
 from megatron_stare.run_state import RunDir, RunState
+from megatron_stare.weights import manifest
 
 MODEL = ROOT / "assets/tiny-adder"
 EXACT = {"exact": True}
@@ -222,8 +223,7 @@ def run_of(where: Path) -> Path:
     run = RunDir.create(load_config(ROOT / "configs/quickstart.yaml", overrides))
     for step in (5, 10):
         staged = run.stage(RunState(step=step))
-        (staged.folder / "part.bin").write_bytes(b"weights")
-        run.complete(staged, 2)
+        run.complete(staged, {"part.bin": manifest.put(staged.folder / "part.bin", b"weights")})
 
     rows = [json.dumps(row(step)) + "\n" for step in range(1, 12)]
     (where / "metrics.jsonl").write_text("".join(rows))

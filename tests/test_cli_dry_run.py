@@ -15,6 +15,7 @@ from megatron_stare.cli import main
 from megatron_stare.config.load import dump_yaml, load_config
 from megatron_stare.run.opening import rehearse
 from megatron_stare.run_state import RunState
+from megatron_stare.weights.manifest import sums_of, write_manifest
 
 QUICKSTART = str(ROOT / "configs/quickstart.yaml")
 MODEL = f"model.path={ROOT / 'assets/tiny-adder'}"
@@ -136,6 +137,7 @@ def test_a_run_to_resume(capsys: pytest.CaptureFixture[str]) -> None:
     resolved = rehearse(load_config(QUICKSTART, [MODEL]), resume=False, dump_step=None)
     (run / "config.yaml").write_text(dump_yaml(resolved))
     (step / "run_state.json").write_text(RunState(step=100, data={"cursor": 3200}).to_json())
+    write_manifest(step, sums_of(step, [file.name for file in step.iterdir()]))
     (run / "checkpoints/step_000200.tmp").mkdir()
     capsys.readouterr()
     assert main(["train", QUICKSTART, MODEL, "--resume", "--dry-run"]) == 0

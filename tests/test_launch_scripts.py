@@ -222,7 +222,8 @@ def test_a_submission_prints_the_job_too(recorder: Path) -> None:
     dry = run(submit, str(script), recorder=recorder, DRY_RUN="1", NODES="4", TIME="1:00:00", PARTITION="h100")
     assert dry.returncode == 0, dry.stderr
     lines = [shlex.split(line)[1:] for line in dry.stdout.splitlines() if line.startswith("+")]
-    assert [line[0] for line in lines] == ["sbatch", "srun", "env", "srun", "env", str(recorder)]
+    assert [line[0] for line in lines] == ["sbatch", "srun", "env", "srun", "env", str(recorder), "scontrol"]
+    assert "# on USR1, 300 s before the limit: kill -USR1 RUN; the run ends with 75" in dry.stdout
     assert {"--nodes=4", "--time=1:00:00", "--partition=h100", "--signal=B:USR1@300", "--requeue"} <= set(lines[0])
     assert "--nodes=3" in lines[3] and "WAIT_NODES=4" in lines[4] and "runtime.ray_address=HEAD:6379" in lines[5]
     assert not (recorder.parent / "submitted").exists()
@@ -234,16 +235,24 @@ def test_a_submission_prints_the_job_too(recorder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "requeued"), [("USR1", 143, True), ("TERM", 143, False), (None, 0, False)]
+    ("number", "status", "requeued"),
+    [
+        ("USR1", 75, True),
+        ("USR1", 2, False),  # its checkpoint could not be written: it would not go on
+        ("TERM", 143, False),
+        (None, 0, False),
+        (None, 75, True),  # STOP_AFTER
+    ],
 )
 def test_a_job_near_its_limit_ends_the_run_and_is_requeued(
     recorder: Path, number: str | None, status: int, requeued: bool
 ) -> None:
-    """Slurm's signal becomes the run's SIGTERM; the job waits for the run to close, and only then is requeued."""
+    """Slurm's signal becomes the run's; the job waits for the run to close, and only then is requeued."""
     folder = recorder.parent
     command(folder, "srun", "exec sleep 600")
     command(folder, "scontrol", f'[ "$1" = show ] && echo node1 || echo "$* $(cat {folder}/closed)" >>{folder}/told')
-    end = "exit 0" if number is None else f'trap "echo closed >{folder}/closed; exit 143" TERM'
+    closed = f"echo closed >{folder}/closed; exit {status}"
+    end = closed if number is None else f'trap "{closed}" {number}'
     ready, wait = folder / "ready", "while true; do sleep 0.05; done"
     (folder / "run.sh").write_text(f"{end}\necho $RAY_ADDRESS $RUN_DIR >{ready}.tmp; mv {ready}.tmp {ready}\n{wait}\n")
     slurm = {"SLURM_JOB_ID": "12", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "node1"}

@@ -12,7 +12,7 @@ from support.slurm import asked, one_node, reason_against, until
 
 from megatron_stare.network import free_port
 
-# Ray: stays until it is ended, and says that one node has joined. A run: stays until SIGTERM; resumed, it ends
+# Ray: stays until it is ended, and says that one node has joined. A run: stays until it is to save; resumed, it ends
 PYTHON = """#!/usr/bin/env bash
 here="$(dirname "$0")"
 case "$*" in
@@ -24,7 +24,7 @@ case "$*" in
     mkdir -p "$folder"
     touch "$folder/config.yaml"
     echo "began in $folder" >>"$here/said"
-    trap 'echo closed >>"$here/said"; exit 143' TERM
+    trap 'echo closed >>"$here/said"; exit 75' USR1
     while true; do sleep 0.2; done
     ;;
 esac

@@ -17,10 +17,11 @@ ROOT = Path(__file__).parents[1]
 
 # Runs the supervisor over another program than `train`, and does not wait long for what a driver leaves.
 SUPERVISOR = """
-import sys
+import os, sys
 from megatron_stare import supervision
 supervision.LEFT_S = 0.1
-sys.exit(supervision.supervise(sys.argv[2:], [sys.executable, sys.argv[1]]))
+limit_s = float(os.environ.get('LIMIT_S', 0)) or None
+sys.exit(supervision.supervise(sys.argv[2:], limit_s, [sys.executable, sys.argv[1]]))
 """
 DRIVER = """
 import json, os, signal, subprocess, sys, time
@@ -164,6 +165,29 @@ die(signal.SIGKILL)
 def test_the_wait_grows(done, tmp_path: Path) -> None:
     done("begin('attempts: 3, back_off_s: 0.01, longest_back_off_s: 0.03')\ndie(signal.SIGKILL)\n")
     assert [row["wait_s"] for row in restarts(tmp_path)] == [0.01, 0.02, 0.03]
+
+
+def test_a_checkpoint_that_was_chosen_is_so_until_the_run_has_come_to_it(done, tmp_path, monkeypatch) -> None:
+    """Then later ones are set aside, and those that it makes itself must not be. The time that is left is what is given
+    to the next driver."""
+    driver = """
+begin()
+if number == 2:
+    supervision.tell_came_up()
+if number < 4:
+    die(signal.SIGKILL)
+"""
+    monkeypatch.setenv("LIMIT_S", "5000")
+    code, said = done(driver, "config.yaml", "--from-step=4", "--resume")
+    assert code == 0, said
+    assert [["--from-step=4" in each, "--resume" in each] for each in starts(tmp_path)] == [
+        [True, True],
+        [True, True],
+        [False, True],
+        [False, True],
+    ]
+    left = [int(each[-1].removeprefix("--stop-after=")) for each in starts(tmp_path)]
+    assert left == sorted(left, reverse=True) and left[-1] > 4000 and left[0] <= 5000
 
 
 WAITING = """

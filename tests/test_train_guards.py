@@ -42,6 +42,7 @@ SETTINGS = {
     "eval.prompts": 0,
     "observability.sinks": "[jsonl]",
     "observability.entropy_forecast": "false",
+    "black_box.enabled": "false",
     "guards.window": 5,
     "guards.known": 5,
 }

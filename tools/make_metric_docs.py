@@ -1,13 +1,16 @@
-"""Writes docs/metrics.md, the glossary of metrics, from what is declared beside the code that logs them.
+"""Writes the glossary of metrics, from what is declared beside the code that logs them: docs/metrics.md for people, and
+for sinks glossary.json of the package.
 
-python tools/make_metric_docs.py            # writes the page
-python tools/make_metric_docs.py --check    # exits 1 if it is out of date
+python tools/make_metric_docs.py            # writes both
+python tools/make_metric_docs.py --check    # exits 1 if one is out of date
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
+import json
 import re
 import sys
 from collections.abc import Iterable
@@ -16,6 +19,7 @@ from pathlib import Path
 
 from megatron_stare.config.schema import Config
 from megatron_stare.metric import Metric
+from megatron_stare.observability.glossary import FILE
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatron_stare"
@@ -44,13 +48,15 @@ What a run logs of every step, in `metrics.jsonl`, TensorBoard and the report. T
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Writes docs/metrics.md.")
+    parser = argparse.ArgumentParser(description="Writes docs/metrics.md and glossary.json.")
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the page is out of date")
     args = parser.parse_args()
-    text = page(declared())
+    metrics = declared()
+    files = {PAGE: page(metrics), FILE: listed(metrics)}
     if args.check:
-        return int(PAGE.read_text() != text)
-    PAGE.write_text(text)
+        return int(any(not file.exists() or file.read_text() != text for file, text in files.items()))
+    for file, text in files.items():
+        file.write_text(text)
     return 0
 
 
@@ -86,6 +92,11 @@ def page(metrics: Iterable[Metric]) -> str:
             "\n".join([f"## {name}\n", "| metric | unit | meaning | healthy |", "|---|---|---|---|", *rows, ""])
         )
     return "\n".join(parts)
+
+
+def listed(metrics: Iterable[Metric]) -> str:
+    """The same as JSON, a line a metric."""
+    return "[\n" + ",\n".join(json.dumps(dataclasses.asdict(metric)) for metric in metrics) + "\n]\n"
 
 
 def cell(text: str) -> str:

@@ -36,6 +36,9 @@ SETTINGS: dict[str, Any] = {
     "run.keep_checkpoints": 1_000_000,
     "run.rollouts_kept": 0,
     "eval": {"prompts": 0},
+    "checkpoint.keep_best": 0,
+    "checkpoint.best_by": None,
+    "black_box.enabled": False,
     "observability.sinks": ["jsonl"],
     "observability.metrics": [],
 }

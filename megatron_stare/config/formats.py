@@ -39,7 +39,7 @@ def _cache_of_the_device(config: Tree) -> Tree:
 
 
 def _without_rollbacks(run_state: Tree) -> Tree:
-    """No run of the third format went back to a checkpoint by itself."""
+    """No run of the fourth format went back to a checkpoint by itself."""
     return {**run_state, "rollbacks": []}
 
 
@@ -59,12 +59,20 @@ class Upgrade:
     run_state: Callable[[Tree], Tree] = _same
 
 
+def _of_unknown_inputs(run_state: Tree) -> Tree:
+    """The third format did not say what tokenizer and chat template a run was begun with, nor had checkpoints
+    checksums."""
+    return {**run_state, "inputs": {}}
+
+
 UPGRADES = (
     Upgrade(config=_servers_that_are_used),  # from 1, which had no number
     Upgrade(config=_cache_of_the_device),  # from 2
-    Upgrade(run_state=_without_rollbacks),  # from 3
+    Upgrade(run_state=_of_unknown_inputs),  # from 3
+    Upgrade(run_state=_without_rollbacks),  # from 4
 )
 FORMAT = 1 + len(UPGRADES)
+FIRST_WITH_CHECKSUMS = 4  # format of the checkpoints that have a list of them
 
 
 def config_up_to_date(tree: Mapping[str, Any], where: str | Path) -> Tree:

@@ -40,6 +40,11 @@ class PerformanceConfig(Section):
         description="where a rank's rollout batch is one micro-batch and one update, training goes on from the "
         "log-prob pass instead of running the model's forward again: the same numbers in no more memory",
     )
+    share_prompts: bool = Field(
+        True,
+        description="a prompt is passed through the model once for all its responses of a packed micro-batch; not with "
+        "Transformer Engine's attention, context parallelism, virtual pipeline stages or replayed routing",
+    )
     tp_comm_overlap: bool | None = Field(
         None, description="tensor-parallel communication within products, which is not offered: true is refused"
     )

@@ -8,6 +8,8 @@ from pydantic import Field, field_validator, model_validator
 
 from megatron_stare.config.agreement_section import AgreementConfig
 from megatron_stare.config.algorithm import AlgorithmConfig
+from megatron_stare.config.black_box_section import BlackBoxConfig
+from megatron_stare.config.checkpoint_section import CheckpointConfig
 from megatron_stare.config.data_section import DataConfig
 from megatron_stare.config.eval_section import EvalConfig
 from megatron_stare.config.guards_section import GuardsConfig
@@ -20,6 +22,7 @@ from megatron_stare.config.recovery_section import RecoveryConfig
 from megatron_stare.config.restarts_section import RestartsConfig
 from megatron_stare.config.reward_section import RewardConfig
 from megatron_stare.config.runtime_section import RuntimeConfig
+from megatron_stare.config.services_section import ServicesConfig
 
 
 class RunConfig(Section):
@@ -313,15 +316,6 @@ class OptimizerConfig(Section):
         return self
 
 
-class CheckpointConfig(Section):
-    """How checkpoints are written; run.checkpoint_every says when. See docs/checkpoints.md."""
-
-    background: bool = Field(
-        True, description="training goes on while a checkpoint is written; it counts once all ranks have written"
-    )
-    writers: int = Field(2, ge=1, description="files, and processes that write them, a trainer rank")
-
-
 class ObservabilityConfig(Section):
     """What is watched beside training; none of it changes what is learnt. See docs/diagnostics.md."""
 
@@ -336,8 +330,8 @@ class ObservabilityConfig(Section):
     )
     sinks: list[str] = Field(
         ["jsonl", "tensorboard", "console", "report"],
-        description="what the run's reports go to: 'jsonl', 'tensorboard', 'console', 'report' or a class path "
-        "my_pkg.MySink",
+        description="what the run's reports go to: 'jsonl', 'tensorboard', 'console', 'report', 'wandb', 'mlflow', "
+        "'prometheus', 'webhook' (see services) or a class path my_pkg.MySink",
     )
     metrics: list[str] = Field(
         [], description="functions of a step's batch whose numbers are logged too: paths my_pkg.my_metric"
@@ -388,6 +382,8 @@ class Config(Section):
     restarts: RestartsConfig = RestartsConfig()
     guards: GuardsConfig = GuardsConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+    services: ServicesConfig = ServicesConfig()
+    black_box: BlackBoxConfig = BlackBoxConfig()
 
     @model_validator(mode="after")
     def _servers_are_used(self) -> Config:

@@ -78,12 +78,15 @@ class SdpaCoreAttention(nn.Module):
             raise ValueError("packed sequences must be described by batching.packing.pack")
         if self.context_group is not None:
             key, value = self._gathered(key, value)
-        parts = []
-        for i, group in enumerate(packing.groups):
-            keys = packing.keys[i] if packing.keys else group
-            positions = packing.positions[i] if packing.positions else None
-            parts.append(self._attend(query[group], key[keys], value[keys], positions).flatten(0, 1))
-        return torch.cat(parts)[packing.inverse].flatten(1)
+        queries, keys = packing.queries, packing.keys or packing.queries
+        assert queries is not None and keys is not None
+        parts = [
+            self._attend(q, k, v, packing.positions[i] if packing.positions else None).flatten(0, 1)
+            for i, (q, k, v) in enumerate(
+                zip(queries.spread(query, collected=True), keys.spread(key), keys.spread(value), strict=True)
+            )
+        ]
+        return queries.collect(torch.cat(parts)).flatten(1)
 
     def _gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Of all context-parallel ranks, laid end to end in order of rank; backward brings every rank the sum of what

@@ -14,14 +14,19 @@ import queue
 import signal
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+import torch
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_stare.errors import UserError
 from megatron_stare.megatron.cpu_backend import backend
+from megatron_stare.megatron.substitute import substituted
+from megatron_stare.weights.manifest import SHARD, Sum, SummedFile, sums_of
 
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 _WAIT_S = 10
@@ -61,13 +66,20 @@ class BackgroundSave:
         for _, pipe in self._writers:
             pipe.poll(None)
 
-    def finish(self) -> None:
+    def finish(self) -> dict[str, Sum]:
         """Waits for this rank's part, and with all other ranks makes the folder a checkpoint. All ranks must call it.
+
+        Returns:
+            Lengths and checksums of the files that this rank wrote, by name.
 
         Raises:
             UserError: it could not be written.
         """
-        results = {number: self._result(pipe) for number, (_, pipe) in enumerate(self._writers)}
+        results: dict[int, Any] = {}
+        sums: dict[str, Sum] = {}
+        for number, (_, pipe) in enumerate(self._writers):
+            results[number], written = self._result(pipe)
+            sums |= written
         self._end()
         if results:
             self._request.async_fn_args[2].put(results)  # where Megatron's own writers put them
@@ -77,6 +89,14 @@ class BackgroundSave:
                     complete()
             except CheckpointException as error:  # of another rank, which says what it is
                 raise UserError("the checkpoint could not be written", where=self._folder) from error
+        return sums | self._of_the_first_rank()
+
+    def _of_the_first_rank(self) -> dict[str, Sum]:
+        """Sums of what Megatron's first rank writes beside its share: metadata, and what is no tensor."""
+        if torch.distributed.get_rank() != 0:
+            return {}
+        folder = Path(self._folder)
+        return sums_of(folder, (file.name for file in folder.iterdir() if file.is_file() and file.suffix != SHARD))
 
     def drop(self) -> None:
         """Ends the writers where they are."""
@@ -104,7 +124,7 @@ class BackgroundSave:
 
 def _write(pipe: Connection, parent: int, transforms: Sequence[Any], number: int, bucket: Any) -> None:
     gc.disable()  # it would free the parent's CUDA tensors
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(signum, signal.SIG_IGN)  # of the whole terminal; the parent decides
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -112,6 +132,19 @@ def _write(pipe: Connection, parent: int, transforms: Sequence[Any], number: int
     results: queue.SimpleQueue = queue.SimpleQueue()
     counted: queue.Queue = queue.Queue()
     counted.put(number)
-    FileSystemWriterAsync.write_preloaded_data(list(transforms), number, bucket, results, counted, use_fsync=True)
-    pipe.send(results.get()[1])
+    files: list[SummedFile] = []
+
+    def opened(path: str, mode: str) -> SummedFile:
+        assert mode == "wb"
+        files.append(SummedFile(path))
+        return files[-1]
+
+    with substituted(filesystem_async, "open", opened, absent=True):  # the built-in one, which its module has not
+        FileSystemWriterAsync.write_preloaded_data(list(transforms), number, bucket, results, counted, use_fsync=True)
+    result = results.get()[1]
+    sums = {os.path.basename(os.fspath(file.name)): file.sum() for file in files}
+    if isinstance(result, Exception):  # torch's writer says of a full disk that its position is unexpected
+        pipe.send(next((file.failure for file in files if file.failure is not None), result))
+    else:
+        pipe.send((result, sums))
     os._exit(0)  # without the parent's exit handlers

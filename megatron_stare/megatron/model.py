@@ -43,7 +43,17 @@ from megatron_stare.weights.hf_folder import HfFolder
 
 class PolicyModel(GPTModel):
     """GPTModel that ends with the hidden states [s, b, H] after the last norm, for megatron/head.py to go on from: its
-    own output layer would make the logits of every position."""
+    own output layer would make the logits of every position. Packed sequences without bounds are given the rotary
+    embedding of each token, [t, 1, d], which Megatron applies to their queries and keys [t, n, d] at once."""
+
+    def _preprocess(
+        self, input_ids: Tensor, position_ids: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        made = super()._preprocess(input_ids, position_ids, *args, packed_seq_params=packed_seq_params, **kwargs)
+        hidden, rotary, *others = made
+        if packed_seq_params is None or packed_seq_params.cu_seqlens_q is not None:
+            return made
+        return hidden, rotary.index_select(0, position_ids.flatten()).squeeze(1), *others
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states

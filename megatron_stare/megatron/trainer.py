@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from megatron_stare.megatron.head import Head
 from megatron_stare.megatron.head_choice import HeadChoice, choose_head, free_memory, largest_logits
 from megatron_stare.megatron.hf_export import HfExport
 from megatron_stare.megatron.layout import join, leave
-from megatron_stare.megatron.model import build_policy, finish_gather
+from megatron_stare.megatron.model import build_policy, finish_gather, has_transformer_engine
 from megatron_stare.megatron.not_finite import NotFinite, OwnGradients, look
 from megatron_stare.megatron.offload import PARTS, DeviceState
 from megatron_stare.megatron.optimizer import build_optimizer
@@ -38,6 +39,7 @@ from megatron_stare.megatron.passes import compute_log_probs
 from megatron_stare.megatron.reference import Reference
 from megatron_stare.megatron.stage_send import StageSend
 from megatron_stare.megatron.start import load_start
+from megatron_stare.megatron.state_sums import RankProof, computes_on, state_sums
 from megatron_stare.megatron.step import Policy, Step
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.observability.peak_memory import device_used_bytes, take_peak_bytes
@@ -46,6 +48,7 @@ from megatron_stare.records.log_prob_difference import LogProbDifference
 from megatron_stare.records.rollout_batch import RankShare
 from megatron_stare.records.token_numbers import TokenNumbers
 from megatron_stare.resolved import ResolvedRun
+from megatron_stare.weights.manifest import Sum, check_bytes, read_manifest, shares, tensors_of
 from megatron_stare.weights.outlet import Outlet
 from megatron_stare.weights.safetensors_file import Entry
 from megatron_stare.weights.stream_plan import BucketLayout
@@ -101,7 +104,7 @@ class Trainer:
         )
         self.policy = Policy(model, shape, layout, head, optimizer, scheduler, reference)
         self.memory = DeviceState(model, optimizer, reference.model if reference is not None else ())
-        self._sequences = sequence_layout(config, layout)
+        self._sequences = sequence_layout(config, layout, own_attention=not has_transformer_engine())
         self.stream = PolicyStream(model, shape, layout, config.rollout.sync_bucket_mb * 2**20)
         self._stage_send: StageSend | None = None
         self._step: Step | None = None
@@ -370,6 +373,22 @@ class Trainer:
         reference, moves = self.policy.reference, self.config.model.reference_refresh_every is not None
         return reference.model if reference is not None and moves else []
 
+    def place(self) -> str:
+        """What this rank computes on, and with."""
+        return computes_on()
+
+    def prove(self, share: RankShare, plan: MicroBatchPlan) -> RankProof:
+        """What this rank holds, in numbers: log-probs of a canary, and sums of tensors. All ranks must call it."""
+        self.onload(("parameters", "optimizer", "reference"))
+        policy, moving = self.policy, self._moving_reference
+        finish_gather(policy.model)
+        batch = self._batch_of(share, plan)
+        found = {"policy": compute_log_probs(policy.model, batch, policy.head)[0]}
+        if moving and policy.reference is not None:
+            found["reference policy"] = policy.reference.compute_log_probs(batch, policy.head)
+        log_probs = {name: (batch.index, each.float().cpu()) for name, each in found.items()}
+        return RankProof(log_probs if policy.layout.last_stage else {}, *state_sums(policy, moving))
+
     def save(self, folder: str) -> None:
         """Begins to write this rank's part of a checkpoint into an existing, empty folder, and returns as soon as
         training may go on. All ranks must call it, and `finish_save` before the next."""
@@ -389,15 +408,24 @@ class Trainer:
         if self._saving is not None:
             self._saving.wait()
 
-    def finish_save(self) -> None:
+    def finish_save(self) -> dict[str, Sum]:
         """Waits until all of the checkpoint is written. All ranks must call it.
+
+        Returns:
+            Lengths and checksums of the files that this rank wrote, by name.
 
         Raises:
             UserError: it could not be written.
         """
         saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.finish()
+        return {} if saving is None else saving.finish()
+
+    def verify(self, folder: str) -> None:
+        """Reads this rank's share of a checkpoint's tensor files. Raises DataError where one is not as it was written;
+        nothing is held against a checkpoint of an earlier release, which has no checksums."""
+        sums, layout = read_manifest(Path(folder)) or {}, self.policy.layout
+        mine = shares(tensors_of(sums), layout.world)[layout.rank]
+        check_bytes(Path(folder), mine, self.config.checkpoint.writers)
 
     def load(self, folder: str) -> None:
         """Continues from a checkpoint folder. All ranks must call it."""

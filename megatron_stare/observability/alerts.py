@@ -70,6 +70,7 @@ class Alert:
 
     name: what it is, in words that hold while its values change.
     text: what was measured, at the step it was last seen.
+    metric, value: the figure that tells it most directly, at that step; "" and NaN where no single one does.
     """
 
     name: str
@@ -77,6 +78,8 @@ class Alert:
     first_step: int
     last_step: int
     over: bool = False
+    metric: str = ""
+    value: float = math.nan
 
     def announce(self) -> str:
         """The line for a log: that it began, or that it is over."""
@@ -268,6 +271,22 @@ CHECKS: dict[str, Callable[[Recent], str | None]] = {
     "groups without signal": degenerate_groups,
 }
 
+# The metric that tells of each most directly; of several, the one that is larger.
+MEASURED: dict[str, tuple[str, ...]] = {
+    "no finite gradient": ("update/finite",),
+    "nothing to learn": ("update/empty",),
+    "engine and trainer differ": ("rollout/logprob_diff_max",),
+    "engine and trainer drift apart": ("agreement/trend",),
+    "reward failures": ("reward/timeouts", "reward/crashes"),
+    "requests lost": ("rollout/retried",),
+    "engines lost": ("engine/dead",),
+    "entropy collapse": ("entropy/mean",),
+    "entropy off target": ("entropy/mean",),
+    "gradient spike": ("optimizer/grad_norm",),
+    "responses cut off": ("response/truncated",),
+    "groups without signal": ("group/degenerate",),
+}
+
 
 @dataclass
 class Watch:
@@ -293,7 +312,8 @@ class Watch:
             text, held = check(recent), self.active.get(name)
             if text is not None:
                 first = held.first_step if held else step
-                self.active[name] = Alert(name, text, first, step)
+                metric, value = _measured(name, metrics)
+                self.active[name] = Alert(name, text, first, step, metric=metric, value=value)
                 changed += [] if held else [self.active[name]]
             elif held and step - held.last_step >= QUIET_STEPS:
                 changed.append(replace(self.active.pop(name), over=True))
@@ -314,3 +334,11 @@ class Watch:
         if len(self._first) < START_STEPS and math.isfinite(entropy):
             self._first.append(entropy)
         self._rows.append(row)
+
+
+def _measured(name: str, metrics: Row) -> tuple[str, float]:
+    known = [metric for metric in MEASURED.get(name, ()) if metric in metrics]
+    if not known:
+        return "", math.nan
+    metric = max(known, key=lambda each: metrics[each])
+    return metric, float(metrics[metric])

@@ -24,6 +24,7 @@ EVAL_FILE = "eval.jsonl"
 ROLLOUTS_DIR = "rollouts"
 TENSORBOARD_DIR = "tensorboard"
 CONFIG_FILE = "config.yaml"
+LOCK_FILE = ".lock"  # held by the driver while it lives
 _FIGURES = ("full_solve", "length_mean", "truncated", "distinct_answers", "distinct_solutions")
 STARTS_FILE = "starts.jsonl"  # when, where and from which commit the run was started, and resumed
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from megatron_stare.config.schema import Config
-from megatron_stare.errors import ConfigError
+from megatron_stare.errors import ConfigError, UserError
 from megatron_stare.observability.alerts import Alert
 from megatron_stare.observability.sinks import SINKS
 from megatron_stare.records.rollout_batch import RolloutBatch
@@ -84,7 +84,8 @@ def make_sinks(names: Sequence[str]) -> dict[str, Sink]:
     """The sinks of these names or dotted paths.
 
     Raises:
-        ConfigError: there is none, it is not a Sink, it cannot be made, or none of them keeps a run's record.
+        ConfigError: there is none, it is not a Sink, it cannot be made, a package that it needs is not installed, or
+            none of them keeps a run's record.
     """
     sinks: dict[str, Sink] = {}
     for name in names:
@@ -93,6 +94,8 @@ def make_sinks(names: Sequence[str]) -> dict[str, Sink]:
             raise ConfigError(f"{name!r} is not a subclass of {Sink.__module__}.Sink", where=WHERE)
         try:
             sinks[name] = kind()
+        except UserError:
+            raise
         except Exception as error:  # whatever a user's class raises
             raise ConfigError(f"{name!r} cannot be made: {type(error).__name__}: {error}", where=WHERE) from error
     if not any(sink.essential for sink in sinks.values()):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.token_numbers import TokenNumbers
 from megatron_stare.resolved import ResolvedRun
 from megatron_stare.rollout.engine_pool import EnginePool
+from megatron_stare.weights.manifest import Sum
 from megatron_stare.weights.outlet import Outlet
 from megatron_stare.weights.safetensors_file import Entry
 from megatron_stare.weights.stream_plan import BucketLayout
@@ -40,6 +42,20 @@ def plan_rules(run: ResolvedRun) -> PlanRules:
         cost=cost_of(run.shape),
         mini_batch_prompts=config.batch.mini_batch_prompts,
     )
+
+
+@dataclass(frozen=True)
+class StateProof:
+    """What all ranks hold, as numbers that another load of it must come to again.
+
+    log_probs: [N] of a canary in canonical order, nats, by the name of the policy.
+    sums: by the name of a tensor of the whole model, sums of absolute values and of squares.
+    counts: of steps, by what counts them.
+    """
+
+    log_probs: Mapping[str, Sequence[float]]
+    sums: Mapping[str, Sequence[float]]
+    counts: Mapping[str, float]
 
 
 class TrainerGroup:
@@ -171,9 +187,39 @@ class TrainerGroup:
         """Has the ranks write the policy's tensors to where they go."""
         self._workers.call("write_tensors", entries)
 
-    def save(self, folder: str) -> None:
-        """Begins to write a distributed checkpoint into an existing empty folder; training may go on meanwhile."""
-        self._workers.call("save", folder)
+    @property
+    def last_batch(self) -> RolloutBatch | None:
+        """That the last log-prob pass was over; None where there was none."""
+        return self._last[0] if self._last is not None else None
+
+    def place(self) -> str:
+        """What the ranks compute on, in words."""
+        return ", ".join(sorted(set(self._workers.call("place"))))
+
+    def prove(self, batch: RolloutBatch) -> StateProof:
+        """What of policy, moving reference and optimizer is held against what it was; leaves the last batch alone."""
+        found = self._deal("prove", batch, self._plan(batch))
+        log_probs: dict[str, Tensor] = {}
+        sums: dict[str, list[list[float]]] = {}
+        for part in found:
+            for name, (index, values) in part.log_probs.items():
+                whole = log_probs.setdefault(name, torch.full((len(batch.loss_mask),), torch.nan))
+                whole[index] = values
+            for name, pair in part.sums.items():
+                sums.setdefault(name, []).append(pair)
+        whole_sums = {name: [math.fsum(column) for column in zip(*pairs, strict=True)] for name, pairs in sums.items()}
+        return StateProof({name: each.tolist() for name, each in log_probs.items()}, whole_sums, found[0].counts)
+
+    def save(self, folder: str, timeout_s: float | None = None) -> None:
+        """Begins to write a distributed checkpoint into an existing empty folder; training may go on meanwhile.
+
+        Args:
+            timeout_s: of the wait until it may, seconds; None: that of any call.
+
+        Raises:
+            UserError: it may not in this time.
+        """
+        self._workers.wait(self._workers.start("save", folder), timeout_s=timeout_s)
 
     def saved(self) -> bool:
         """Whether every rank has written its part."""
@@ -190,9 +236,14 @@ class TrainerGroup:
         """
         self._workers.wait(self._workers.start("wait_saved"), timeout_s=timeout_s)
 
-    def finish_save(self) -> None:
-        """Makes a checkpoint of what the ranks have written. Raises UserError where one of them could not write."""
-        self._workers.call("finish_save")
+    def finish_save(self) -> dict[str, Sum]:
+        """Makes a checkpoint of what the ranks have written: lengths and checksums of the files, by name. Raises
+        UserError where one of them could not write."""
+        return {name: each for sums in self._workers.call("finish_save") for name, each in sums.items()}
+
+    def verify(self, folder: str) -> None:
+        """Reads all tensor files of a checkpoint, each rank a share of them. Raises DataError where one is damaged."""
+        self._workers.call("verify", folder)
 
     def load(self, folder: str) -> None:
         """Continues from a distributed checkpoint."""

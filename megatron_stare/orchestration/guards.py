@@ -189,6 +189,11 @@ class Guards:
         self._remember(metrics)
         return found
 
+    @property
+    def ends(self) -> bool:
+        """Whether the last step is to end the run, or to send it back, so that its state is not to be kept."""
+        return any(each.action in ENDS for each in self.fired)
+
     def heed(self, rollbacks: int) -> None:
         """Ends the run where the last step's figures say so, after they were logged and before the step is saved.
 

@@ -18,24 +18,20 @@ from typing import Any
 os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
 
 import ray
+from ray import exceptions as said
 from ray._private.state import available_resources_per_node
 from ray.core.generated.gcs_pb2 import ActorTableData
-from ray.exceptions import (
-    GetTimeoutError,
-    LocalRayletDiedError,
-    NodeDiedError,
-    ObjectLostError,
-    RayActorError,
-    RayTaskError,
-    WorkerCrashedError,
-)
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from megatron_stare.black_box.driver_side import beats_here, carried
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
+from megatron_stare.heap import freeze
 from megatron_stare.interruption import own_sigterm, raise_if_received, uninterrupted
-from megatron_stare.network import LOOPBACK, free_port, interface_address, require_listener
+from megatron_stare.network import LOOPBACK, Listener, free_port, interface_address
+from megatron_stare.observability.heartbeat import CallBeats
 from megatron_stare.orchestration.placed import Spot
 from megatron_stare.orchestration.placement import Node, Plan, lost_node, still_pending
 from megatron_stare.orchestration.ray_processes import ended, loss_behind, nothing_left
@@ -44,7 +40,10 @@ from megatron_stare.workers import Handle, WorkerLostError, Workers, WorkerSilen
 LEFT_S = 10.0  # that workers are given to close at the end of a run
 ENDED_S = 60.0  # and one that is made anew, whose server may hang
 PROBE_S = 1.0  # between looks at a cluster that does not have everything yet, or may have lost something
+HEAD_S = 20.0  # without its control store until a cluster is given up; Ray's own limit is 60
 GPU, VISIBLE, NODE_LABEL = "GPU", "CUDA_VISIBLE_DEVICES", "ray.io/node-id"
+
+_joined: Listener | None = None  # the control store of the cluster that was joined
 
 
 class Actor:
@@ -52,11 +51,15 @@ class Actor:
 
     def __init__(self) -> None:
         self._worker: Any = None
+        self._beats = CallBeats(None, "")
 
-    def build(self, kind: Callable[..., Any], pickled: bytes) -> None:
+    def build(self, kind: Callable[..., Any], pickled: bytes, role: str) -> None:
         """Makes the worker of its pickled arguments. They are read here, where an error is the worker's own: a method
         of the user's, say, that this node does not have. Ray would lose what it says."""
-        self._worker = kind(*pickle.loads(pickled))
+        self._beats = beats_here(role, ray.get_runtime_context().get_node_id())
+        with self._beats.call("build"):
+            self._worker = kind(*pickle.loads(pickled))
+            freeze()
 
     def address(self, interface: str | None, ports: Sequence[int] | None) -> str:
         """host:port that is free on this node now, for the ranks to meet at.
@@ -77,12 +80,14 @@ class Actor:
         return Spot(ray.get_runtime_context().get_node_id(), seen)
 
     def method(self, name: str, *args: Any) -> Any:
-        return getattr(self._worker, name)(*args)
+        with self._beats.call(name):
+            return getattr(self._worker, name)(*args)
 
     def close(self) -> None:
         """Closes the worker, where one was made."""
         if self._worker is not None:
-            self._worker.close()
+            with self._beats.call("close"):
+                self._worker.close()
 
 
 class RayPeers(Workers):
@@ -127,7 +132,7 @@ class RayWorkers(RayPeers):
     def __init__(self, makers: Sequence[Callable[[], Any]], what: str, timeout_s: float) -> None:
         super().__init__([make() for make in makers], what, timeout_s)
         self._makers = list(makers)
-        self._built: list[tuple[Callable[..., Any], bytes]] = []  # what every actor hosts, and its arguments
+        self._built: list[tuple[Callable[..., Any], bytes, str]] = []  # what every actor hosts, of what, and its role
         self._closing = threading.Lock()
         self._closed = False
 
@@ -151,7 +156,7 @@ class RayWorkers(RayPeers):
 
     def build(self, kind: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> None:
         """Makes every actor's worker, of its arguments."""
-        self._built = [(kind, pickle.dumps(each)) for each in arguments]
+        self._built = [(kind, pickle.dumps(each), f"{self._what} {n}") for n, each in enumerate(arguments)]
         self.wait([actor.build.remote(*each) for actor, each in zip(self._actors, self._built, strict=True)])
 
     def replace(self, worker: int) -> None:
@@ -173,7 +178,7 @@ class RayWorkers(RayPeers):
 def _end(actors: Sequence[Any], limit_s: float) -> None:
     """Closes what actors host, as far as they do in this time, and ends them. Where Ray itself has died here, it could
     only be waited for; see `leave_ray`."""
-    if ended(_own_node()) is not None:
+    if ended(_own_node()) is not None or (_joined is not None and _joined.missing(PROBE_S) is not None):
         return
     with contextlib.suppress(Exception):  # they are killed next, whatever they say
         ray.get([actor.close.remote() for actor in actors], timeout=limit_s)
@@ -211,6 +216,9 @@ def _require_time(until: float) -> None:
     """Raises GetTimeoutError where the time is up, and WorkerLostError where what is waited for cannot come."""
     if (gone := ended(_own_node())) is not None:
         raise WorkerLostError(gone)
+    if _joined is not None and _joined.gone(HEAD_S, PROBE_S):  # before Ray ends this process for it, from C++
+        fix = "start the cluster again, and continue from the newest checkpoint with --resume"
+        raise UserError(f"the control store (GCS) of {_joined.address} is gone", where="runtime.ray_address", fix=fix)
     if time.monotonic() >= until:
         raise GetTimeoutError
 
@@ -234,7 +242,7 @@ def _worker_errors(what: str, timeout_s: float) -> Iterator[None]:
         raise WorkerSilentError(
             f"a {what} did not answer within {timeout_s:.0f} s", where="runtime.timeout_s"
         ) from error
-    except (LocalRayletDiedError, NodeDiedError, ObjectLostError, WorkerCrashedError) as error:
+    except (said.LocalRayletDiedError, said.NodeDiedError, said.ObjectLostError, said.WorkerCrashedError) as error:
         raise WorkerLostError(f"a node or process that a {what} needs is gone: {str(error).splitlines()[0]}") from error
 
 
@@ -244,6 +252,7 @@ def start_ray(config: Config) -> None:
     Raises:
         UserError: Ray does not start here, or does not answer there.
     """
+    global _joined
     common = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
     if config.runtime.ray_address:
         address = config.runtime.ray_address
@@ -252,9 +261,12 @@ def start_ray(config: Config) -> None:
             "leave the setting out to start Ray on this machine"
         )
         # Ray takes this machine's own name for its address on the network
-        require_listener(address, ray.util.get_node_ip_address(), "runtime.ray_address", fix)
+        head = Listener(address, ray.util.get_node_ip_address())
+        # Ray itself would try for ten minutes, and say so
+        head.require("no Ray cluster can be reached at", "runtime.ray_address", fix)
         what = f"the Ray cluster at {address} cannot be joined"
         _init(what, "runtime.ray_address", fix, address=address, **common)
+        _joined = head
         return
     # Ray announces at every start that its cluster wants a token, which is as it should be
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
@@ -310,8 +322,10 @@ def node_workers(timeout_s: float) -> tuple[list[str], RayWorkers]:
 
 def leave_ray() -> None:
     """Ends Ray where it was started here, else leaves the cluster."""
+    global _joined
     with nothing_left(_own_node()):
         ray.shutdown()
+    _joined = None
 
 
 def _own_node() -> Any:
@@ -424,6 +438,7 @@ def start_actors(
     """
     gpus = bool(ray.cluster_resources().get(GPU))
     common = {"OMP_NUM_THREADS": str(threads), "TORCHDYNAMO_DISABLE": "0" if gpus else "1", **settings}
+    common |= carried(ray.util.get_node_ip_address())
     makers = []
     for number, spot in enumerate(spots):
         variables = {**common, **(own[number] if own else {})}

@@ -3,9 +3,11 @@ memory is theirs only meanwhile."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from megatron_stare.interruption import is_asked_to_end, open_to
 from megatron_stare.orchestration.agreement_watch import AgreementWatch
 from megatron_stare.orchestration.colocation import Colocation
 from megatron_stare.records.rollout_batch import RolloutBatch
@@ -37,17 +39,22 @@ class TrainingSource(RolloutSource):
         self._phase, self._published = phase, published
 
     def next(self, step: int) -> RolloutBatch:
-        """See RolloutSource. The batch carries advantages."""
-        with self._phase("rollout"):
+        """See RolloutSource. The batch carries advantages. A step that is told to end here has not begun."""
+        with self._phase("rollout"), open_to(signal.SIGTERM):
             return self._judge(self._source.next(step))
 
     def publish(self, weights: Exported, version: int) -> None:
-        """See RolloutSource. Raises AgreementError where the engines do not compute with these weights."""
-        with self._phase("sync"):
-            with self._colocation.syncing():
-                self._source.publish(weights, version)
-            self._agreement.after_sync()
-            self._colocation.synced()
+        """See RolloutSource. Nothing is sent where the run is to end: nothing more is sampled.
+
+        Raises:
+            AgreementError: the engines do not compute with these weights.
+        """
+        if not is_asked_to_end():
+            with self._phase("sync"):
+                with self._colocation.syncing():
+                    self._source.publish(weights, version)
+                self._agreement.after_sync()
+                self._colocation.synced()
         self._published(version)
 
     def state(self) -> dict[str, int]:

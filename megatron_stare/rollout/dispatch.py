@@ -14,6 +14,7 @@ from megatron_stare.batch import SamplingParams
 from megatron_stare.errors import UserError
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, LostRequest, RequestLostError
 from megatron_stare.rollout.fleet import LOST, Fleet
+from megatron_stare.rollout.requests_page import RequestsPage
 from megatron_stare.rollout.retries import Retries
 
 LATER_S = 1e-3  # a timer may go off a tick before its time, and nothing else would wake a pool of one replica
@@ -65,6 +66,8 @@ class Dispatch:
         self._wake_ups: set[asyncio.TimerHandle] = set()
         self._going_on = asyncio.Event()  # set when what held the replicas ends
         self._assigning = False  # will be done soon
+        self._page = RequestsPage()
+        self._putting: asyncio.TimerHandle | None = None
         self.loop = asyncio.get_running_loop()
         self.servings: list[Serving] = []  # in the order in which they were opened
         self.asked: dict[str, tuple[Serving, GenerateRequest, asyncio.Future[GenerateResult]]] = {}
@@ -82,6 +85,22 @@ class Dispatch:
         self._assigning = False
         for serving in self.servings:
             serving.assign()
+        self._put_down()
+
+    def _put_down(self) -> None:
+        """Has the page of requests written soon, because something has changed."""
+        if self._putting is None and (wait_s := self._page.wait_s()) is not None:
+            self._putting = self.loop.call_later(wait_s, self._put)
+
+    def _put(self) -> None:
+        """Who has what. Times of this loop are those of CLOCK_MONOTONIC."""
+        self._putting = None
+        given = {
+            rid: (replica, when, self.asked[rid][1].prompt_cursor, self.asked[rid][1].sample_index)
+            for rid, (replica, when) in self._retries.given().items()
+            if rid in self.asked
+        }
+        self._page.write([self._fleet.health.state(r.number).value for r in self.replicas], given)
 
     def assign_soon(self) -> None:
         """As `assign`, once all who were woken with the caller have asked: they come before what is not begun."""
@@ -139,6 +158,9 @@ class Dispatch:
 
     async def stop(self) -> None:
         """Ends the pumps. Waits until they are cancelled, and for no replica."""
+        if self._putting is not None:
+            self._putting.cancel()
+        self._page.write([self._fleet.health.state(r.number).value for r in self.replicas], {})
         for wake_up in self._wake_ups:
             wake_up.cancel()
         for pump in self.pumps:
@@ -163,6 +185,7 @@ class Dispatch:
                 self._lost_all(replica, "its engine was lost in a weight update")
                 self.assign()
                 continue
+            self._put_down()
             async with replica.turn:
                 new, params = replica.next_call() if replica.assigned else ([], params)
                 gone, results = await self._advanced(replica.number, new, params)

@@ -63,10 +63,10 @@ class Groups(ABC):
             settled: called once no more prompts will be taken, nor given back, where that is known before the end.
         """
 
-    def kept(self) -> bytes:
-        """What a checkpoint must hold of prompts that were taken and not trained on, between two steps; most keep
-        none."""
-        return b""
+    def kept(self) -> Callable[[], bytes]:
+        """What a checkpoint must hold of prompts that were taken and not trained on, as it is now, between two steps;
+        most keep none. It is made into bytes when it is asked for, which may be in the middle of the next step."""
+        return lambda: b""
 
     def restore(self, kept: bytes) -> None:
         """Goes on with what `kept` gave. Raises DataError where that cannot be."""

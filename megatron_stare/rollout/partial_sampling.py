@@ -99,9 +99,10 @@ class PartialGroups(Groups):
             metrics |= _dropping(taken, dropped, step, refills)
         return Collected([trajectory for group in step for trajectory in group], metrics)
 
-    def kept(self) -> bytes:
+    def kept(self) -> Callable[[], bytes]:
         """See Groups."""
-        return to_bytes(self._under_way)
+        now = [[response.copy() for response in group] for group in self._under_way]
+        return lambda: to_bytes(now)
 
     def restore(self, kept: bytes) -> None:
         """See Groups."""

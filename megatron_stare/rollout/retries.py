@@ -7,7 +7,7 @@ engine that has called a request lost never answers it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_stare.config.schema import Config
@@ -91,6 +91,10 @@ class Retries:
     def under_way(self, replica: int) -> list[str]:
         """The requests that it was given and has neither answered nor lost."""
         return [rid for rid, (given_to, _) in self._given.items() if given_to == replica]
+
+    def given(self) -> Mapping[str, tuple[int, float]]:
+        """The requests under way: to which replica each was given, and when."""
+        return self._given
 
     def in_a_row(self, replica: int) -> int:
         """How many it lost one after the other."""

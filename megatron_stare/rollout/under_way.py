@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -74,6 +74,10 @@ class UnderWay:
     context: str = ""
     replica: int | None = None
     trajectory: Trajectory | None = None
+
+    def copy(self) -> UnderWay:
+        """One that does not grow with this; their tokens are the same memory."""
+        return replace(self, answers=[replace(answer) for answer in self.answers])
 
     @property
     def tokens(self) -> int:

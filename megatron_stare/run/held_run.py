@@ -10,20 +10,23 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
 from megatron_stare.config.schema import Config
-from megatron_stare.errors import RollBack
-from megatron_stare.interruption import Standing, stopped_at, uninterrupted
+from megatron_stare.errors import RollBack, UserError
+from megatron_stare.interruption import Standing, makes_steps, raise_if_received, stopped_at, uninterrupted
 from megatron_stare.metric import Metric
+from megatron_stare.observability.monitor import Monitor
+from megatron_stare.observability.sink import RunOutline
 from megatron_stare.recovery import Attempts, RecoveryRule, note_restart, restarts_of
 from megatron_stare.rollout.engine import EngineLostError
 from megatron_stare.rollout.health import NoEngineError
-from megatron_stare.run.opening import Inputs, check_dump_step, read_inputs
+from megatron_stare.run.opening import Inputs, check_dump_step, finished_run, read_inputs
 from megatron_stare.run.resuming import find_run
 from megatron_stare.run_state import RunDir, RunState
-from megatron_stare.supervision import restarted, tell_run_dir
+from megatron_stare.supervision import restarted, tell_came_up, tell_run_dir
 from megatron_stare.workers import WorkerLostError, WorkerSilentError
 
 T = TypeVar("T")
@@ -45,22 +48,30 @@ class HeldRun:
         config: as it was asked for; read again for every restart.
         inputs: what it says.
         resume: continue the newest checkpoint of the run instead of starting one.
+        from_step: of the checkpoint to continue, where it is not the newest.
         dump_step: the step that will be written out, if any.
 
     Raises:
         UserError: the directory cannot be used.
     """
 
-    def __init__(self, config: Config, inputs: Inputs, *, resume: bool, dump_step: int | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        inputs: Inputs,
+        *,
+        resume: bool,
+        from_step: int | None = None,
+        dump_step: int | None = None,
+    ) -> None:
         self._asked, self._config = config, inputs.config
         self._attempts = Attempts(RecoveryRule.of(config.recovery))
         self._began = not resume  # it is this process that began the run
-        self.resumes = resume  # the next session continues the newest checkpoint
+        self.resumes = resume  # the next session continues a checkpoint
+        self.from_step = from_step  # of which step; None: the newest
         self.restarted = restarted()  # the next session is not the first that somebody asked for
-        self.went_back = (
-            False  # the next session does not meet the prompts that ended the last; see orchestration/guards.py
-        )
-        self.came_up = False  # a session came up whole
+        self.went_back = False  # a session left prompts out that it had met; see orchestration/guards.py
+        self._came_up = False  # a session came up whole
         self.state = RunState()  # of the session that is open, or was last
         if resume:
             self.dir = RunDir.reopen(find_run(inputs.config))
@@ -73,6 +84,11 @@ class HeldRun:
     def restarts(self) -> int:
         """How often the run was opened again after a loss."""
         return restarts_of(self.dir.path)
+
+    def opened(self) -> None:
+        """A session came up whole. Later checkpoints than its own are set aside, so the next one takes the newest."""
+        self._came_up, self.from_step = True, None
+        tell_came_up()
 
     def metrics(self) -> dict[str, float]:
         """See METRICS."""
@@ -97,23 +113,21 @@ class HeldRun:
             Exception: the error itself, where nothing is lost, or was too often.
             UserError: what is to be read has changed meanwhile, and cannot work.
         """
+        step = self.state.step
+        makes_steps(None)  # there is no step to be waited for: a signal ends the run at once
         if isinstance(error, RollBack):  # noted in the directory, and bounded by guards.rollbacks
+            raise_if_received()
             self.resumes = self.went_back = True
             return read_inputs(self._asked)
-        step = self.state.step
         if not self._is_loss(error) or (wait_s := self._attempts.lost(step)) is None:
             raise error
         what = str(error).splitlines()[0]
         counted = f"{self._attempts.counting} of {self._attempts.rule.attempts}"
-        with contextlib.suppress(
-            OSError
-        ):  # of the terminal or the disk; the next session says what it cannot do without
-            print(
-                f"lost after step {step}: {what}\n  the run is opened again in {wait_s:g} s ({counted})",
-                file=sys.stderr,
-                flush=True,
-            )
+        said = f"lost after step {step}: {what}\n  the run is opened again in {wait_s:g} s ({counted})"
+        with contextlib.suppress(OSError):  # of the terminal or the disk; a session says what it cannot do without
+            print(said, file=sys.stderr, flush=True)
             note_restart(self.dir.path, "driver", what, step, wait_s)
+        raise_if_received()
         time.sleep(wait_s)
         self.resumes = self.restarted = True
         return read_inputs(self._asked)
@@ -121,7 +135,7 @@ class HeldRun:
     def _is_loss(self, error: Exception) -> bool:
         """Whether the error is that of something which was there and may be again. What never came up is more likely to
         be asked for wrongly, unless it is a process that died."""
-        if self.came_up:
+        if self._came_up:
             return isinstance(error, WorkerLostError | EngineLostError | NoEngineError)
         return isinstance(error, WorkerLostError) and not isinstance(error, WorkerSilentError)
 
@@ -132,11 +146,28 @@ class HeldRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with uninterrupted():
-            made = self.state.step or self.restarts or self.went_back
+            made = max(self.state.step, self._attempts.furthest)
             newest = self.dir.newest_step()
-            if isinstance(error, KeyboardInterrupt) and (made or newest is not None):
+            if isinstance(error, KeyboardInterrupt | UserError) and (made or newest is not None):
                 run = self._config.run
                 stopped_at(Standing(self.dir.path, self.state.step, run.steps, newest, chosen=run.dir is not None))
-            if error is not None and self._began and not made:
+            if error is not None and self._began and not (made or self.went_back):
                 self.dir.discard()
             self.dir.close()
+
+
+def made_already(inputs: Inputs, from_step: int | None, dump_step: int | None) -> Path | None:
+    """The directory of the run that is to be continued, where nothing is left to do of it but what sinks make at the
+    end, which they do; None: there is something.
+
+    Raises:
+        UserError: there is no such run, it cannot be continued, or a step that is to be written out is made already.
+    """
+    config = inputs.config
+    if (finished := finished_run(config, from_step)) is None:
+        return None
+    if not restarted():  # or it may have been written out, too
+        check_dump_step(config, dump_step, config.run.steps)
+    print(f"all {config.run.steps} steps of this run are made already; give run.steps=... to go on")
+    Monitor(inputs.sinks, RunOutline(finished, config)).finish()
+    return finished

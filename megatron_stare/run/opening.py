@@ -21,7 +21,8 @@ from megatron_stare.resolved import ResolvedRun
 from megatron_stare.rewards.known_answers import open_pool
 from megatron_stare.rollout.model_folder import load_tokenizer, stop_token_ids
 from megatron_stare.run.memory_check import check_memory
-from megatron_stare.run.preflight import check, check_checkpoints, check_runner
+from megatron_stare.run.preflight import check, check_best, check_checkpoints, check_runner
+from megatron_stare.run.prompt_inputs import prompt_inputs, refuse_other_inputs
 from megatron_stare.run.resuming import check_resume, find_run, resume_point
 from megatron_stare.run_state import CONFIG, check_place
 from megatron_stare.tasks.task import Evaluation, Task, evaluation_tasks, training_task
@@ -60,6 +61,7 @@ def read_inputs(config: Config) -> Inputs:
     run = check(config)
     config = run.config
     check_checkpoints(config)
+    check_best(config)
     check_runner(config)
     check_memory(run)
     tokenizer = load_tokenizer(config.model.path)
@@ -77,7 +79,7 @@ def read_inputs(config: Config) -> Inputs:
     )
 
 
-def rehearse(config: Config, *, resume: bool, dump_step: int | None) -> Config:
+def rehearse(config: Config, *, resume: bool, from_step: int | None = None, dump_step: int | None = None) -> Config:
     """All that a run checks before its workers start, leaving nothing behind. Returns the resolved configuration.
 
     Every verifier is tried in a process of its own, as in a run. What only starting can show is left: whether servers
@@ -90,8 +92,10 @@ def rehearse(config: Config, *, resume: bool, dump_step: int | None) -> Config:
     inputs = read_inputs(config)
     done = 0
     if resume:
-        _, state = check_resume(inputs.config)
+        _, state = check_resume(inputs.config, from_step)
         if state:
+            made_with = prompt_inputs(inputs.config, inputs.tokenizer, inputs.source)
+            refuse_other_inputs(state.inputs, made_with, inputs.config)
             inputs.source.restore(state.data)
             done = state.step
     else:
@@ -140,14 +144,17 @@ def check_dump_step(config: Config, dump_step: int | None, done: int) -> None:
     raise ConfigError(f"step {dump_step} is not made; of this run these are left: {left}", where="--dump-step")
 
 
-def finished_run(config: Config) -> Path | None:
+def finished_run(config: Config, from_step: int | None = None) -> Path | None:
     """The directory of the run to be resumed, if nothing of it is left to do: steps, evaluation and exported policy.
+
+    Args:
+        from_step: see resume_point.
 
     Raises:
         UserError: there is no such run, or it cannot be resumed.
     """
     path = find_run(config)
-    _, state = resume_point(path, config)
+    _, state = resume_point(path, config, from_step)
     if state is None:
         return None
     planned = load_recorded(path / CONFIG).run.steps

@@ -80,6 +80,24 @@ def check_checkpoints(config: Config) -> None:
         )
 
 
+def check_best(config: Config) -> None:
+    """Raises ConfigError where the best checkpoints are to be kept by an evaluation that is not made between steps."""
+    metric = config.checkpoint.best_by
+    if metric is None or not metric.startswith("eval/"):
+        return
+    _, *task, _ = metric.split("/")
+    tasks = [each.name for each in evaluation_tasks(config)]
+    if not tasks or not config.eval.every:
+        raise ConfigError(
+            f"{metric} is not known between steps, so no checkpoint is better than another",
+            where="checkpoint.best_by",
+            fix="set eval.every, and eval.prompts or eval.tasks; or name a metric of every step, such as reward/mean",
+        )
+    if (task[0] if task else None) not in tasks:
+        names = ", ".join("eval/..." if name is None else f"eval/{name}/..." for name in tasks)
+        raise ConfigError(f"{metric} is of no task of this run", where="checkpoint.best_by", fix=f"there are {names}")
+
+
 def check_runner(config: Config) -> None:
     """Raises ConfigError where several ranks are to run in one process."""
     if config.runtime.runner == "inline" and config.parallel.world_size != 1:

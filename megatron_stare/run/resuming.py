@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_stare.config.load import load_recorded, with_absolute_paths
 from megatron_stare.config.schema import Config
-from megatron_stare.errors import ConfigError, DataError, UserError
+from megatron_stare.errors import ConfigError, DataError, UnusableCheckpointError, UserError
 from megatron_stare.observability.run_files import METRICS_FILE, read_metrics
-from megatron_stare.run_state import CONFIG, RunState, complete_checkpoints, refuse_busy
-from megatron_stare.weights.torch_dist import check_files
+from megatron_stare.run_state import CONFIG, RunState, check_whole, complete_checkpoints, refuse_busy, step_of
 
 # what may differ between a run and its continuation; everything else changes what is trained
 FREE_TO_CHANGE = (
@@ -19,11 +20,13 @@ FREE_TO_CHANGE = (
     "eval.",
     "observability.",
     "guards.",
+    "services.",
     "runtime.",
     "recovery.",
     "reward.workers",
     "reward.timeout_s",
     "rollout.threads",
+    "performance.share_prompts",
 )
 NOT_FREE = ("run.seed",)
 
@@ -45,14 +48,17 @@ def find_run(config: Config) -> Path:
     return path
 
 
-def resume_point(path: Path, config: Config) -> tuple[Path | None, RunState | None]:
+def resume_point(path: Path, config: Config, from_step: int | None = None) -> tuple[Path | None, RunState | None]:
     """The newest complete checkpoint of a run, which this configuration may continue, and the state in it.
+
+    Args:
+        from_step: that of an earlier checkpoint to take instead.
 
     Returns:
         (None, None) for a run that ended before its first checkpoint was complete: it begins anew.
 
     Raises:
-        UserError: a setting that must not differ does, checkpoints are gone, a file of the newest was cut since, or it
+        UserError: a setting that must not differ does, checkpoints are gone, the one that is taken is damaged, or it
             is past run.steps.
     """
     old = load_recorded(path / CONFIG)
@@ -68,19 +74,56 @@ def resume_point(path: Path, config: Config) -> tuple[Path | None, RunState | No
                 where=str(path),
                 fix="put its checkpoints back, or start it anew in another run.dir",
             )
-        return None, None
-    check_files(checkpoints[-1])
-    state = RunState.read(checkpoints[-1])
+        if from_step is None:
+            return None, None
+    checkpoint = checkpoints[-1] if from_step is None else _of_step(from_step, checkpoints, path)
+    with offering_older(checkpoint):
+        check_whole(checkpoint)
+        state = RunState.read(checkpoint)
     if state.step > config.run.steps:
         raise ConfigError(
             f"the run in {path} has {state.step} steps already, and {config.run.steps} are asked for",
             where="run.steps",
             fix=f"at least {state.step}, or a new run",
         )
-    return checkpoints[-1], state
+    return checkpoint, state
 
 
-def check_resume(config: Config) -> tuple[Path | None, RunState | None]:
+def _of_step(step: int, checkpoints: Sequence[Path], path: Path) -> Path:
+    found = {step_of(checkpoint): checkpoint for checkpoint in checkpoints}
+    if step not in found:
+        there = ", ".join(map(str, found)) or "none"
+        raise DataError(
+            f"the run has no complete checkpoint of step {step}", where=str(path), fix=f"there are those of: {there}"
+        )
+    return found[step]
+
+
+@contextlib.contextmanager
+def offering_older(checkpoint: Path) -> Iterator[None]:
+    """Around whatever a checkpoint is opened with: where it cannot be used, the error names the newest before it that
+    is whole as far as can be seen without reading its tensors."""
+    try:
+        yield
+    except DataError as error:
+        run_dir = checkpoint.parent.parent
+        earlier = [each for each in complete_checkpoints(run_dir) if step_of(each) < step_of(checkpoint)]
+        older = next(filter(_is_whole, reversed(earlier)), None)
+        if older is None:
+            raise
+        raise UnusableCheckpointError(error, run_dir, step_of(older)) from error
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    try:
+        check_whole(checkpoint)
+        RunState.read(checkpoint)
+    except DataError:
+        return False
+    return True
+
+
+def check_resume(config: Config, from_step: int | None = None) -> tuple[Path | None, RunState | None]:
     """Where a run would be continued; see resume_point. Changes nothing.
 
     Raises:
@@ -88,7 +131,7 @@ def check_resume(config: Config) -> tuple[Path | None, RunState | None]:
     """
     path = find_run(config)
     refuse_busy(path)
-    return resume_point(path, config)
+    return resume_point(path, config, from_step)
 
 
 def refuse_changes(old: Config, new: Config) -> None:

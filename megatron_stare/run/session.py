@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+from megatron_stare.black_box.driver_side import BlackBox
 from megatron_stare.config.engines_alone import evaluation_engines
 from megatron_stare.data.prompt_queue import PromptQueue
 from megatron_stare.errors import GuardError, NonFiniteError, RollBack, UserError
-from megatron_stare.interruption import ClosingStack, raise_if_received
+from megatron_stare.heap import freeze, frozen_heap
+from megatron_stare.interruption import (
+    ClosingStack,
+    end_for_time,
+    is_to_be_saved,
+    makes_steps,
+    open_to,
+    raise_if_received,
+    seconds_left,
+)
 from megatron_stare.observability.monitor import Monitor
 from megatron_stare.observability.run_files import evaluated_steps
 from megatron_stare.observability.sink import RunOutline
@@ -26,6 +37,7 @@ from megatron_stare.orchestration.phase_memory import PhaseMemory
 from megatron_stare.orchestration.policy_export import export_policy
 from megatron_stare.orchestration.policy_trainer import PolicyTrainer
 from megatron_stare.orchestration.training_source import TrainingSource
+from megatron_stare.process_settings import port_share
 from megatron_stare.resolved import ResolvedRun
 from megatron_stare.rewards.known_answers import open_pool
 from megatron_stare.rewards.verifier_pool import VerifierPool
@@ -33,12 +45,16 @@ from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.kept import without
 from megatron_stare.rollout.make_source import make_groups, make_source
 from megatron_stare.rollout.model_folder import token_texts
+from megatron_stare.rollout.replicas import replica_count, replica_nodes
 from megatron_stare.run.evaluator import Evaluator
 from megatron_stare.run.held_run import HeldRun
 from megatron_stare.run.opening import Inputs, check_dump_step
 from megatron_stare.run.preflight import notices
-from megatron_stare.run.resuming import resume_point
+from megatron_stare.run.prompt_inputs import prompt_inputs, refuse_other_inputs
+from megatron_stare.run.resuming import offering_older, resume_point
 from megatron_stare.run_state import RunState
+from megatron_stare.time_limit import TimeLimit
+from megatron_stare.workers import WorkerLostError
 
 INTERRUPTED_S = 20.0  # for a checkpoint under way when a signal ends the run; Slurm kills 30 s after it sends one
 
@@ -48,34 +64,54 @@ class Session:
 
     Args:
         inputs: read and checked before anything is started.
-        held: the run's directory; and whether its newest checkpoint is continued.
+        held: the run's directory; and the checkpoint that is continued, if any.
         dump_step: the step that will be written out, if any.
+        limit: of the time that the run may take.
 
     Raises:
-        UserError: a worker or the verifier cannot be used, or the checkpoint not be continued.
+        UserError: a worker, the verifier or a checkpoint cannot be used.
     """
 
-    def __init__(self, inputs: Inputs, held: HeldRun, *, dump_step: int | None = None) -> None:
+    def __init__(
+        self,
+        inputs: Inputs,
+        held: HeldRun,
+        *,
+        dump_step: int | None = None,
+        limit: TimeLimit | None = None,
+    ) -> None:
         self.config = config = inputs.config
         method, self.stop_ids = inputs.run.method, inputs.stop_ids
+        self.limit = limit or TimeLimit(None)
+        made_with = prompt_inputs(config, inputs.tokenizer, inputs.source)
         self.source = PromptQueue(inputs.source)
         self.task, self.evaluations = inputs.task, inputs.evaluations
         self.state = RunState(data=self.source.state(), method=method.initial_state())
         self.dir, resume = held.dir, held.resumes
         with ClosingStack() as stack:
+            stack.enter_context(frozen_heap())
             restored: Path | None = None
             stack.callback(self.dir.forget_unfinished)
             if resume:
-                restored, state = resume_point(self.dir.path, config)
+                restored, state = resume_point(self.dir.path, config, held.from_step)
                 if state:
+                    refuse_other_inputs(state.inputs, made_with, config)
                     self.state = state
                     self.source.restore(state.data)
                 self.state.rollbacks = max(self.state.rollbacks, self.dir.rollbacks(), key=len)
                 self.source.leave_out(self.state.left_out)
+            self.state.inputs = made_with
             held.state = self.state
             if not (held.restarted or held.went_back):  # or it may be made already
                 check_dump_step(config, dump_step, self.state.step)
-            self.monitor = Monitor(inputs.sinks, RunOutline(self.dir.path, config), inputs.metrics)
+            self.black_box: BlackBox | None = None
+            sinks = dict(inputs.sinks)
+            if config.black_box.enabled:
+                ports = port_share(config, 0, replica_count(config) * replica_nodes(config))
+                self.black_box = BlackBox(config, self.dir.path, ports)
+                stack.callback(self.black_box.close)
+                sinks["black_box"] = self.black_box.beats
+            self.monitor = Monitor(sinks, RunOutline(self.dir.path, config), inputs.metrics)
             stack.callback(self.monitor.close)
             self.monitor.resume(self.state.step) if resume else self.monitor.start()
             self.verifiers: dict[str, VerifierPool] = {}
@@ -92,8 +128,8 @@ class Session:
             self.phase = memory.phase
             self.monitor.gauges.append(memory.take)
             self.monitor.gauges.append(held.metrics)
-            self.checkpoints = Checkpoints(config, self.ranks, self.dir)
-            stack.push(self._complete_checkpoint)
+            self.checkpoints = Checkpoints(config, self.ranks, self.dir, self.monitor.note)
+            stack.push(self._close_checkpoints)
             agreement = AgreementWatch(inputs.run, self.ranks, self.engines)
             agreement.restore(self.monitor.resumed)
             self.guards = Guards(config.guards, config.model.dtype)
@@ -115,6 +151,7 @@ class Session:
                 self.own_evaluator = Evaluator(self.own_engines, pools, config.reward, self.stop_ids)
             self.groups = make_groups(config, self.source)
             self.groups.restore(without(self.state.kept, self.state.left_out))
+            self._kept = self.groups.kept()
             self.samples = make_source(
                 config,
                 self.evaluator.rollouts(self.task.verifier, inputs.environment),
@@ -144,15 +181,20 @@ class Session:
             for line in [*notices(config), *left_out, *runner.notes(), *self.ranks.notes()]:
                 self.monitor.note(line)
             if restored:
-                self.ranks.load(str(restored.resolve()))
+                with offering_older(restored):
+                    self.checkpoints.load(restored)
                 self.monitor.note(f"continuing after step {self.state.step}")
+                for aside in self.dir.set_aside(self.state.step):
+                    self.monitor.note(f"a later checkpoint is not continued; it is {aside} now, and may be removed")
             elif resume:
                 self.monitor.note("the run ended before its first checkpoint: beginning anew")
-            if held.restarted:
+            if held.restarted and held.restarts:
                 self.monitor.note(f"restart {held.restarts} of this run, by itself")
             if resume:
                 self.dir.record(config)  # run.steps, the layout and more may be others from here on
-            held.came_up = True
+            freeze()
+            stack.callback(self._last_phase, "closing")
+            held.opened()
             self._open = stack.pop_all()
 
     def __enter__(self) -> Session:
@@ -163,12 +205,28 @@ class Session:
     ) -> None:
         self._open.__exit__(kind, error, trace)
 
-    def _complete_checkpoint(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Where the run is interrupted, goes back to its newest checkpoint or is stopped by a guard, the one under way
-        is waited for; after an error that may be the ranks', it is not. What is not completed then is removed."""
-        if isinstance(error, (KeyboardInterrupt, RollBack, GuardError, NonFiniteError)):
+    def _close_checkpoints(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Where the run is interrupted, the state of its last step is saved, if that was asked for, and the checkpoint
+        under way is waited for, as it is where figures of a step end the run; after an error that may be the ranks',
+        neither. What is not completed then is removed.
+
+        Raises:
+            UserError: the checkpoint that was asked for cannot be written.
+        """
+        if isinstance(error, RollBack | GuardError | NonFiniteError):
             with contextlib.suppress(UserError):
-                self.checkpoints.finish(INTERRUPTED_S if isinstance(error, KeyboardInterrupt) else None)
+                self.checkpoints.finish()
+        if not isinstance(error, KeyboardInterrupt):
+            return
+        with contextlib.suppress(UserError):
+            self.checkpoints.finish(seconds_left() or INTERRUPTED_S)
+        due = is_to_be_saved() and self.state.step and self.state.step != self.checkpoints.newest
+        if due and not self.guards.ends:  # or a resume would begin with what they were to keep out
+            if self.config.sglang.colocated:
+                self.engines.close()  # whatever they were doing, the memory is the trainer's now
+            with contextlib.suppress(WorkerLostError):  # it was not written in the time that is left
+                self.checkpoints.save(self._whole_state(), seconds_left())
+                self.checkpoints.finish(seconds_left())
 
     def steps(self) -> Iterator[int]:
         """The steps still to do. After each, and so before the next is given, what is due is saved and evaluated.
@@ -177,15 +235,24 @@ class Session:
             RollBack: the run is to go on from its newest checkpoint, without the prompts of the last step.
             GuardError: a figure of the last step ends the run.
         """
+        makes_steps(self.config.checkpoint.grace_s)
         self._evaluate_if_due()  # of a resumed run, where it ended between a checkpoint and this
         for step in range(self.state.step + 1, self.config.run.steps + 1):
             raise_if_received()
+            self.limit.begin_step()
+            if self.limit.passed_before_another(self.checkpoints.longest_s):
+                end_for_time()
             self.monitor.begin_step()
+            if self.black_box is not None:
+                self.black_box.beats.begin_step(step)
             yield step
             self._heed_guards()
+            raise_if_received()  # saved as the run is closed
             self.checkpoints.look()
             self._save_if_due()
             self._evaluate_if_due()
+        raise_if_received()
+        makes_steps(None)
 
     def _heed_guards(self) -> None:
         """Ends the run, or has it go back, where the last step's figures say so; that is noted on disk first."""
@@ -204,9 +271,14 @@ class Session:
 
     def finish(self) -> None:
         """All steps are made: exports the policy, and tells whoever waits for the end."""
+        self._last_phase("export")
         self.checkpoints.finish()
         export_policy(self.ranks, self.dir.path / "hf", Path(self.config.model.path), self.state.step)
         self.monitor.finish()
+
+    def _last_phase(self, name: str) -> None:
+        if self.black_box is not None:
+            self.black_box.beats.last_phase(name)
 
     def _progress(self, done: int, wanted: int) -> None:
         self._tell_news()
@@ -220,6 +292,7 @@ class Session:
     def _published(self, version: int) -> None:
         """The weights of this version are what comes next is sampled by, so the run stands at this step."""
         self.state.step, self.state.data = version, self.rollouts.state()
+        self._kept = self.groups.kept()
         self._tell_news()
 
     def _save_if_due(self) -> None:
@@ -227,7 +300,11 @@ class Session:
         run = self.config.run
         if self.state.step == run.steps or (run.checkpoint_every and self.state.step % run.checkpoint_every == 0):
             with self.phase("checkpoint"), self.colocation.saving():
-                self.checkpoints.save(replace(self.state, kept=self.groups.kept()))
+                self.checkpoints.save(self._whole_state())
+
+    def _whole_state(self) -> RunState:
+        """As it was when the last step was finished, whatever was begun since."""
+        return replace(self.state, kept=self._kept())
 
     def _evaluate_if_due(self) -> None:
         """Evaluates the newest weights on the held-out problems where that is due - before, after and in between - and
@@ -239,7 +316,7 @@ class Session:
             task = evaluation.task
             if step in evaluated_steps(self.dir.path, task.name):
                 continue
-            with self.phase("eval"), self._evaluated_by() as evaluator:
+            with self.phase("eval"), open_to(signal.SIGTERM, signal.SIGUSR1), self._evaluated_by() as evaluator:
                 found = evaluator.evaluate(evaluation, step, self.samples.version, self._progress)
             self.monitor.evaluation(found.record)
 

@@ -14,7 +14,8 @@ from megatron_stare.config.load import dump_yaml, load_config, load_recorded
 from megatron_stare.errors import ConfigError, DataError
 from megatron_stare.run_state import RunState
 
-STATE = {"step": 2, "data": {"cursor": 8}, "method": {"gate": 1.0}, "skipped": 1}
+OF_FIRST = {"step": 2, "data": {"cursor": 8}, "method": {"gate": 1.0}, "skipped": 1}
+STATE = {**OF_FIRST, "inputs": {"tokenizer.json": "0f"}}
 
 
 @pytest.fixture
@@ -41,8 +42,8 @@ def test_what_is_written_today_says_so(tmp_path: Path, checkpoint: Path) -> None
 
 
 def test_without_a_number_it_is_the_first_format(tmp_path: Path, checkpoint: Path) -> None:
-    (checkpoint / "run_state.json").write_text(json.dumps(STATE))
-    assert RunState.read(checkpoint) == RunState(**STATE)
+    (checkpoint / "run_state.json").write_text(json.dumps(OF_FIRST))
+    assert RunState.read(checkpoint) == RunState(**OF_FIRST, inputs={})
     unread = {"model": {"path": "m"}, "sglang": {"seeds": True}, "rollout": {"engine": "local"}}
     first = write(tmp_path / "config.yaml", unread)
     assert not load_recorded(first).sglang.seeds

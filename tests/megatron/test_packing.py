@@ -22,10 +22,12 @@ CPU = torch.device("cpu")
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20))
 def test_groups_hold_every_token_and_little_padding(lengths: list[int]) -> None:
     packing = pack(lengths, CPU)
-    assert packing.inverse is not None
-    gathered = torch.cat([group.flatten() for group in packing.groups])
-    assert torch.equal(gathered[packing.inverse], torch.arange(sum(lengths)))
-    assert gathered.numel() <= PADDING_LIMIT * sum(lengths)
+    assert packing.queries is not None
+    groups = packing.queries.spread(torch.arange(sum(lengths)))
+    assert torch.equal(
+        packing.queries.collect(torch.cat([group.flatten() for group in groups])), torch.arange(sum(lengths))
+    )
+    assert sum(group.numel() for group in groups) <= PADDING_LIMIT * sum(lengths)
     assert packing.cu_seqlens_q.tolist() == [0, *torch.tensor(lengths).cumsum(0).tolist()]
 
 
@@ -38,12 +40,17 @@ def test_packed_equals_one_at_a_time(lengths: list[int], heads: tuple[int, int])
     generator = torch.Generator().manual_seed(sum(lengths))
     query = torch.randn(sum(lengths), n, 8, generator=generator)
     key, value = torch.randn(2, sum(lengths), g, 8, generator=generator)
+    push = torch.randn(sum(lengths), n * 8, generator=generator)
+    given = [x.requires_grad_() for x in (query, key, value)]
     packed = attention(query, key, value, packed_seq_params=pack(lengths, CPU))
+    gradients = torch.autograd.grad((packed * push).sum(), given)
     parts = [
         attention(q[:, None], k[:, None], v[:, None]).squeeze(1)
         for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
     ]
     torch.testing.assert_close(packed, torch.cat(parts), atol=1e-6, rtol=1e-5)
+    want = torch.autograd.grad((torch.cat(parts) * push).sum(), given)
+    torch.testing.assert_close(gradients, want, atol=1e-5, rtol=1e-5)
 
 
 class Alone(SdpaCoreAttention):

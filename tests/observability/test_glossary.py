@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import make_metric_docs  # noqa: E402  # a script
 
-from megatron_stare.observability import alerts  # noqa: E402
+from megatron_stare.observability import alerts, glossary  # noqa: E402
 
 # what the texts say of alerts, as text: 1e-3 and not 0.001
 SAID = {
@@ -34,6 +34,18 @@ def declared() -> list[make_metric_docs.Metric]:
 def test_the_page_is_made_of_what_is_declared(declared: list[make_metric_docs.Metric]) -> None:
     assert (ROOT / "docs/metrics.md").read_text() == make_metric_docs.page(declared), "run tools/make_metric_docs.py"
     assert names() == {metric.name for metric in declared}  # as the other tests read the page
+
+
+def test_what_sinks_say_of_a_metric_is_what_is_declared(declared: list[make_metric_docs.Metric]) -> None:
+    assert glossary.FILE.read_text() == make_metric_docs.listed(declared), "run tools/make_metric_docs.py"
+    assert all(glossary.explained(metric.name) == metric for metric in declared)
+    assert glossary.explained("agreement/max_of_age_3") == glossary.explained("agreement/max_of_age_<n>")
+    assert glossary.explained("agreement/max_of_age_3") and glossary.explained("own/metric") is None
+
+
+def test_every_alert_names_a_metric_that_the_glossary_has() -> None:
+    assert set(alerts.MEASURED) == set(alerts.CHECKS)
+    assert all(glossary.explained(metric) for metrics in alerts.MEASURED.values() for metric in metrics)
 
 
 def test_every_declaration_says_all_of_it(declared: list[make_metric_docs.Metric]) -> None:

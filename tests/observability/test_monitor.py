@@ -22,13 +22,13 @@ from megatron_stare.observability.json_lines import write_atomically
 from megatron_stare.observability.monitor import Monitor
 from megatron_stare.observability.run_files import read_metrics
 from megatron_stare.observability.sink import RunOutline, Sink, make_sinks
-from megatron_stare.observability.sinks import SINKS
 from megatron_stare.observability.sinks.console import Console
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import sampled_trajectory
 
 ROOT = Path(__file__).parents[2]
 MINE = "my_sink.Chat"
+DEFAULT = ("jsonl", "tensorboard", "console", "report")
 
 
 def settings(*overrides: str) -> Config:
@@ -43,7 +43,7 @@ def batch(step: int) -> RolloutBatch:
     return RolloutBatch.from_trajectories(samples, step)
 
 
-def monitor_of(folder: Path, names: Sequence[str] = tuple(SINKS), **given: Sink) -> Monitor:
+def monitor_of(folder: Path, names: Sequence[str] = DEFAULT, **given: Sink) -> Monitor:
     return Monitor({**make_sinks(names), **given}, RunOutline(folder, settings()))
 
 

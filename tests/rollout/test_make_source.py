@@ -111,7 +111,7 @@ def test_a_run_that_cuts_nothing_takes_nothing_that_was_cut() -> None:
         (make_groups(config(), queue), EveryGroup),
         (make_groups(config(batch={"generate_prompts": 9}), queue), InformativeGroups),
     ):
-        assert isinstance(groups, kind) and groups.kept() == b""
+        assert isinstance(groups, kind) and groups.kept()() == b""
         groups.restore(b"")
         with pytest.raises(DataError, match="this run cuts none"):
             groups.restore(b"something")

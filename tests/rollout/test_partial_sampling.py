@@ -197,7 +197,7 @@ def test_every_prompt_once_and_no_token_older_than_promised(seed: int, capacity:
     oldest = 0
     for step in range(1, 31):
         if rng.random() < 0.5:  # by way of a checkpoint
-            kept, groups._under_way = groups.kept(), []
+            kept, groups._under_way = groups.kept()(), []
             groups.restore(kept)
         batch = step_of(groups, workers, step)
         used += cursors(batch, 2)

@@ -76,6 +76,12 @@ class Tab:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
+    async def settled(self, expression: str) -> Any:
+        """Of an expression that is a promise, once it is kept."""
+        found = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
     async def point_at(self, expression: str) -> None:
         """Moves the pointer to the middle of an element, scrolled into view."""
         await self.value(f"{expression}.scrollIntoView({{block: 'center'}})")

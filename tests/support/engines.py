@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
 import torch
 
+from megatron_stare.batch import SamplingParams
+from megatron_stare.rollout.engine import EngineLostError, GenerateRequest
 from megatron_stare.rollout.local import LocalEngine
 from megatron_stare.weights.checksum import tensor_checksum
 
@@ -39,3 +45,14 @@ class CorruptedEngine(LocalEngine):
         if self._updates > 1:
             self._parameters["model.norm.weight"].view(torch.int32)[0] ^= 1
         return super().end_weight_update()
+
+
+class LostEngine(LocalEngine):
+    """Is lost in the middle of a rollout, once: at the prompt whose cursor is in the file that LOSE_AT names."""
+
+    def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> None:
+        order = Path(os.environ["LOSE_AT"])
+        if order.exists() and any(request.prompt_cursor >= int(order.read_text()) for request in requests):
+            order.unlink()
+            raise EngineLostError("its device has failed")
+        super().submit(requests, params)

@@ -79,7 +79,8 @@ class RankBatch:
         self.micro_batches: list[MicroBatch] = []
         samples = [torch.tensor(each, dtype=torch.int64) for each in plan.ranks[dp_rank]]
         found, done = [], 0
-        for chosen, whole in zip(samples, layout.lay_out([share.lengths[each] for each in samples]), strict=True):
+        for chosen, full in zip(samples, layout.lay_out([share.lengths[each] for each in samples]), strict=True):
+            whole = layout.share(full, share.prompt_lengths[chosen], share.groups[chosen])
             micro, where = _micro_batch(share, chosen, layout.split(whole), done, layout)
             micro = replace(micro, packing=layout.describe(whole, HOST))
             self.micro_batches.append(micro.pinned() if device.type == "cuda" else micro)
@@ -175,6 +176,8 @@ def _micro_batch(
     tokens = torch.zeros(grid.sample.shape, dtype=torch.int64)
     tokens[real] = share.tokens[source[real]].to(torch.int64)
     targets = share.tokens[source.flatten()[rows] + 1].to(torch.int64)
+    if grid.shared is not None:  # of a row: [1, s]
+        tokens, token, rows = tokens[:, grid.shared.fed], token[:, grid.shared.fed], grid.shared.stands[rows]
     span = slice(done, done + rows.numel())
     experts = None
     if share.experts is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from megatron.core.tensor_parallel import (
@@ -20,16 +20,22 @@ from torch.distributed import ProcessGroup
 
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.batching.packing import PackedSequences, pack
+from megatron_stare.megatron.batching.shared_prompts import SharedColumns, shared_columns
 from megatron_stare.megatron.batching.zigzag import WHOLE, Zigzag
 from megatron_stare.megatron.layout import Layout
+from megatron_stare.performance import shares_prompts
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Which sample of a micro-batch ([b, s], -1: padding) and which of its tokens ([b, s]) stands at every position."""
+    """Which sample of a micro-batch ([b, s], -1: padding) and which of its tokens ([b, s]) stands at every position.
+
+    shared: of a packed row in which prompts stand more often than the model is fed them; None: it is fed all positions.
+    """
 
     sample: Tensor
     token: Tensor
+    shared: SharedColumns | None = None
 
     def stretched(self, rows: int, columns: int) -> Grid:
         """With padding on the right and below."""
@@ -55,6 +61,15 @@ class SequenceLayout(ABC):
     @abstractmethod
     def split(self, grid: Grid) -> Grid:
         """The positions that this rank's model is fed."""
+
+    def share(self, grid: Grid, prompts: Tensor, groups: Tensor) -> Grid:
+        """The same grid, in which later copies of a prompt are not fed to the model where this layout allows it.
+
+        Args:
+            prompts: [samples of the micro-batch] int64 tokens of each one's prompt.
+            groups: likewise int64; samples of one group have one prompt.
+        """
+        return grid
 
     @abstractmethod
     def describe(self, grid: Grid, device: torch.device) -> PackedSequences | None:
@@ -93,6 +108,7 @@ class WholeSequences(SequenceLayout):
     multiple: positions of a micro-batch are padded to a multiple of this, so that they can be cut.
     each: packed sequences are each padded to a multiple of this.
     uniform: all micro-batches are given the shape of the largest.
+    share_prompts: a prompt that stands before several responses of a micro-batch is fed to the model once.
     """
 
     packed: bool = False
@@ -100,6 +116,7 @@ class WholeSequences(SequenceLayout):
     multiple: int = 1
     each: int = 1
     uniform: bool = False
+    share_prompts: bool = False
     data_group: ProcessGroup | None = None
 
     def lay_out(self, lengths: Sequence[Tensor]) -> list[Grid]:
@@ -115,8 +132,13 @@ class WholeSequences(SequenceLayout):
     def split(self, grid: Grid) -> Grid:
         return grid
 
+    def share(self, grid: Grid, prompts: Tensor, groups: Tensor) -> Grid:
+        if not self.share_prompts or not len(prompts):
+            return grid
+        return replace(grid, shared=shared_columns(grid.sample[0], grid.token[0], prompts, groups, self.multiple))
+
     def describe(self, grid: Grid, device: torch.device) -> PackedSequences | None:
-        return pack(self.sequences(grid), device) if self.packed else None
+        return pack(self.sequences(grid), device, shared=grid.shared) if self.packed else None
 
     def sequences(self, grid: Grid) -> list[int]:
         """Lengths, padding included, of the sequences that stand end to end in every row of a whole grid."""
@@ -163,8 +185,12 @@ class SplitSequences(WholeSequences):
         return self.context_group
 
 
-def sequence_layout(config: Config, layout: Layout) -> SequenceLayout:
-    """That of a run, on this rank."""
+def sequence_layout(config: Config, layout: Layout, *, own_attention: bool = True) -> SequenceLayout:
+    """That of a run, on this rank.
+
+    Args:
+        own_attention: the model's is megatron/attention.py, which alone can share prompts.
+    """
     parallel = config.parallel
     place = Zigzag(layout.cp_rank, layout.cp)
     whole = WholeSequences(
@@ -173,6 +199,7 @@ def sequence_layout(config: Config, layout: Layout) -> SequenceLayout:
         multiple=place.multiple * (layout.tp if parallel.sequence else 1),
         each=place.multiple,
         uniform=parallel.virtual_pipeline > 1,
+        share_prompts=own_attention and shares_prompts(config),
         data_group=layout.dp_group if layout.dp * layout.cp > 1 else None,
     )
     return whole if layout.cp == 1 else SplitSequences(**vars(whole), place=place, context_group=layout.cp_group)

@@ -7,38 +7,27 @@ loads nothing from anywhere, so it can be mailed, archived and opened without a 
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from megatron_stare.errors import DataError
 from megatron_stare.observability.figures import outline, started, verdict
 from megatron_stare.observability.json_lines import Record
+from megatron_stare.observability.liveness import how_it_stands
 from megatron_stare.observability.paired import BAND
 from megatron_stare.observability.report.charts import OWN_COLOUR, PALETTE, Chart, Line, draw
 from megatron_stare.observability.report.comparison import against, settings_that_tell
 from megatron_stare.observability.report.diagnostic_charts import parts, selection
 from megatron_stare.observability.report.headline import alike, headline
+from megatron_stare.observability.report.html_files import TEMPLATES, write_page
 from megatron_stare.observability.report.step_time import times
 from megatron_stare.observability.report.token_view import view_of_run
 from megatron_stare.observability.run_files import RunRecord, evaluation_figures, read_runs, result_name
 from megatron_stare.observability.scales import intervals_on, short
 
-_TEMPLATES = Environment(
-    loader=FileSystemLoader(Path(__file__).parent),
-    autoescape=True,
-    undefined=StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    keep_trailing_newline=True,
-)
-_TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
 _ZOOM = 2.5  # times the target; entropy that starts above it hides the band, so a second chart leaves its top out
 _CHARTS = (  # metric, title, unit
     ("response/length_mean", "Response length", "tokens, mean over the batch"),
@@ -79,20 +68,7 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
             where=str(out),
             fix="name another file: --out FILE",
         )
-    page = _page(read_runs(run_dirs))
-    out = Path(out)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(page, encoding="utf-8")
-        os.replace(temporary, out)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise DataError(
-            f"the report cannot be written ({error.strerror})", where=str(out), fix="name another file: --out FILE"
-        ) from error
-    return out
+    return write_page(_page(read_runs(run_dirs)), Path(out), "the report")
 
 
 def _page(runs: Sequence[RunRecord]) -> str:
@@ -102,7 +78,7 @@ def _page(runs: Sequence[RunRecord]) -> str:
     headlines = [headline(run) for run in runs]
     said_twice = [remark for remark, times in Counter(r for h in headlines for r in h.remarks).items() if times > 1]
     told, about_settings = settings_that_tell(runs)
-    return _TEMPLATES.get_template("page.html.jinja").render(
+    return TEMPLATES.get_template("page.html.jinja").render(
         runs=runs,
         palette=PALETTE,
         draw=draw,
@@ -110,6 +86,7 @@ def _page(runs: Sequence[RunRecord]) -> str:
         heading=runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
         outlines=[outline(run) for run in runs],
         started=[started(run) for run in runs],
+        standing=[how_it_stands(run) for run in runs],
         headlines=headlines,
         remarks=[*said_twice, *alike(runs)],
         compared=[name for name, _ in compared],

@@ -1,7 +1,7 @@
 // A view of responses by token: text reaches the page as textContent only, numbers as they stand in the rollout file.
-for (const view of document.querySelectorAll(".tokens")) {
-  const { responses } = JSON.parse(view.querySelector("script").textContent);
-  const select = view.querySelector("select"), by = view.querySelector(".by"), line = view.querySelector(".run-of-tokens");
+// Gives what shows one response; its `why`, if it has one, says of a set of tokens in a word how a token came into it.
+const tokenView = (view) => {
+  const by = view.querySelector(".by"), line = view.querySelector(".run-of-tokens");
   const asked = view.querySelector(".asked"), ramp = view.querySelector(".ramp");
   const tip = view.appendChild(document.createElement("div"));
   tip.className = "tip"; tip.hidden = true;
@@ -47,10 +47,12 @@ for (const view of document.querySelectorAll(".tokens")) {
     [...line.children].forEach((span, i) => { span.style.background = shade(columns[colour][i]); });
     for (const button of by.children) button.setAttribute("aria-pressed", button.textContent === colour);
   };
-  const open = () => {
-    const response = responses[select.value];
-    columns = expand(response);
+  const open = (response) => {
     asked.textContent = `${response.prompt}\n(answer: ${response.answer})`;
+    tip.hidden = true;
+    view.classList.toggle("plain", !response.text);
+    if (!response.text) { line.textContent = response.response; return; } // stored without the numbers of its tokens
+    columns = expand(response);
     line.replaceChildren(...response.text.map((text, i) => {
       const span = document.createElement("span");
       span.textContent = text.replace(/\n/g, "↵\n") || "·";
@@ -70,15 +72,23 @@ for (const view of document.querySelectorAll(".tokens")) {
     for (const name of Object.keys(units)) row(units[name] ? `${name}, ${units[name]}` : name, show(columns[name][i]));
     const set = { "+": "L+", "-": "L−", "p": "U+", "m": "U−", ".": "neither L+ nor L−", " ": "not trained on" }[columns.selected[i]];
     row(set, { r: "rare at its position", c: "common at its position" }[columns.rare[i]] || "");
+    const why = (columns.why || {})[columns.selected[i]];
+    if (why) row("because", why);
     tip.hidden = false;
     const box = view.getBoundingClientRect(), at = event.target.getBoundingClientRect();
     tip.style.left = Math.max(4, Math.min(at.left - box.left, box.width - tip.offsetWidth - 8)) + "px";
     tip.style.top = at.bottom - box.top + 8 + "px";
   };
-  responses.forEach((response, i) => { add(select, "option", response.title).value = i; });
   for (const name of Object.keys(units)) add(by, "button", name).onclick = () => { colour = name; paint(); };
-  select.onchange = open;
   for (const kind of ["pointerover", "focusin", "click"]) line.addEventListener(kind, point);
   line.addEventListener("pointerleave", () => { tip.hidden = true; });
-  open();
+  return open;
+};
+for (const view of document.querySelectorAll(".tokens")) {
+  const select = view.querySelector("select");
+  if (!select) continue; // whoever has it chosen elsewhere opens it
+  const { responses } = JSON.parse(view.querySelector("script").textContent), open = tokenView(view);
+  responses.forEach((response, i) => { select.add(new Option(response.title, i)); });
+  select.onchange = () => open(responses[select.value]);
+  open(responses[0]);
 }

@@ -8,4 +8,8 @@ SINKS = {
     "jsonl": "megatron_stare.observability.sinks.jsonl_files.JsonlFiles",
     "tensorboard": "megatron_stare.observability.sinks.tensorboard.TensorBoard",
     "report": "megatron_stare.observability.sinks.report_page.ReportPage",
+    "wandb": "megatron_stare.observability.sinks.weights_and_biases.WeightsAndBiases",
+    "mlflow": "megatron_stare.observability.sinks.mlflow_runs.MlflowRuns",
+    "prometheus": "megatron_stare.observability.sinks.prometheus_endpoint.PrometheusEndpoint",
+    "webhook": "megatron_stare.observability.sinks.webhook.Webhook",
 }

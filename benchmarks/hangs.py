@@ -1,0 +1,98 @@
+"""The eight hangs that the black box must name, each in a real run; what it says, and how soon.
+
+Each run has Ray, two tensor-parallel ranks over gloo, an engine and verifiers on this machine's CPUs, and is hung after
+some steps by hanging a real part of it (tests/support/hangs.py). `limit_s` is the limit of the phase at that moment,
+`named_s` the time from its passing to the screen: looking at all processes, their stacks, and writing the bundle. Two
+more runs must say nothing: one whose verifier takes five times as long in one step, and one beside processes that take
+every CPU twice over.
+
+    python benchmarks/hangs.py [--only PATTERN]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from machine import machine
+from support.hangs import HANGS, HungRun, hung, now, sentence_of
+
+SLOW, LOADED = "one step five times as long", "every CPU taken twice over"
+RESULT = Path(__file__).parent / "results/hangs.json"
+
+
+def named(name: str) -> dict[str, Any]:
+    """What became of one hang."""
+    with tempfile.TemporaryDirectory() as folder, hung(name, Path(folder)) as (run, hang):
+        hang.begin(run)
+        begun = now()
+        screen, facts = run.told()
+        said = sentence_of(screen)
+        total = now() - begun
+    print(screen, flush=True)
+    return {
+        "right": bool(re.search(hang.sentence, said)),
+        "said": said,
+        "phase": facts["beat"]["phase"],
+        "limit_s": round(facts["beat"]["limit_s"], 1),
+        "from_hang_to_screen_s": round(total, 1),
+        "lines": len(screen.splitlines()),
+    }
+
+
+def undisturbed(*, slow_step: bool = False, loads: int = 0) -> dict[str, Any]:
+    """A run that must end without a bundle."""
+    settings = {"reward.verifier": "support.stalling_verifier.slow", "run.steps": 8, "reward.workers": 1}
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(loads)]
+    try:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            HungRun(Path(folder), **settings, **{"black_box.floor_s": 2}) as run,
+        ):
+            run.step(5)
+            if slow_step:
+                run.stall.write_text("0.1")
+            run.step(6)
+            run.stall.unlink(missing_ok=True)
+            run.process.stdout.read()
+            bundles = list(run.dir.glob("blackbox/*"))
+            code = run.process.wait()
+    finally:
+        for process in busy:
+            process.kill()
+    return {"exit": code, "bundles": len(bundles), "floor_s": 2}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="pattern of the runs that are made; the others' results are kept")
+    args = parser.parse_args()
+    result = json.loads(RESULT.read_text()) if RESULT.exists() else {"hangs": {}, "undisturbed": {}}
+    result |= {"machine": machine()}
+    for name in HANGS:
+        if re.search(args.only, name):
+            keep(result, "hangs", name, named(name))
+    loads = 2 * (os.cpu_count() or 1)
+    for name, how in {SLOW: {"slow_step": True}, LOADED: {"loads": loads}}.items():
+        if re.search(args.only, name):
+            keep(result, "undisturbed", name, undisturbed(**how))
+
+
+def keep(result: dict[str, Any], kind: str, name: str, found: dict[str, Any]) -> None:
+    """Writes it at once: a run that fails later takes nothing with it."""
+    result[kind][name] = found
+    result["named"] = f"{sum(each['right'] for each in result['hangs'].values())} of {len(HANGS)}"
+    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

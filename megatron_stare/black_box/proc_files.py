@@ -1,0 +1,171 @@
+"""What Linux says of a process in /proc (proc(5)), by files that a process cannot hold up, however it stands.
+
+/proc/PID/cmdline, /proc/PID/mem and /proc/PID/smaps_rollup take the lock of its memory, which a page that a dead file
+system owes may hold: whoever calls `command`, `pss_bytes` or `stuck_at` must be able to leave the thread that waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+TICKS = os.sysconf("SC_CLK_TCK")
+PAGE = os.sysconf("SC_PAGE_SIZE")
+LONGEST_PATH = 4096
+# x86-64's numbers of calls that wait for a file system (asm/unistd_64.h), and which argument says what for
+BY_PATH = {2: 0, 4: 0, 6: 0, 21: 0, 80: 0, 82: 0, 83: 0, 84: 0, 87: 0, 89: 0} | {
+    257: 1, 258: 1, 262: 1, 263: 1, 264: 1, 269: 1, 316: 1, 332: 1, 439: 1
+}  # fmt: skip
+BY_FD = dict.fromkeys((0, 1, 3, 5, 17, 18, 19, 20, 40, 72, 73, 74, 75, 76, 77, 217, 285, 295, 296, 326), 0)
+NAMES = {
+    0: "read", 1: "write", 2: "open", 3: "close", 4: "stat", 5: "fstat", 6: "lstat", 17: "pread", 18: "pwrite",
+    19: "readv", 20: "writev", 21: "access", 40: "sendfile", 72: "fcntl", 73: "flock", 74: "fsync", 75: "fdatasync",
+    76: "truncate", 77: "ftruncate", 80: "chdir", 82: "rename", 83: "mkdir", 84: "rmdir", 87: "unlink",
+    89: "readlink", 217: "getdents", 257: "open", 258: "mkdir", 262: "stat", 263: "unlink", 264: "rename",
+    269: "access", 285: "fallocate", 295: "preadv", 296: "pwritev", 316: "rename", 326: "copy_file_range",
+    332: "statx", 439: "access",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Status:
+    """A process, or a thread.
+
+    Args:
+        state: R running, S sleeping, D in a sleep that nothing ends but what it waits for, T stopped, t stopped by a
+            debugger, Z ended and not asked for, I idle in the kernel.
+        cpu_s: seconds of a CPU that it has used.
+        started: ticks after boot; with the pid it is a process's name.
+    """
+
+    pid: int
+    name: str
+    state: str
+    parent: int
+    cpu_s: float
+    started: int
+    rss_bytes: int
+
+
+def status(pid: int, thread: int | None = None) -> Status | None:
+    """None: there is none."""
+    file = PROC / str(pid) / ("stat" if thread is None else f"task/{thread}/stat")
+    try:
+        head, _, tail = file.read_text(errors="replace").rpartition(")")
+    except OSError:
+        return None
+    rest = tail.split()  # from field 3 on
+    rss = int(rest[21]) * PAGE
+    cpu = (int(rest[11]) + int(rest[12])) / TICKS
+    return Status(pid, head.partition("(")[2], rest[0], int(rest[1]), cpu, int(rest[19]), rss)
+
+
+def everything() -> dict[int, Status]:
+    """All processes of this machine, by pid."""
+    pids = (int(entry) for entry in os.listdir(PROC) if entry.isdigit())
+    return {pid: found for pid in pids if (found := status(pid)) is not None}
+
+
+def below(roots: Iterable[int], processes: dict[int, Status]) -> set[int]:
+    """The roots that are there, and all that they and their children have started."""
+    children: dict[int, list[int]] = {}
+    for each in processes.values():
+        children.setdefault(each.parent, []).append(each.pid)
+    found: set[int] = set()
+    left = [root for root in roots if root in processes]
+    while left:
+        pid = left.pop()
+        if pid not in found:
+            found.add(pid)
+            left += children.get(pid, [])
+    return found
+
+
+def waits_in(pid: int) -> str:
+    """The kernel's function that it sleeps in; "" where that is not told."""
+    with contextlib.suppress(OSError):
+        name = (PROC / str(pid) / "wchan").read_text()
+        return "" if name == "0" else name
+    return ""
+
+
+def system_call(pid: int) -> str:
+    """The system call that its main thread waits in, with arguments, as the kernel writes it; "" where it is told of
+    none. Needs the right to trace the process."""
+    with contextlib.suppress(OSError):
+        line = (PROC / str(pid) / "syscall").read_text().strip()
+        return "" if line.startswith(("running", "-1")) else line
+    return ""
+
+
+def sleeping_threads(pid: int) -> list[str]:
+    """Threads beside the main one that nothing but a device or file system can wake, and where they wait."""
+    found = []
+    with contextlib.suppress(OSError):
+        for thread in (int(entry) for entry in os.listdir(PROC / str(pid) / "task")):
+            told = status(pid, thread)
+            if thread != pid and told is not None and told.state == "D":
+                found.append(f"thread {thread} ({told.name})")
+    return found
+
+
+def command(pid: int) -> list[str]:
+    """Its command line."""
+    with contextlib.suppress(OSError):
+        return (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+    return []
+
+
+def pss_bytes(pid: int) -> int | None:
+    """Its share of main memory; None where the kernel does not tell."""
+    with contextlib.suppress(OSError):
+        for line in (PROC / str(pid) / "smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def runs_python(pid: int) -> bool:
+    """Whether it is an interpreter: only those have stacks that py-spy reads."""
+    with contextlib.suppress(OSError):
+        return "python" in os.path.basename(os.readlink(PROC / str(pid) / "exe"))
+    return False
+
+
+def stuck_at(pid: int, call: str) -> tuple[str, str] | None:
+    """The name of a system call that waits for a file, and the file; None where it waits for something else.
+
+    Args:
+        call: see `system_call`.
+    """
+    if platform.machine() != "x86_64" or not call:
+        return None
+    number, *arguments = (int(word, 0) for word in call.split()[:7])
+    if number in BY_FD:
+        with contextlib.suppress(OSError):
+            path = os.readlink(PROC / str(pid) / "fd" / str(arguments[0]))
+            if path.startswith("/") and not path.startswith(("/dev/", "/proc/", "/memfd:")):
+                return NAMES[number], path
+    if number in BY_PATH:
+        with contextlib.suppress(OSError, ValueError), (PROC / str(pid) / "mem").open("rb", buffering=0) as memory:
+            memory.seek(arguments[BY_PATH[number]])
+            path = memory.read(LONGEST_PATH).split(b"\0")[0].decode(errors="replace")
+            return NAMES[number], path
+    return None
+
+
+def mounted(path: str) -> str:
+    """The kind and place of the file system that an absolute path lies on, found without asking that file system."""
+    best, kind = "", ""
+    with contextlib.suppress(OSError):
+        for line in (PROC / "self/mountinfo").read_text().splitlines():
+            place, _, rest = line.split()[4], *line.partition(" - ")[1:]
+            inside = path == place or path.startswith(place.rstrip("/") + "/")
+            if inside and len(place) >= len(best):
+                best, kind = place, rest.split()[0]
+    return f"{kind} at {best}" if best else ""

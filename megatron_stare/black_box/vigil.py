@@ -1,0 +1,47 @@
+"""When a run hangs: its driver's beats held against their limits. Pure: it is told the time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron_stare.observability.heartbeat import Beat
+
+MOST = 20  # bundles of a run; one that is taken for hanging again and again has wrong limits
+LATE = 2.0  # looks, after which the watcher itself was held up, and the run with it
+
+
+@dataclass
+class Vigil:
+    """Over one run.
+
+    Args:
+        every_s: it is looked.
+    """
+
+    every_s: float
+    _told: set[tuple[str, float]] = field(default_factory=set)
+    _looked: float | None = None
+    _moved: float = 0.0  # of the newest beat
+    held_s: float = 0.0  # that the watcher was held up since the run last got on: the machine slept, or was too busy
+
+    def hangs(self, beat: Beat, now: float) -> bool:
+        """Whether the run hangs and this was not said yet of the phase that it is in.
+
+        Args:
+            now: seconds of the clock of `beat.moved`.
+        """
+        held = 0.0 if self._looked is None else now - self._looked - self.every_s
+        self._looked = now
+        if beat.moved != self._moved:
+            self._moved, self.held_s = beat.moved, 0.0
+        elif held > LATE * self.every_s:
+            self.held_s += held
+        key = beat.phase, beat.since
+        if beat.limit_s is None or self.without_s(beat, now) <= beat.limit_s or key in self._told:
+            return False
+        self._told.add(key)
+        return len(self._told) <= MOST
+
+    def without_s(self, beat: Beat, now: float) -> float:
+        """For how long the run has not got on, seconds."""
+        return now - beat.moved - self.held_s

@@ -1,0 +1,77 @@
+"""Steps and evaluations as a run of MLflow, on a tracking server or in a folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_stare.observability.delivered import Delivered
+from megatron_stare.observability.service import Service
+from megatron_stare.observability.sink import RunOutline
+
+_BATCH = 1000  # metrics that a tracking server takes at once
+_PARAMS = 100
+_VALUE = 6000  # characters of a parameter
+
+
+class MlflowRuns(Service):
+    """Metrics by step, under their names as far as MLflow takes them. A continued run goes on as the same run there."""
+
+    name, package = "mlflow", "mlflow"
+
+    def open(self, run: RunOutline, delivered: Delivered) -> None:
+        uri = run.config.services.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        uri = uri or (run.dir / "mlflow").resolve().as_uri()
+        if "://" not in uri or uri.startswith("file:"):
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # its newer stores need a data base
+        from mlflow.entities import RunTag
+        from mlflow.tracking import MlflowClient  # seconds
+
+        self._client = MlflowClient(tracking_uri=uri)
+        name = run.config.services.mlflow_experiment
+        found = self._client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else self._client.create_experiment(name)
+        mine = self._client.search_runs([experiment], f"tags.megatron_stare_run = '{delivered.id}'")
+        if mine:
+            self._id = mine[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            tags = {"megatron_stare_run": delivered.id, "run_dir": str(run.dir)}
+            self._id = self._client.create_run(experiment, tags=tags, run_name=run.config.run.name).info.run_id
+            self._parameters(_flat(run.config.model_dump(mode="json")))
+        if delivered.redone:
+            redone = ", ".join(f"{first} to {last}" for first, last in delivered.redone)
+            self._client.log_batch(self._id, tags=[RunTag("redone", redone)])
+
+    def send(self, step: int, figures: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = round(1000 * time.time())
+        metrics = [Metric(_named(name), value, now, step) for name, value in figures.items()]
+        for at in range(0, len(metrics), _BATCH):
+            self._client.log_batch(self._id, metrics=metrics[at : at + _BATCH])
+
+    def end(self, finished: bool) -> None:
+        self._client.set_terminated(self._id, "FINISHED" if finished else "KILLED")
+
+    def _parameters(self, settings: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        params = [Param(key, str(value)[:_VALUE]) for key, value in settings.items()]
+        for at in range(0, len(params), _PARAMS):
+            self._client.log_batch(self._id, params=params[at : at + _PARAMS])
+
+
+def _named(metric: str) -> str:
+    """pass@4 as pass_at_4, and `_` for what else MLflow does not take."""
+    return re.sub(r"[^\w\-. :/]", "_", metric.replace("@", "_at_"), flags=re.ASCII)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat

@@ -1,0 +1,87 @@
+"""Alerts posted to a service: JSON to the address in an environment variable, retried, and never waited for."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from functools import partial
+from threading import Event
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+from megatron_stare.errors import UserError
+from megatron_stare.observability.alerts import Alert
+from megatron_stare.observability.background import Background
+from megatron_stare.observability.glossary import explained
+from megatron_stare.observability.sink import RunOutline, Sink
+
+ROOM = 100  # alerts that may wait
+CLOSE_S = 10.0  # for those that still wait when the run ends
+
+
+class Webhook(Sink):
+    """Posts every alert as it begins and as it is over. The address is a secret: it is in no file and no message."""
+
+    def __init__(self) -> None:
+        self._background: Background | None = None
+
+    def start(self, run: RunOutline) -> None:
+        services = run.config.services
+        self._url = os.environ.get(services.webhook_env, "")
+        if urlsplit(self._url).scheme not in ("http", "https"):
+            raise UserError(
+                f"the environment variable {services.webhook_env} holds no http address to post alerts to",
+                where="services.webhook_env",
+                fix=f"export {services.webhook_env}=https://..., or leave the sink webhook out",
+            )
+        self._attempts, self._timeout_s = services.webhook_attempts, services.webhook_timeout_s
+        self._back_off_s = services.webhook_back_off_s
+        self._about = {"run": run.config.run.name, "dir": str(run.dir), "host": socket.gethostname()}
+        self._background = Background("webhook", ROOM)
+
+    def alerts(self, changed: Sequence[Alert], active: Sequence[Alert]) -> None:
+        if self._background and changed:
+            bodies = [json.dumps({**self._about, **_told(alert)}).encode() for alert in changed]
+            self._background.call(partial(self._post_all, bodies, self._background.closing))
+
+    def close(self) -> None:
+        background, self._background = self._background, None
+        if background and not background.close(CLOSE_S):
+            raise TimeoutError(f"alerts were not taken within {CLOSE_S:g} s of the end")
+
+    def _post_all(self, bodies: Sequence[bytes], closing: Event) -> None:
+        """Raises ConnectionError where one was not taken, after all were tried."""
+        failed = [said for body in bodies if (said := self._post(body, closing))]
+        if failed:
+            raise ConnectionError(f"{len(failed)} alerts were not taken in {self._attempts} attempts ({failed[-1]})")
+
+    def _post(self, body: bytes, closing: Event) -> str:
+        """ "" where it was taken, else what the last attempt failed with, without the address."""
+        said = ""
+        for attempt in range(self._attempts):
+            if attempt:
+                closing.wait(self._back_off_s * 2 ** (attempt - 1))  # the end of the run cuts it short
+            try:
+                request = Request(self._url, body, {"Content-Type": "application/json"})
+                with urlopen(request, timeout=self._timeout_s):
+                    return ""
+            except Exception as error:  # URLError, HTTPException, a timeout while reading, ...
+                said = type(error).__name__ + (f" {error.code}" if hasattr(error, "code") else "")
+        return said
+
+
+def _told(alert: Alert) -> Mapping[str, Any]:
+    entry = explained(alert.metric)
+    return {
+        "step": alert.last_step,
+        "alert": alert.name,
+        "state": "over" if alert.over else "began",
+        "metric": alert.metric or None,
+        "value": alert.value if math.isfinite(alert.value) else None,
+        "range": entry.healthy if entry else None,
+        "text": alert.announce(),  # also what chats show of a message
+    }

@@ -1,0 +1,79 @@
+"""Steps and evaluations as a run of W&B, online or offline."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+
+from megatron_stare.observability.delivered import Delivered
+from megatron_stare.observability.service import Service, under
+from megatron_stare.observability.sink import RunOutline
+from megatron_stare.observability.sinks.wandb_files import offline_rows
+
+_TRAINED = "time/step_s"  # of every step, and of no evaluation
+
+
+class WeightsAndBiases(Service):
+    """A row a step and a row an evaluation, over the axis `step`.
+
+    Online a continued run goes on as the same run of W&B. Offline, where W&B cannot continue one, each start is a run
+    of its own, all in one group; no step is in two of them.
+    """
+
+    name, package = "wandb", "wandb"
+
+    def look(self, run: RunOutline, delivered: Delivered) -> None:
+        rows = offline_rows(run.dir)
+        if not rows:
+            return
+        delivered.step = min(delivered.step, max((row["step"] for row in rows if _TRAINED in row), default=0))
+        delivered.evaluated = [
+            [step, task]
+            for step, task in delivered.evaluated
+            if any(row["step"] == step and any(key.startswith(under(str(task))) for key in row) for row in rows)
+        ]
+
+    def open(self, run: RunOutline, delivered: Delivered) -> None:
+        import wandb  # seconds
+
+        services = run.config.services
+        settings = wandb.Settings(console="off", silent=True)  # stdout is the console sink's
+        mode = services.wandb_mode or wandb.setup(settings).settings.mode
+        offline = mode == "offline"
+        self._run: Any = wandb.init(
+            project=services.wandb_project,
+            entity=services.wandb_entity,
+            name=run.config.run.name,
+            id=f"{delivered.id}-{delivered.starts}" if offline else delivered.id,
+            group=delivered.id if offline else None,
+            resume=None if offline else "allow",
+            mode=mode,
+            dir=str(run.dir),
+            config={**run.config.model_dump(mode="json"), "redone": delivered.redone},
+            allow_val_change=True,
+            settings=settings,
+        )
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def send(self, step: int, figures: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **figures}, commit=True)
+
+    def end(self, finished: bool) -> None:
+        import wandb
+
+        try:
+            self._run.finish(exit_code=0 if finished else 1)
+        except Exception:
+            with contextlib.suppress(Exception):
+                wandb.teardown()  # or it fails once more, with a traceback, as this process ends
+            raise
+
+    def abandon(self) -> None:
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                if child.name().startswith("wandb-core"):
+                    child.kill()

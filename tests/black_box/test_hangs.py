@@ -1,0 +1,88 @@
+"""Whole runs that are hung by hanging a real part of them, and what their black box says of it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from support.cluster import FAKE, simulated
+from support.hangs import HANGS, HungRun, hung, sentence_of
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+MOUNTS = os.geteuid() == 0 and os.access("/dev/fuse", os.R_OK | os.W_OK)
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_the_black_box_names_who_holds_the_run_up(name: str, tmp_path: Path) -> None:
+    if HANGS[name].rule == "file system" and not MOUNTS:
+        pytest.skip("needs root and /dev/fuse")
+    with hung(name, tmp_path) as (run, hang):
+        hang.begin(run)
+        screen, facts = run.told()
+        assert re.search(hang.sentence, sentence_of(screen)), screen
+        assert len(screen.splitlines()) <= 25
+        roles = {each["role"] for each in facts["processes"]}
+        assert {"driver", "raylet", "gcs_server"} <= roles
+        assert {"trainer rank 0", "trainer rank 1", "rollout engine 0", "verifier"} <= roles
+        if facts["beat"]["phase"] == "rollout" and hang.rule == "stopped":
+            (replica,) = facts["replicas"]
+            assert (replica["number"], replica["under_way"]) == (0, 16)
+            assert [sorted(each) for each in replica["oldest"]] == [["age_s", "prompt", "replica", "sample"]] * 5
+        python = [each for each in facts["processes"] if each["phase"] is not None]
+        assert all(each["threads"] or each["said"] for each in python)  # a stack, or why there is none
+        assert run.process.poll() is None  # the black box ends nothing
+
+
+def test_a_driver_whose_interpreter_is_held_is_named(tmp_path: Path) -> None:
+    sinks = "[jsonl,console,support.stalling.HeldInterpreter]"
+    with HungRun(tmp_path, **{"observability.sinks": sinks}) as run:
+        run.step(3)
+        run.stall.touch()
+        screen, _ = run.told()
+        assert "wait for the driver, which is at HeldInterpreter.step (stalling.py:" in sentence_of(screen)
+
+
+def test_a_run_that_is_to_be_ended_ends_by_the_loss_of_who_held_it_up(tmp_path: Path) -> None:
+    """Its own error, as of any rank that is lost: what begins it again sees nothing new."""
+    layout = {"parallel.tensor": 1, "parallel.data": 2, "algorithm": "support.stalling.StoppedRank"}
+    with HungRun(tmp_path, **layout, **{"black_box.end_run": True}) as run:
+        run.step(3)
+        run.stall.touch()
+        run.told()
+        said = run.process.stderr.read()
+        assert re.search(r"black_box.end_run: killing trainer rank 1 \(pid \d+\)", said)
+        assert "a trainer rank process died" in said
+        assert run.process.wait() == 2
+
+
+def test_other_nodes_are_looked_at_by_agents_of_their_own(tmp_path: Path) -> None:
+    """A rank a node; the one that is stopped is on another than the driver's, and its node's agent sees it."""
+    with simulated(2, 1) as nodes:
+        layout = {"parallel.tensor": 1, "parallel.data": 2, "algorithm": "support.stalling.StoppedRank"}
+        joined = {"runtime.ray_address": nodes.address, "runtime.gpu_resource": FAKE}
+        stall = tmp_path / "stall"
+        with HungRun(tmp_path, f"runtime.env={{MEGATRON_STARE_TEST_STALL: {stall}}}", **layout, **joined) as run:
+            run.step(3)
+            stall.touch()
+            screen, facts = run.told()
+            assert "rank 0 waits in all_reduce for rank 1, which is stopped (SIGSTOP)" in sentence_of(screen)
+            of = {each["role"]: each for each in facts["processes"]}
+            nodes_of = {of[role]["node"] for role in ("driver", "trainer rank 0", "trainer rank 1")}
+            assert len(nodes_of) == 3 and facts["missing"] == {}
+            assert "StoppedRank.asks" in [f["function"] for t in of["trainer rank 1"]["threads"] for f in t["frames"]]
+            assert len({each["node"] for each in facts["processes"] if each["role"] == "raylet"}) >= 2
+
+
+def test_a_step_five_times_as_long_as_usual_says_nothing(tmp_path: Path) -> None:
+    settings = {"reward.verifier": "support.stalling_verifier.slow", "reward.workers": 1, "black_box.floor_s": 0.5}
+    with HungRun(tmp_path, **{**settings, "run.steps": 8}) as run:
+        run.step(5)
+        run.stall.write_text("0.1")
+        run.step(6)
+        run.stall.unlink()
+        run.process.stdout.read()
+        assert run.process.wait() == 0
+        assert list(run.dir.glob("blackbox/*")) == []
+        assert "the black box" not in run.process.stderr.read()

@@ -1,0 +1,209 @@
+"""The watcher beside processes that really hang: what it says, where it writes it, and that it leaves nothing."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from support.hangs import sentence_of, silent_server, stall_file_system
+from support.runs import environment
+
+from megatron_stare.black_box import watcher
+from megatron_stare.black_box.driver_side import PREFIX, forget_left
+from megatron_stare.black_box.hang_facts import ServerFacts
+from megatron_stare.black_box.watcher import LOCK
+from megatron_stare.observability.heartbeat import FOLDER_VARIABLE, REQUESTS, read_heartbeat
+from megatron_stare.rollout.requests_page import RequestsPage
+
+STAND_IN = Path(__file__).parents[1] / "support" / "stand_in_run.py"
+Begin = Callable[..., "Watched"]
+
+
+class Watched:
+    """A stand-in of a run, and what its watcher says."""
+
+    def __init__(self, run_dir: Path, *arguments: str) -> None:
+        self.folder, self.dir = Path(tempfile.mkdtemp(dir=run_dir.parent)), run_dir
+        self.process = subprocess.Popen(
+            [sys.executable, str(STAND_IN), str(self.folder), str(run_dir), *arguments],
+            env=environment(),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def told(self) -> str:
+        """Waits for the screen."""
+        lines = []
+        for line in self.process.stderr:
+            lines.append(line.rstrip("\n"))
+            if line.startswith("  the black box:"):
+                return "\n".join(lines)
+        raise AssertionError(lines)
+
+    def bundle(self, screen: str) -> Path:
+        return Path(screen.splitlines()[-1].partition(": ")[2])
+
+    def close(self) -> None:
+        every = []
+        with suppress(psutil.Error):
+            every = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.kill()
+        for each in every:  # ranks of a driver that is gone
+            with suppress(psutil.Error):
+                if "rank" in each.cmdline():
+                    each.kill()
+        self.process.communicate()
+        _, left = psutil.wait_procs(every, timeout=30)
+        assert left == []  # the watcher by itself, as its driver is gone
+        assert not self.folder.exists()
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Begin]:
+    runs: list[Watched] = []
+
+    def start(*arguments: str, run_dir: Path = tmp_path / "run") -> Watched:
+        run_dir.mkdir(exist_ok=True)
+        runs.append(Watched(run_dir, *arguments))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.close()
+
+
+def test_a_stopped_rank_is_named_with_its_stack_and_killed_where_that_is_asked_for(begin: Begin) -> None:
+    """It cannot be asked where it stands, and is not woken for it. The run goes on once it is gone."""
+    run = begin("stopped", "end_run")
+    screen = run.told()
+    assert sentence_of(screen) == "the driver waits for rank 1, which is stopped (SIGSTOP)"
+    bundle = run.bundle(screen)
+    assert bundle.parent == run.dir / "blackbox" and bundle.name == "step_000012_update"
+    assert (bundle / "screen.txt").read_text().splitlines()[:2] == screen.splitlines()[:2]
+    facts = json.loads((bundle / "facts.json").read_text())
+    roles = {each["role"]: each for each in facts["processes"]}
+    assert {role: each["state"] for role, each in roles.items()} == {
+        "driver": "S",
+        "trainer rank 0": "S",
+        "trainer rank 1": "T",
+    }
+    assert {each["phase"] for each in roles.values()} == {"update"}
+    assert all(each["pss_bytes"] > 0 for each in roles.values())
+    for role, each in roles.items():
+        (stack,) = (bundle / "stacks").glob(f"*_{each['pid']}_{role.replace(' ', '_')}.txt")
+        assert ("in rank" if "rank" in role else "stop_rank") in stack.read_text().replace("    rank", "in rank")
+    assert run.process.wait(60) == 0  # end_run has killed rank 1, for which the driver waited
+    assert f"killing trainer rank 1 (pid {roles['trainer rank 1']['pid']})" in run.process.stderr.read()
+    beat = read_heartbeat(run.dir)
+    assert beat is not None and (beat.process, beat.black_box, beat.step) == ("ended", str(bundle), 12)
+
+
+def test_a_driver_whose_interpreter_is_held_is_named(begin: Begin) -> None:
+    """No thread of it runs any more, so none could have said this; ranks wait in calls of which the driver knows."""
+    run = begin("interpreter")
+    screen = run.told()
+    facts = json.loads((run.bundle(screen) / "facts.json").read_text())
+    (driver,) = (each for each in facts["processes"] if each["role"] == "driver")
+    (thread,) = driver["threads"]
+    assert thread["holds_interpreter"]
+    assert "hold_interpreter" in [frame["function"] for frame in thread["frames"]]
+    assert len(list(run.dir.glob("blackbox/*"))) == 1
+
+
+def can_mount() -> bool:
+    return os.geteuid() == 0 and os.access("/dev/fuse", os.R_OK | os.W_OK)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_mount(), reason="needs root and /dev/fuse")
+def test_a_run_directory_that_does_not_answer_gets_its_bundle_elsewhere(begin: Begin, tmp_path: Path) -> None:
+    """The watcher's own copies wait for it too, and hold nothing up."""
+    place = tmp_path / "stalled"
+    place.mkdir()
+    end = stall_file_system(place)
+    try:
+        run = Watched(place, "disk")
+        screen = run.told()
+        assert f"for the driver, who waits in mkdir of {place}/step_12 (fuse at {place})" in sentence_of(screen)
+        bundle = run.bundle(screen)
+        assert (bundle / "facts.json").exists() and place not in bundle.parents
+    finally:
+        end()
+    run.close()
+
+
+def test_a_server_is_asked_for_any_word_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watcher, "ASK_S", 0.3)
+    with silent_server() as url:
+        assert watcher.asked(2, url) == ServerFacts(2, url, "accepts what it is asked and does not answer")
+    assert watcher.asked(0, url).answer.startswith("cannot be asked: ")  # it has ended
+    for said, answer in ((b"HTTP/1.0 401 Unauthorized\r\n\r\n", ""), (b"", "closes the connection without a word")):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            speaking = threading.Thread(target=answer_one, args=(listener, said))
+            speaking.start()
+            assert watcher.asked(0, f"http://127.0.0.1:{listener.getsockname()[1]}/").answer == answer
+            speaking.join()
+
+
+def answer_one(listener: socket.socket, said: bytes) -> None:
+    with listener.accept()[0] as line:
+        line.recv(4096)
+        line.sendall(said)
+
+
+def test_requests_are_told_with_their_ages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest of each engine by name, the others by number; ages are those of the moment at which it is asked."""
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    page, now = RequestsPage(), time.monotonic()
+    assert page.wait_s() == 0.0
+    given = {f"r{n}": (1, now - 100 + n, 40 + n, 3) for n in range(12)}
+    page.write(["healthy", "suspect"], given)
+    idle, busy = watcher.read_requests(tmp_path / REQUESTS)
+    assert (idle.number, idle.state, idle.under_way, idle.oldest) == (0, "healthy", 0, ())
+    assert (busy.number, busy.state, busy.under_way) == (1, "suspect", 12)
+    assert [(each.replica, each.prompt, each.sample) for each in busy.oldest] == [(1, 40 + n, 3) for n in range(5)]
+    assert busy.oldest[0].age_s >= 100 > busy.oldest[0].age_s - 60
+    assert (page.wait_s() or 0) > 0  # not again at once
+    page.write(["healthy", "suspect"], {})
+    assert [each.under_way for each in watcher.read_requests(tmp_path / REQUESTS)] == [0, 0]
+
+
+def test_where_nobody_watches_no_page_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    page = RequestsPage()
+    page.write(["healthy"], {})
+    assert page.wait_s() is None
+    assert watcher.read_requests(tmp_path / REQUESTS) == ()
+
+
+def test_folders_of_watchers_that_were_killed_are_removed_and_no_others(tmp_path: Path) -> None:
+    left, held, young, other = (tmp_path / name for name in (*(f"{PREFIX}{n}" for n in "abc"), "not-ours"))
+    for folder in (left, held, young, other):
+        folder.mkdir()
+        (folder / LOCK).touch()
+    for folder in (left, held, other):
+        os.utime(folder, (1.0, 1.0))
+    with (held / LOCK).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        forget_left(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([held, young, other])
+
+
+def test_the_watcher_and_its_agents_import_neither_torch_nor_ray() -> None:
+    """So they start in a blink, take little memory, and no lock of theirs is in their way."""
+    names = "megatron_stare.black_box.watcher, megatron_stare.black_box.node_agent"
+    code = f"import sys, {names}; print(*sorted({{'torch', 'ray', 'numpy', 'pydantic'}} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""

@@ -1,0 +1,138 @@
+"""Ray's own processes, killed: of a cluster that was joined, and of one that was started here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from support.cluster import QUICK
+from support.runs import ROOT
+from support.waiting_worker import WaitingWorker
+
+from megatron_stare.config.load import validate
+from megatron_stare.errors import UserError
+from megatron_stare.orchestration import ray as on_ray
+from megatron_stare.orchestration.ray_processes import loss_behind
+from megatron_stare.workers import WorkerLostError
+
+LONG_S = 300.0  # that calls would wait
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' own modules, for actors."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+
+
+def workers() -> on_ray.RayWorkers:
+    found = on_ray.start_actors([{}, {}], 1, "rank", LONG_S)
+    found.build(WaitingWorker, [(), ()])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["raylet", "gcs_server"])
+def test_a_ray_of_ours_that_is_broken_is_noticed_ended_whole_and_started_again(kind: str) -> None:
+    config = validate({"model": {"path": "m"}, "runtime": {"object_store_mb": 100}}, "a.yaml")
+    on_ray.start_ray(config)
+    try:
+        ranks = workers()
+        pids = [*ranks.call("pid"), *(p.pid for p in psutil.Process().children(recursive=True))]
+        waiting = ranks.start("wait")
+        (victim,) = on_ray._own_node().all_processes[kind]
+        victim.process.send_signal(signal.SIGKILL)
+        with pytest.raises(WorkerLostError, match="on this machine has ended"):
+            ranks.wait(waiting)
+        ranks.close()
+    finally:
+        on_ray.leave_ray()
+    assert [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"] == []
+    on_ray.start_ray(config)
+    try:
+        assert len(workers().call("pid")) == 2
+    finally:
+        on_ray.leave_ray()
+
+
+@pytest.mark.slow
+def test_a_cluster_whose_control_store_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Ray ends the driver for it, which takes a minute; and it is left in a fraction of that."""
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setattr(on_ray, "HEAD_S", 2.0)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "_system_config": QUICK})
+    try:
+        address = cluster.address
+        on_ray.start_ray(validate({"model": {"path": "m"}, "runtime": {"ray_address": address}}, "a.yaml"))
+        ranks = workers()
+        waiting = ranks.start("wait")
+        cluster.head_node.kill_gcs_server(check_alive=False)
+        begun = time.monotonic()
+        with pytest.raises(UserError, match=rf"the control store \(GCS\) of {address} is gone") as gone:
+            ranks.wait(waiting)
+        assert not isinstance(gone.value, WorkerLostError)  # the run is not opened again
+        ranks.close()
+        on_ray.leave_ray()
+        assert time.monotonic() - begun < 50  # Ray's own limit is 60
+    finally:
+        on_ray.leave_ray()
+        cluster.shutdown()
+
+
+@pytest.mark.slow
+def test_an_error_of_a_rank_whose_peer_died_is_the_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo tells a rank that its peer is gone before Ray tells the driver."""
+    on_ray.start_ray(validate({"model": {"path": "m"}, "runtime": {"object_store_mb": 100}}, "a.yaml"))
+    try:
+        ranks = workers()
+        with pytest.raises(ray.exceptions.RayTaskError) as failed:
+            ranks.wait([ranks.start_on(0, "fail")])
+        monkeypatch.setattr("megatron_stare.orchestration.ray_processes.DEATH_S", 0.0)
+        assert on_ray.find_lost(failed.value, ranks, "rank") is None  # nobody has died
+        monkeypatch.undo()
+        psutil.Process(ranks.call("pid")[1]).kill()
+        assert "rank 1 died" in str(on_ray.find_lost(failed.value, ranks, "rank"))
+        assert on_ray.find_lost(WorkerLostError("said"), ranks, "rank") is None
+    finally:
+        on_ray.leave_ray()
+
+
+class Node:
+    """What Ray keeps of the processes that it started."""
+
+    def __init__(self, *dead: str) -> None:
+        self._dead = dead
+
+    def dead_processes(self) -> list[tuple[str, Any]]:
+        return [(kind, None) for kind in self._dead]
+
+
+def later(times: int, number: int) -> Callable[[], int | None]:
+    """Ray knows of the death of a worker after it was asked so often."""
+    asked = iter([None] * times)
+    return lambda: next(asked, number)
+
+
+@pytest.mark.parametrize(
+    ("error", "node", "died", "said"),
+    [
+        (RuntimeError("gloo"), None, later(3, 2), "rank 2 died"),
+        (RuntimeError("gloo"), Node("log_monitor", "raylet"), later(0, 2), r"agent \(raylet\) on this machine"),
+        (UserError("the checkpoint could not be written"), None, later(0, 1), "rank 1 died"),
+        (UserError("the disk is full"), None, later(1, 1), None),  # the user does not wait
+        (UserError("the disk is full"), Node("log_monitor"), lambda: None, None),
+    ],
+)
+def test_what_is_behind_an_error(error: Exception, node: Any, died: Any, said: str | None) -> None:
+    found = loss_behind(error, node, died, "rank")
+    if said is None:
+        assert found is None
+    else:
+        with pytest.raises(WorkerLostError, match=said):
+            raise found

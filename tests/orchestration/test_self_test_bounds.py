@@ -1,0 +1,78 @@
+"""What a self-test lets pass: in one layout bits, in another what rounding makes of the same numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from support.models import random_batch
+
+from megatron_stare.errors import DataError
+from megatron_stare.orchestration.groups import StateProof
+from megatron_stare.orchestration.self_test import FILE, LONGEST, SEQUENCES, SelfTest, canary_of, differences
+
+SAVED = StateProof({"policy": [-1.0, -2.0, -0.5]}, {"optimizer: m": [3.0, 2.0]}, {"steps of Adam": 4.0})
+
+
+def moved(by: float) -> StateProof:
+    return replace(SAVED, log_probs={"policy": [-1.0, -2.0 + by, -0.5]})
+
+
+@pytest.mark.parametrize(
+    ("by", "same_layout", "dtype", "passes"),
+    [
+        (0.0, True, "float32", True),
+        (1e-15, True, "float32", False),
+        (9e-6, False, "float32", True),
+        (1.1e-5, False, "float32", False),
+        (0.07, False, "bfloat16", True),  # a mean of 0.023
+        (0.08, False, "bfloat16", False),
+        (0.008, False, "float16", True),
+        (0.01, False, "float16", False),
+        (1e-4, True, "bfloat16", False),
+        (math.nan, False, "float32", False),
+        (math.nan, False, "bfloat16", False),
+    ],
+)
+def test_log_probs(by: float, same_layout: bool, dtype: str, passes: bool) -> None:
+    found = differences(SAVED, moved(by), same_layout=same_layout, dtype=dtype)
+    assert found == [] if passes else found[0].startswith("log-probs of the policy differ at 1 of 3 tokens")
+
+
+def test_sums_and_counts_in_any_layout() -> None:
+    near = replace(SAVED, sums={"optimizer: m": [3.0 * (1 + 1e-10), 2.0]})
+    far = replace(SAVED, sums={"optimizer: m": [3.0, 2.0 * (1 + 1e-8)]})
+    fresh = replace(SAVED, counts={"steps of Adam": 0.0})
+    less, more = replace(SAVED, sums={}), replace(SAVED, sums={**SAVED.sums, "policy: w": [1.0, 1.0]})
+    for same in (True, False):
+        assert differences(SAVED, near, same_layout=same, dtype="float32") == []
+        for wrong, said in [
+            (far, "optimizer: m has the squared norm 2.00000002, 2 was saved"),
+            (fresh, "steps of Adam: 4 were saved, 0 are there"),
+            (less, "optimizer: m is not there"),
+            (more, "policy: w was not saved"),
+            (replace(SAVED, log_probs={}), "log-probs of the policy cannot be computed"),
+        ]:
+            assert differences(SAVED, wrong, same_layout=same, dtype="float32") == [said]
+
+
+def test_a_run_whose_weights_are_nan_is_as_it_was() -> None:
+    nan = StateProof({"policy": [math.nan]}, {"policy: w": [math.nan, math.nan]}, {})
+    assert differences(nan, nan, same_layout=True, dtype="float32") == []
+    assert differences(nan, replace(nan, sums={"policy: w": [1.0, 1.0]}), same_layout=True, dtype="float32")
+
+
+def test_the_canary_is_small_and_of_different_prompts() -> None:
+    batch = random_batch(3, size=8)
+    found = canary_of(batch)
+    assert 1 < len(found) <= SEQUENCES and all(1 < len(each) <= LONGEST for each in found)
+    whole = [part.tolist() for part in batch.tokens.split(batch.lengths.tolist())]
+    assert [each in whole for each in found] == [True] * len(found)
+
+
+def test_what_is_no_self_test_is_named(tmp_path) -> None:
+    assert SelfTest.read(tmp_path) is None
+    (tmp_path / FILE).write_text("{}")
+    with pytest.raises(DataError, match="the self-test cannot be read"):
+        SelfTest.read(tmp_path)

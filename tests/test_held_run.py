@@ -1,0 +1,136 @@
+"""What ends a session for good and what does not. Sessions are functions here; directory, lock and files are real."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support.runs import ROOT, SMALL
+
+from megatron_stare.config.load import load_config
+from megatron_stare.errors import ConfigError, NonFiniteError, UserError
+from megatron_stare.interruption import interruptible
+from megatron_stare.recovery import RESTARTS_FILE
+from megatron_stare.rollout.agreement import AgreementError
+from megatron_stare.rollout.engine import EngineLostError
+from megatron_stare.rollout.health import NoEngineError
+from megatron_stare.run.held_run import HeldRun
+from megatron_stare.run.opening import Inputs, read_inputs
+from megatron_stare.run.resuming import check_resume
+from megatron_stare.run_state import RunState
+from megatron_stare.workers import WorkerLostError, WorkerSilentError
+
+ALONE = {**SMALL, "runtime.runner": "inline", "parallel.tensor": 1, "eval.prompts": 0, "recovery.back_off_s": 0}
+LOST = (
+    WorkerLostError("a rank died"),
+    EngineLostError("gone"),
+    NoEngineError("none is left"),
+    WorkerSilentError("late"),
+)
+FOR_GOOD = (
+    UserError("the disk is full"),
+    ConfigError("no such setting"),
+    NonFiniteError("three in a row"),
+    AgreementError("they differ"),
+    RuntimeError("a fault of ours"),
+)
+
+
+@contextlib.contextmanager
+def held(folder: Path, resume: bool = False, **settings: object):
+    overrides = [f"{key}={value}" for key, value in {**ALONE, "run.dir": folder / "run", **settings}.items()]
+    config = load_config(ROOT / "configs/quickstart.yaml", [f"model.path={ROOT / 'assets/tiny-adder'}", *overrides])
+    inputs = read_inputs(config)
+    with HeldRun(config, inputs, resume=resume, from_step=None, dump_step=None) as run:
+        run.first = inputs
+        yield run
+
+
+def sessions(
+    run: HeldRun, *ends: tuple[int, Exception] | None, came_up: bool = True, seen: list | None = None
+) -> Callable[[Inputs], list]:
+    """A function that plays sessions: the step that each comes to, and what ends it; None: it is the last. What it
+    gives says of each whether it was to continue a checkpoint, and what it was given."""
+    seen = [] if seen is None else seen
+
+    def session(inputs: Inputs) -> list[tuple[bool, Inputs]]:
+        seen.append((run.resumes, inputs))
+        with pytest.raises(UserError, match="another process is running"):
+            check_resume(inputs.config)  # held all the time
+        end = ends[len(seen) - 1]
+        if end is None:
+            return seen
+        run.state = RunState(step=end[0])
+        if came_up:
+            run.opened()
+        raise end[1]
+
+    return session
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "run" / RESTARTS_FILE).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("error", LOST, ids=lambda error: type(error).__name__)
+def test_what_is_lost_opens_the_run_again(tmp_path: Path, error: Exception, capsys) -> None:
+    with held(tmp_path) as run:
+        seen = run.until_done(run.first, sessions(run, (1, error), (12, error), None))
+        assert run.metrics() == {"restarts/run": 2.0}
+    assert [resumes for resumes, _ in seen] == [False, True, True]
+    # what has a place in its data, or a file that is closed, is made anew
+    assert len({id(inputs.source) for _, inputs in seen}) == 3
+    assert len({id(sink) for _, inputs in seen for sink in inputs.sinks.values()}) == 3 * len(run.first.sinks)
+    assert [(row["by"], row["step"], row["why"]) for row in rows(tmp_path)] == [
+        ("driver", 1, str(error)),
+        ("driver", 12, str(error)),
+    ]
+    assert "opened again in 0 s (1 of 3)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", FOR_GOOD, ids=lambda error: type(error).__name__)
+def test_what_would_come_again_ends_it(tmp_path: Path, error: Exception) -> None:
+    with pytest.raises(type(error)) as raised, held(tmp_path) as run:
+        run.until_done(run.first, sessions(run, (5, error)))
+    assert raised.value is error
+    assert not (tmp_path / "run" / RESTARTS_FILE).exists()
+    assert (tmp_path / "run/config.yaml").exists()  # it had made steps
+
+
+@pytest.mark.parametrize(
+    ("error", "again"), [(WorkerLostError("killed as it started"), True), *((each, False) for each in LOST[1:])]
+)
+def test_what_never_came_up_is_more_likely_asked_for_wrongly(tmp_path: Path, error: Exception, again: bool) -> None:
+    """A process that died is not: it is tried again, a bounded number of times. Then nothing is left."""
+    played: list[tuple[bool, Inputs]] = []
+    with pytest.raises(type(error)), held(tmp_path) as run:
+        run.until_done(run.first, sessions(run, *[(0, error)] * 4, came_up=False, seen=played))
+    assert len(played) == (4 if again else 1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_bound_is_that_of_the_configuration(tmp_path: Path) -> None:
+    lost = [(step, WorkerLostError(f"after {step}")) for step in (5, 3, 6, 20, 20, 21)]
+    with pytest.raises(WorkerLostError, match="after 21"), held(tmp_path, **{"recovery.attempts": 2}) as run:
+        run.until_done(run.first, sessions(run, *lost[:2], *lost[3:]))
+    assert [row["step"] for row in rows(tmp_path)] == [5, 3, 20, 20]
+    with (
+        pytest.raises(WorkerLostError, match="after 5"),
+        held(tmp_path, resume=True, **{"recovery.attempts": 0}) as run,
+    ):
+        run.until_done(run.first, sessions(run, lost[0]))
+    assert len(rows(tmp_path)) == 4
+
+
+def test_a_signal_between_two_sessions_says_how_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megatron_stare.run.held_run.time", SimpleNamespace(sleep=interrupted))
+    with interruptible() as interruption, pytest.raises(KeyboardInterrupt), held(tmp_path) as run:
+        run.until_done(run.first, sessions(run, (7, WorkerLostError("a rank died"))))
+    assert (interruption.standing.step, interruption.standing.run_dir) == (7, tmp_path / "run")

@@ -1,0 +1,85 @@
+"""What prompts are made with is known again, and anything else is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.runs import ROOT
+
+from megatron_stare.config.load import load_config
+from megatron_stare.data.prompt_source import make_source
+from megatron_stare.errors import DataError
+from megatron_stare.rollout.model_folder import load_tokenizer
+from megatron_stare.run.prompt_inputs import prompt_inputs, refuse_other_inputs
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}="
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model folder with a chat template, and data with a system prompt."""
+    shutil.copytree(ROOT / "assets/tiny-adder", tmp_path / "model")
+    set_template(tmp_path, TEMPLATE)
+    set_system(tmp_path, "1+1=2 ")
+    return tmp_path
+
+
+def set_template(folder: Path, template: str) -> None:
+    file = folder / "model/tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
+
+
+def set_system(folder: Path, system: str) -> None:
+    rows = [
+        {
+            "prompt": [{"role": "system", "content": system}, {"role": "user", "content": f"{n}+2"}],
+            "answer": str(n + 2),
+        }
+        for n in range(8)
+    ]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def inputs(folder: Path) -> tuple[dict[str, str], Any]:
+    data = f"data={{source: jsonl, path: {folder}/train.jsonl, chat_template: true}}"
+    config = load_config(ROOT / "configs/quickstart.yaml", [f"model.path={folder}/model", "eval.prompts=0", data])
+    tokenizer = load_tokenizer(config.model.path)
+    source = make_source(config, tokenizer, "train")
+    before = source.state()
+    found = prompt_inputs(config, tokenizer, source)
+    assert source.state() == before
+    return found, config
+
+
+def test_the_same_files_are_known_again(folder: Path) -> None:
+    first, config = inputs(folder)
+    assert {"tokenizer.json", "tokenizer_config.json", "chat template", "first prompt"} <= first.keys()
+    again, _ = inputs(folder)
+    refuse_other_inputs(first, again, config)
+    refuse_other_inputs({}, again, config)  # of a release that saved none
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (
+            lambda folder: set_template(folder, TEMPLATE + "+"),
+            {"tokenizer_config.json", "chat template", "first prompt"},
+        ),
+        (lambda folder: set_system(folder, "2+2=4 "), {"first prompt"}),
+        (lambda folder: (folder / "model/added_tokens.json").write_text("{}"), {"added_tokens.json"}),
+    ],
+    ids=["chat-template", "system-prompt", "tokenizer"],
+)
+def test_others_are_named(folder: Path, change: Any, named: set[str]) -> None:
+    before, config = inputs(folder)
+    change(folder)
+    now, _ = inputs(folder)
+    assert {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)} == named
+    for name in named:  # each by itself
+        with pytest.raises(DataError, match=f"{name} is (another|new) since the run was begun"):
+            refuse_other_inputs(before, {**before, **{name: now[name]}}, config)

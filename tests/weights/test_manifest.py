@@ -1,0 +1,117 @@
+"""The sums of a checkpoint's files: of the bytes that are written, and held against those that are there."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_stare.errors import DataError
+from megatron_stare.weights.manifest import (
+    MANIFEST,
+    Sum,
+    SummedFile,
+    check_bytes,
+    check_lengths,
+    put,
+    read_manifest,
+    shares,
+    write_manifest,
+)
+
+CONTENT = bytes(range(256)) * 18_000  # 4.6 MB: it is read in several pieces
+
+
+def test_a_file_is_summed_as_it_is_written(tmp_path: Path) -> None:
+    with SummedFile(tmp_path / "file") as file:
+        for piece in (b"abc", memoryview(CONTENT), bytearray(b"x"), torch.arange(3, dtype=torch.float64).numpy()):
+            file.write(piece)
+        torch.save(torch.arange(1000), file)
+        with pytest.raises(OSError, match="written twice"):
+            file.seek(0)
+    content = (tmp_path / "file").read_bytes()
+    assert content[:3] == b"abc" and len(content) > len(CONTENT) + 8000
+    want = Sum(len(content), hashlib.sha256(content).hexdigest())
+    assert file.sum() == want == Sum.of_file(tmp_path / "file") == Sum.of(content)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> tuple[Path, dict[str, Sum]]:
+    sums = {name: put(tmp_path / name, content) for name, content in [("a", CONTENT), ("b", b"b"), ("c", b"")]}
+    write_manifest(tmp_path, sums)
+    return tmp_path, sums
+
+
+def test_what_is_as_it_was_written_passes(checkpoint: tuple[Path, dict[str, Sum]]) -> None:
+    folder, sums = checkpoint
+    assert read_manifest(folder) == sums
+    check_lengths(folder, sums)
+    check_bytes(folder, sums, threads=2)
+    (folder / MANIFEST).unlink()
+    assert read_manifest(folder) is None
+
+
+@pytest.mark.parametrize("at", [0, 1, 2**22, len(CONTENT) - 1])
+def test_one_flipped_bit_is_seen(checkpoint: tuple[Path, dict[str, Sum]], at: int) -> None:
+    folder, sums = checkpoint
+    damaged = bytearray(CONTENT)
+    damaged[at] ^= 1
+    (folder / "a").write_bytes(damaged)
+    check_lengths(folder, sums)
+    check_bytes(folder, {name: sums[name] for name in "bc"})
+    with pytest.raises(DataError, match="damaged: its SHA-256 is") as raised:
+        check_bytes(folder, sums, threads=2)
+    assert raised.value.where == str(folder / "a")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda file: file.write_bytes(CONTENT[:-1]), "cut short: 4,607,999 of 4,608,000 bytes are there"),
+        (lambda file: file.write_bytes(CONTENT + b"x"), "longer than it was written"),
+        (Path.unlink, "a file of the checkpoint is missing"),
+    ],
+)
+def test_a_file_of_another_length_is_named(
+    checkpoint: tuple[Path, dict[str, Sum]], change: Callable[[Path], object], said: str
+) -> None:
+    folder, sums = checkpoint
+    change(folder / "a")
+    with pytest.raises(DataError, match=said) as raised:
+        check_lengths(folder, sums)
+    assert raised.value.where == str(folder / "a")
+
+
+def test_damaged_sums_are_not_taken_for_sums(checkpoint: tuple[Path, dict[str, Sum]]) -> None:
+    """Every flip of one bit of the list either leaves what it says as it is, or is seen."""
+    folder, sums = checkpoint
+    whole = (folder / MANIFEST).read_bytes()
+    found = []
+    for at in range(0, len(whole), 7):
+        damaged = bytearray(whole)
+        damaged[at] ^= 2
+        (folder / MANIFEST).write_bytes(damaged)
+        with contextlib.suppress(DataError):
+            found.append(read_manifest(folder))
+    assert all(each == sums for each in found)
+    assert len(found) < len(whole) / 7 / 2  # those of spaces between entries
+    tree = json.loads(whole)
+    del tree["files"]["a"]
+    (folder / MANIFEST).write_text(json.dumps(tree))
+    with pytest.raises(DataError, match="its own checksum is another"):
+        read_manifest(folder)
+
+
+def test_each_file_is_dealt_to_one_rank_in_shares_of_like_size() -> None:
+    sizes = [900, 10, 500, 400, 480, 20, 430, 60]
+    sums = {f"__{n}": Sum(size, "") for n, size in enumerate(sizes)}
+    dealt = shares(sums, 3)
+    assert sorted(name for share in dealt for name in share) == sorted(sums)
+    assert [sum(each.size for each in share.values()) for share in dealt] == [960, 920, 920]
+    assert shares(sums, 3) == shares(dict(reversed(sums.items())), 3)  # all ranks deal alike
+    assert shares({}, 2) == [{}, {}]
