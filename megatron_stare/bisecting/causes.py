@@ -79,7 +79,7 @@ def contradictions(config: Config, method: Method, record: Sequence[Mapping[str,
         record: metrics by step.
     """
     read = isinstance(method, Stare) and method.gate == "batch" and method.gate_entropy == "response"
-    if not (read and has_gate(method) and config.statistics.gate == "exact"):
+    if not (read and has_gate(method)) or config.skips_log_prob_pass:
         return {}
     for row in record:
         entropy, target, gate = (row.get(name, math.nan) for name in ("entropy/mean", "entropy/target", "stare/gate"))
