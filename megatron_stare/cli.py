@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_stare import __version__
+from megatron_stare.bisecting import bisect_command
 from megatron_stare.config.load import dump_yaml, load_config
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import UnusableCheckpointError, UserError
@@ -27,8 +28,9 @@ PROGRAM = "megatron-stare"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns the exit code: 0 done, 1 the doctor found a fault or a run does not go on, 2 a user
-    error, 75 a run that saved itself because it was asked to or out of time, 130 interrupted, 143 a run told to end."""
+    """Runs one command. Returns the exit code: 0 done, 1 the doctor or a bisection found a fault, or a run does not go
+    on, 2 a user error, 75 a run that saved itself because it was asked to or out of time, 130 interrupted, 143 a run
+    told to end."""
     args, rest = parser().parse_known_args(argv)
     # argparse takes positionals in one run only: overrides after an option come back as unknown
     if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
@@ -163,6 +165,18 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="findings as JSON")
     doctor.add_argument("--bandwidth", action="store_true", help="also measure an all-reduce, which takes some seconds")
     doctor.set_defaults(run=_doctor)
+
+    bisect = commands.add_parser(
+        "bisect",
+        help="make steps of a run again with one cause changed at a time, and say which one explains its record",
+        description="Makes steps S + 1 to T of RUN again from its checkpoint of step S: unchanged, which must give the "
+        "record, and with gate, correction, staleness, layout and engine changed one at a time. Says which of them "
+        "moves entropy, agreement or reward, and which explains a record that the unchanged steps do not give. Exit "
+        "code 0: the record is what the configuration says; 1: it is not. See docs/bisect.md.",
+        epilog="example: megatron-stare bisect runs/my-run --from 100 --to 120",
+    )
+    bisect_command.add_arguments(bisect)
+    bisect.set_defaults(run=bisect_command.run_command)
 
     run_tool = commands.add_parser("tool", help="run one of the checks that come along")
     run_tool.add_argument("tool", choices=TOOLS, metavar="TOOL", help=", ".join(TOOLS))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 
@@ -63,6 +63,27 @@ class RewardFailureError(UserError):
 
 class NonFiniteError(UserError):
     """A loss or gradient is not finite; the optimizer was not stepped."""
+
+
+class GuardError(UserError):
+    """A figure of a step is out of the bounds that the run was given."""
+
+
+class RollBack(Exception):
+    """A run is to go on from its newest checkpoint, and leave some prompts out.
+
+    Args:
+        step: whose figures are the reason.
+        why: what was measured.
+        prompts: cursors of those to be left out.
+    """
+
+    def __init__(self, step: int, why: str, prompts: Sequence[int]) -> None:
+        super().__init__(step, why, prompts)
+        self.step, self.why, self.prompts = step, why, tuple(prompts)
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.why}"
 
 
 def unknown_name(key: str, known: Iterable[str], where: str) -> ConfigError:

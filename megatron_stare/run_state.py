@@ -22,12 +22,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO
+from typing import IO, Any
 
 from megatron_stare.config.formats import FIRST_WITH_CHECKSUMS, FORMAT, KEY, run_state_up_to_date
 from megatron_stare.config.load import dump_yaml
 from megatron_stare.config.schema import Config
-from megatron_stare.errors import DataError, UserError
+from megatron_stare.errors import DataError, RollBack, UserError
 from megatron_stare.observability.run_files import LOCK_FILE
 from megatron_stare.weights import manifest
 from megatron_stare.weights.manifest import Sum
@@ -36,6 +36,7 @@ from megatron_stare.weights.torch_dist import check_files
 
 CONFIG = "config.yaml"
 PLACEMENT = "placement.txt"
+ROLLBACKS = "rollbacks.json"
 RUN_STATE = "run_state.json"  # of a checkpoint
 KEPT = "kept_responses.safetensors"  # likewise, where responses were under way
 
@@ -50,9 +51,15 @@ class RunState:
     step: int = 0
     data: dict[str, int] = field(default_factory=dict)  # of the prompt source
     method: dict[str, float] = field(default_factory=dict)  # of the algorithm: gate, controllers
-    skipped: int = 0  # consecutive updates that were not taken, because the gradient was not finite
+    skipped: int = 0  # consecutive updates that were not taken, because loss or gradient was not finite
+    rollbacks: list[dict[str, Any]] = field(default_factory=list)  # of the run, oldest first; see RunDir.note_rollback
     inputs: dict[str, str] = field(default_factory=dict)  # digests of what prompts are made with; {}: not known
     kept: bytes = b""  # responses under way, of prompts that `data` counts as taken; a file of its own in a checkpoint
+
+    @property
+    def left_out(self) -> frozenset[int]:
+        """Cursors of the prompts that rollbacks took out of the data."""
+        return frozenset(cursor for each in self.rollbacks for cursor in each["prompts"])
 
     def to_json(self) -> str:
         """All but `kept`."""
@@ -157,6 +164,34 @@ class RunDir:
         temporary.write_text(dump_yaml(config))
         sync_entry(temporary)
         os.replace(temporary, self.path / CONFIG)
+
+    def note_rollback(self, before: Sequence[dict[str, Any]], back: RollBack) -> None:
+        """Adds one to those of the run: its step, why, and the cursors of the prompts that are left out from then on.
+        A checkpoint holds those before it; this file holds them until the next one does.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        rows = [*before, {"step": back.step, "why": back.why, "prompts": list(back.prompts)}]
+        temporary = self.path / f".{ROLLBACKS}.tmp"
+        try:
+            temporary.write_text(json.dumps(rows, indent=2))
+            sync_entry(temporary)
+            os.replace(temporary, self.path / ROLLBACKS)
+        except OSError as error:
+            raise UserError(
+                f"a rollback could not be noted ({error.strerror})", where=str(self.path / ROLLBACKS)
+            ) from error
+
+    def rollbacks(self) -> list[dict[str, Any]]:
+        """Those of the run, oldest first. Raises DataError where the file is damaged."""
+        file = self.path / ROLLBACKS
+        try:
+            return json.loads(file.read_text()) if file.exists() else []
+        except ValueError as error:
+            raise DataError(
+                "not the rollbacks of a run", where=str(file), fix="remove it; the newest checkpoint may hold them"
+            ) from error
 
     def record_placement(self, lines: Sequence[str]) -> None:
         """Keeps where ranks and engines were placed; nothing, where there was nothing to choose."""

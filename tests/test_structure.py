@@ -72,6 +72,7 @@ LEVELS = {
     "run.held_run": 8,
     "run.session": 9,
     "run.eval_command": 8,
+    "bisecting": 10,
     "run.views": 8,
     "train": 10,
     "cli": 11,

@@ -18,6 +18,8 @@ from support.runs import ROOT, metrics, model, train
 
 from megatron_stare.config.load import load_config
 from megatron_stare.errors import NonFiniteError
+from megatron_stare.megatron.not_finite import NotFinite
+from megatron_stare.orchestration.guarded_batches import read_guarded, step_folder
 from megatron_stare.orchestration.policy_trainer import PolicyTrainer
 from megatron_stare.orchestration.updates import UpdateResult, combined, skipped_after
 from megatron_stare.records.token_numbers import TokenNumbers
@@ -94,6 +96,7 @@ def test_overflows_have_no_say_in_averages() -> None:
         "ratio/first_max_abs_log": 0.0,
         "entropy/mean": 0.5,
         "optimizer/grad_norm": 3.0,
+        "optimizer/grad_norm_max": 3.0,
         "optimizer/loss_scale": 2.0,
         "loss/tokens": 40.0,
         "update/finite": 1.0,
@@ -102,6 +105,18 @@ def test_overflows_have_no_say_in_averages() -> None:
         "update/count": 1.0,
     }
     assert combined([skipped]) == {**skipped.metrics, "update/count": 0.0}
+
+
+def test_of_several_updates_the_largest_norm_is_kept_and_those_held_back_are_counted() -> None:
+    """A spike of one of them would be lost in the mean, and one that is not finite is no norm."""
+    norms = (1.0, 8.0, math.nan)
+    updates = [
+        update(math.isfinite(norm), **{"optimizer/grad_norm": norm, "update/held": float(norm == 8.0)})
+        for norm in norms
+    ]
+    found = combined(updates)
+    assert (found["optimizer/grad_norm_max"], found["update/held"], found["update/count"]) == (8.0, 1.0, 1.0)
+    assert "optimizer/grad_norm_max" not in combined(updates[:1])
 
 
 def test_three_updates_in_a_row_that_were_not_taken_stop_the_run() -> None:
@@ -124,7 +139,9 @@ class Ranks:
     def measure(self, state: dict[str, float]) -> None:
         self.asked.append(f"measure at {state['gate']}")
 
-    def update(self, number: int, dump_to: str | None = None, watched: Sequence[int] = ()) -> UpdateResult:
+    def update(
+        self, number: int, dump_to: str | None = None, watched: Sequence[int] = (), norm_limit: float = math.inf
+    ) -> UpdateResult:
         self.asked.append(f"update {number}" + (f" to {dump_to}" if dump_to else ""))
         self.watched = [*watched]
         return replace(update(self.finite[number]), state={"gate": float(number)})
@@ -162,6 +179,34 @@ def test_a_step_of_the_driver(tmp_path: Path) -> None:
     ]
     assert [(metrics["agreement/step"], metrics["update/finite"]) for metrics in found] == [(1.0, 0.0), (2.0, 0.0)]
     assert (state.method, state.skipped) == ({"gate": 1.0}, 0)  # as the last update left it
+
+
+def test_a_loss_scale_that_was_too_large_is_no_event_of_the_guards(tmp_path: Path) -> None:
+    """Nothing is asked of the ranks, nothing written; a gradient that is not finite itself is."""
+    config = load_config(ROOT / "configs/quickstart.yaml", [model(), "batch={prompts: 4, mini_batch_prompts: 2}"])
+
+    class Scaled(Ranks):
+        def update(self, number: int, *_: object) -> UpdateResult:
+            return update(self.finite[number], skipped=self.finite[number])
+
+        def not_finite(self) -> list[NotFinite]:
+            self.asked.append("not_finite")
+            return []
+
+        def log_probs(self) -> torch.Tensor:
+            return torch.zeros(int(batch.response_lengths.sum()))
+
+    agreement: Any = SimpleNamespace(after_log_probs=lambda step: {})
+    batch = replace(random_batch(3, size=4), step=1)
+    for finite, asked in (([True, True], 0), ([True, False], 1)):
+        ranks: Any = Scaled(finite)
+        place = tmp_path / str(asked)
+        trainer = PolicyTrainer(
+            config, ranks, RunState(method={"gate": 1.0}), agreement, lambda _: contextlib.nullcontext(), events=place
+        )
+        trainer.step(batch)
+        assert ranks.asked.count("not_finite") == asked and place.exists() == bool(asked)
+    assert read_guarded(step_folder(tmp_path / "1", 1)).why == "loss or gradient of update 1 is not finite"
 
 
 def test_only_what_is_written_out_is_watched() -> None:

@@ -78,18 +78,20 @@ def page() -> str:
         section = info.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
             parts.append(f"## {name}\n\n{(section.__doc__ or '').strip()}\n\n{table(section)}")
-            for key, each in listed(section).items():
+            for key, each in inner(section).items():
                 parts.append(f"### {name}.{key}\n\n{(each.__doc__ or '').strip()}\n\n{table(each)}")
     return "\n".join(parts)
 
 
-def listed(section: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """The keys of a section that hold lists of sections, and what stands in them."""
+def inner(section: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """The keys of a section that hold sections, or lists of them, and what stands there."""
     found = {}
     for key, info in section.model_fields.items():
-        inner = next(iter(get_args(info.annotation)), None) if get_origin(info.annotation) is list else None
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            found[key] = inner
+        held = info.annotation
+        if get_origin(held) is list:
+            held = next(iter(get_args(held)), None)
+        if isinstance(held, type) and issubclass(held, BaseModel):
+            found[key] = held
     return found
 
 
@@ -113,6 +115,8 @@ def kind(info: FieldInfo) -> str:
         return "list of sections" if issubclass(inner, BaseModel) else f"list of {NAMES.get(inner, str(inner))}"
     if get_origin(annotation) is dict:
         return "text by name"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
     options = get_args(annotation) or (annotation,)
     bounds = [b for b in (bound(m) for m in info.metadata) if b]
     return " or ".join(NAMES.get(option, str(option)) for option in options) + (
@@ -131,6 +135,8 @@ def spelled(value: Any) -> str:
     """As YAML writes it."""
     if value is None:
         return "null"
+    if isinstance(value, BaseModel):
+        return "{" + ", ".join(f"{key}: {spelled(each)}" for key, each in value) + "}"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatron_stare"
 PAGE = ROOT / "docs" / "metrics.md"
 # metrics and settings, in a cell
-NAMED = re.compile(rf"\b(?:[a-z_]+/[a-z][a-z_0-9]*|(?:{'|'.join(Config.model_fields)})\.[a-z_0-9]+)\b")
+NAMED = re.compile(rf"\b(?:[a-z_]+/[a-z][a-z_0-9]*|(?:{'|'.join(Config.model_fields)})(?:\.[a-z_0-9]+)+)\b")
 
 INTRO = """# Metrics
 

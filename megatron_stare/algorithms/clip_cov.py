@@ -64,9 +64,14 @@ class ClipCov(Grpo):
     def asks(self, batch: TokenBatch, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
         asked = dict(mean_requests(kept))
         if "cov/tokens" in known:
-            ticket = uniform(self.seed, kept.step, kept.index)
-            asked["drawn"] = TopK(ticket, kept.index, self.drawable(kept, known), count=budget(known, self.share))
+            asked["drawn"] = TopK(
+                self.tickets(kept), kept.index, self.drawable(kept, known), count=budget(known, self.share)
+            )
         return asked
+
+    def tickets(self, batch: TokenBatch) -> Tensor:
+        """[N] the draw of every token, which is its own in every layout."""
+        return uniform(self.seed, batch.step, batch.index)
 
     def candidates(self, batch: TokenBatch, known: Statistics) -> Tensor:
         """[N] bool, by covariance alone."""
@@ -87,6 +92,7 @@ class ClipCov(Grpo):
 
     def policy_loss(self, batch: TokenBatch, statistics: Statistics, state: State) -> TokenTerms:
         base = super().policy_loss(batch, statistics, state)
-        ticket = uniform(self.seed, batch.step, batch.index)
-        drawn = threshold(statistics, "drawn").select(ticket, batch.index, self.drawable(batch, statistics))
+        drawn = threshold(statistics, "drawn").select(
+            self.tickets(batch), batch.index, self.drawable(batch, statistics)
+        )
         return TokenTerms(torch.where(drawn, 0.0, base.loss), {**base.shares, "clip_cov/share": drawn})

@@ -9,6 +9,9 @@ from megatron_stare.config.schema import Config, SGLangConfig
 # settings of servers that were started elsewhere, as far as they say how a run treats them
 _OF_OTHERS = ("dtype", "sync", "sync_folder", "seeds", "agreement_limit", "canary_prompts")
 
+# sections that only an engine in front of servers may have, see Config
+OF_SERVERS = ("sglang",)
+
 
 def engines_alone(config: Config, folder: str | None = None) -> Config:
     """Engines that share no device with a trainer, and name nothing that only a trainer asks for.

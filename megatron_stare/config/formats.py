@@ -38,6 +38,11 @@ def _cache_of_the_device(config: Tree) -> Tree:
     return {**config, "sglang": {name: value for name, value in sglang.items() if name != "cache_tokens"}}
 
 
+def _without_rollbacks(run_state: Tree) -> Tree:
+    """No run of the fourth format went back to a checkpoint by itself."""
+    return {**run_state, "rollbacks": []}
+
+
 def without_former_defaults(config: Tree) -> Tree:
     """Without what earlier releases wrote down of servers beside an engine that has none; files without a number, which
     a user gives, may have been taken from such a run."""
@@ -64,6 +69,7 @@ UPGRADES = (
     Upgrade(config=_servers_that_are_used),  # from 1, which had no number
     Upgrade(config=_cache_of_the_device),  # from 2
     Upgrade(run_state=_of_unknown_inputs),  # from 3
+    Upgrade(run_state=_without_rollbacks),  # from 4
 )
 FORMAT = 1 + len(UPGRADES)
 FIRST_WITH_CHECKSUMS = 4  # format of the checkpoints that have a list of them

@@ -12,6 +12,7 @@ from megatron_stare.config.black_box_section import BlackBoxConfig
 from megatron_stare.config.checkpoint_section import CheckpointConfig
 from megatron_stare.config.data_section import DataConfig
 from megatron_stare.config.eval_section import EvalConfig
+from megatron_stare.config.guards_section import GuardsConfig
 from megatron_stare.config.limits_section import LimitsConfig
 from megatron_stare.config.memory_section import MemoryConfig
 from megatron_stare.config.moe_section import MoeConfig
@@ -379,6 +380,7 @@ class Config(Section):
     runtime: RuntimeConfig = RuntimeConfig()
     limits: LimitsConfig = LimitsConfig()
     restarts: RestartsConfig = RestartsConfig()
+    guards: GuardsConfig = GuardsConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     services: ServicesConfig = ServicesConfig()
     black_box: BlackBoxConfig = BlackBoxConfig()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from megatron_stare.batch import Prompt
 from megatron_stare.data.prompt_source import PromptSource
 
 
 class PromptQueue:
-    """Prompts of a source in its order, each used once: one that was given back is the next to be taken.
+    """Prompts of a source in its order, each used once: one that was given back is the next to be taken. Some may be
+    left out: they are passed over when their turn comes.
 
     Its state is the source's before the first prompt that is not used yet, so that what waits here need not be saved.
     """
@@ -18,6 +20,7 @@ class PromptQueue:
         self._source = source
         self._last: list[tuple[dict[str, int], Prompt]] = []  # of the last call of `take`: the state before, the prompt
         self._back: deque[tuple[dict[str, int], Prompt]] = deque()
+        self._left_out: frozenset[int] = frozenset()
 
     @property
     def problems(self) -> int | None:
@@ -46,7 +49,13 @@ class PromptQueue:
         self._last.clear()
         self._back.clear()
 
+    def leave_out(self, cursors: Iterable[int]) -> None:
+        """Prompts of these cursors are never given, before or after a restore."""
+        self._left_out |= frozenset(cursors)
+
     def _new(self) -> tuple[dict[str, int], Prompt]:
-        before = dict(self._source.state())
-        (prompt,) = self._source.take(1)
-        return before, prompt
+        while True:
+            before = dict(self._source.state())
+            (prompt,) = self._source.take(1)
+            if prompt.cursor not in self._left_out:
+                return before, prompt

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors.torch import save_file
@@ -26,12 +27,13 @@ def write_tensors(folder: Path, weights: Mapping[str, Tensor], gradients: Mappin
     save_file({name: g.to(torch.float32) for name, g in gradients.items()}, folder / "gradients.safetensors")
 
 
-def write_batch(folder: Path, batch: RolloutBatch) -> None:
+def write_batch(folder: Path, batch: RolloutBatch, more: Mapping[str, Tensor] = MappingProxyType({})) -> None:
     """Writes batch.safetensors.
 
     Args:
         batch: with advantages. Its columns keep their names, but `loss_mask` is called `sampled`; the versions of the
             weights are written out, one a response position. With `experts` where it names them.
+        more: further columns, by name.
     """
     folder.mkdir(parents=True, exist_ok=True)
     assert batch.advantages is not None
@@ -52,6 +54,7 @@ def write_batch(folder: Path, batch: RolloutBatch) -> None:
     columns |= {name: getattr(batch, name) for name in (*as_they_are, "advantages")}
     if batch.experts is not None:
         columns["experts"] = batch.experts
+    columns |= more
     save_file({name: column.contiguous() for name, column in columns.items()}, folder / "batch.safetensors")
 
 

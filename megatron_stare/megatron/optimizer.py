@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -76,19 +77,21 @@ class Outcome:
     """What became of an optimizer step.
 
     grad_norm: before clipping, of the gradient itself, not of the scaled one.
-    finite: whether it was; true where only its scaled form was not.
+    finite: whether it and the loss were; true where only its scaled form was not.
     empty: no token of the batch had a loss.
     skipped: the loss scale was too large for float16, and is the next update's again, or smaller.
+    held: the gradient norm was above what was allowed.
     """
 
     grad_norm: float
     finite: bool = True
     empty: bool = False
     skipped: bool = False
+    held: bool = False
 
     @property
     def taken(self) -> bool:
-        return self.finite and not self.empty and not self.skipped
+        return self.finite and not (self.empty or self.skipped or self.held)
 
 
 def take_step(
@@ -98,27 +101,35 @@ def take_step(
     *,
     empty: Tensor | None,
     loss_not_finite: Tensor | None,
+    norm_limit: float = math.inf,
 ) -> Outcome:
-    """Clips and steps, unless the gradient is not finite or the batch is empty: then optimizer and schedule stay as
-    they are. All ranks must call it.
+    """Clips and steps, unless loss or gradient is not finite, the batch is empty or the norm above its limit: then
+    optimizer and schedule stay as they are. All ranks must call it, and all decide the same: by the norm over all
+    parameters, and by flags that are reduced over all ranks.
 
     Args:
         empty: 0-dim bool, whether no token of the batch had a loss; None on ranks that do not know.
         loss_not_finite: 0-dim bool, whether this rank's part of the loss is not; None on ranks that do not know.
+        norm_limit: a step whose gradient norm before clipping is above it is held back.
     """
     with backend():
         overflow = optimizer.prepare_grads()  # all ranks say the same; without a loss scale none looks
-        norm = float(optimizer.get_grad_norm())  # without a loss scale, the one value a step reads from the device
+        norm = float(optimizer.get_grad_norm())
         scale = loss_scale_of(optimizer)
+        lost = _on_any_rank(loss_not_finite)  # a loss may be lost to clipping, and leave a gradient that is finite
         if overflow or not norm < float("inf"):  # NaN too
             # the scale is to blame only where the loss is finite and a smaller scale is left to try
-            if scale is None or _on_any_rank(loss_not_finite) or scale.exhausted:
+            if scale is None or lost or scale.exhausted:
                 return Outcome(norm, finite=False)
             scale.settle(overflow=True)
             return Outcome(norm, skipped=True)
+        if lost:
+            return Outcome(norm, finite=False)
         # an empty batch has a gradient of 0, which all ranks see: only then need they ask those that know
         if norm == 0 and _on_any_rank(empty):
             return Outcome(norm, empty=True)
+        if norm > norm_limit:
+            return Outcome(norm, held=True)
         scheduler.step(1)
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):  # experts have their own
             # precision-aware, gradients are not where autograd has them

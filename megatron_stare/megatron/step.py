@@ -6,6 +6,7 @@ mini-batch (gradient, clip, optimizer step). Pipeline stages but the last run th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -89,6 +90,7 @@ class Step:
         self.group: ProcessGroup | None = batch.layout.group
         self.measured: Measured | None = None
         self._objective: Objective | None = None  # of the update at hand; None but on the last stage
+        self.lost: Tensor | None = None  # [k] samples whose loss was not finite in the last update that was not taken
         self._numbers: list[TokenNumbers] = []  # of tokens that were asked for, an entry an update
         self._kept: list[Tensor] | None = [] if keeps_graph(config, batch.plan.micro_batches) else None
         self._routing: dict[str, Tensor] = {}  # how far the routers of the log-prob pass agree with the engine's
@@ -140,7 +142,7 @@ class Step:
             self.measured = replace(self.measured, forecast=found)
 
     def update(
-        self, number: int, dump_to: str | None, watched: Sequence[int] = ()
+        self, number: int, dump_to: str | None, watched: Sequence[int] = (), norm_limit: float = math.inf
     ) -> tuple[dict[str, float], dict[str, float]] | None:
         """Forward, backward, clip, optimizer step on one mini-batch; see Trainer.update."""
         policy = self._policy
@@ -172,7 +174,11 @@ class Step:
             self._config.optimizer.clip_grad,
             empty=self._method.empty(self._objective.statistics) if self._objective is not None else None,
             loss_not_finite=~logged["loss/policy"].isfinite().all() if self._objective is not None else None,
+            norm_limit=norm_limit,
         )
+        if not outcome.finite and self._objective is not None:
+            samples = self._objective.tokens.sequence[self._objective.rows]
+            self.lost = samples[~logged["loss/policy"].isfinite()].unique()
         if outcome.taken and number == 0 and self._measures_entropy():
             tokens = self._objective.tokens.select(self._objective.rows) if self._objective is not None else None
             metrics = {**metrics, **measured_change(policy.model, part, policy.head, tokens, self.group)}
@@ -184,6 +190,8 @@ class Step:
             "update/finite": float(outcome.finite),
             "update/empty": float(outcome.empty),
         }
+        if norm_limit < math.inf:
+            rates["update/held"] = float(outcome.held)
         if loss_scale is not None:
             rates |= {"update/skipped": float(outcome.skipped), "optimizer/loss_scale": float(loss_scale)}
         state = {name: float(x) for name, x in self.measured.next_state.items()}

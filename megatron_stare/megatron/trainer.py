@@ -6,6 +6,7 @@ in step.py; the weight stream hands the new weights to the engines.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from megatron_stare.megatron.head_choice import HeadChoice, choose_head, free_me
 from megatron_stare.megatron.hf_export import HfExport
 from megatron_stare.megatron.layout import join, leave
 from megatron_stare.megatron.model import build_policy, finish_gather, has_transformer_engine
+from megatron_stare.megatron.not_finite import NotFinite, OwnGradients, look
 from megatron_stare.megatron.offload import PARTS, DeviceState
 from megatron_stare.megatron.optimizer import build_optimizer
 from megatron_stare.megatron.optimizer_state import chain
@@ -80,6 +82,7 @@ class Trainer:
         )
         if config.moe.routing_replay:
             routing_replay.install(model)
+        self._own_gradients = OwnGradients(model)
         load_start(model, config.model.path, shape, layout)
         # built after the weights are in, because it copies them into float32 masters
         optimizer, scheduler = build_optimizer(
@@ -223,7 +226,11 @@ class Trainer:
         self.step.measure(state)
 
     def update(
-        self, number: int = 0, dump_to: str | None = None, watched: Sequence[int] = ()
+        self,
+        number: int = 0,
+        dump_to: str | None = None,
+        watched: Sequence[int] = (),
+        norm_limit: float = math.inf,
     ) -> tuple[dict[str, float], dict[str, float]] | None:
         """Forward, backward, clip, optimizer step on one mini-batch.
 
@@ -231,15 +238,30 @@ class Trainer:
             number: of the update, from 0; mini-batches are taken in order, and in every epoch again.
             dump_to: folder to write the first update's mini-batch, weights before, loss and gradients to, or None.
             watched: samples of the whole batch whose tokens `token_numbers` is to be asked for.
+            norm_limit: an update whose gradient norm before clipping is above it is not taken.
 
         Returns:
             On the reporting rank the update's metrics, the first's with those of the rollout batch, and the method's
             state for the next step; elsewhere None. No step was taken where `update/finite` among the metrics is
-            0, because the gradient was not finite, `update/empty` is 1, because no token had a loss, or
-            `update/skipped` is 1, because the loss scale was too large.
+            0, because loss or gradient was not finite, `update/empty` is 1, because no token had a loss,
+            `update/skipped` is 1, because the loss scale was too large, or `update/held`, because the norm was.
         """
         self.onload(("parameters", "gradients", "optimizer"))
-        return self.step.update(number, dump_to, watched)
+        return self.step.update(number, dump_to, watched, norm_limit)
+
+    def not_finite(self) -> NotFinite:
+        """What is not finite here, after an update that was not taken for it."""
+        measured = self.step.measured
+        tokens = measured.tokens if measured is not None else None
+        return look(self.policy.model, self.policy.layout, self._own_gradients, tokens, self.step.lost)
+
+    def log_probs(self) -> tuple[Tensor, Tensor] | None:
+        """Of the last batch's response tokens here: canonical numbers and log-probs [N]; on one rank of each
+        tensor-parallel group of the last stage, elsewhere None."""
+        measured = self.step.measured
+        if measured is None or self.policy.layout.tp_rank != 0:
+            return None
+        return measured.tokens.index.cpu(), measured.tokens.old_log_prob.detach().cpu()
 
     def token_numbers(self) -> list[TokenNumbers]:
         """What the updates of the last batch found of the tokens of watched samples, as far as this rank reports it."""

@@ -187,8 +187,46 @@ def gradient_spike(recent: Recent) -> str | None:
     return f"gradient norm {norm:.3g} is {norm / median:.0f} times the median {median:.3g} before it"
 
 
+def loss_guard(recent: Recent) -> str | None:
+    """The loss is a spike, by the section `guards`."""
+    return _spike(recent, "loss", "loss/policy")
+
+
+def norm_guard(recent: Recent) -> str | None:
+    """The gradient norm is one."""
+    return _spike(recent, "grad_norm", "optimizer/grad_norm")
+
+
+def agreement_guard(recent: Recent) -> str | None:
+    """The difference of engine and trainer is one."""
+    return _spike(recent, "agreement", "rollout/logprob_diff_mean")
+
+
+def _spike(recent: Recent, guard: str, figure: str) -> str | None:
+    if recent.now(f"guard/{guard}_spike") != 1:
+        return None
+    away = recent.now(f"guard/{guard}")
+    return f"{figure} {recent.now(figure):.3g} is {away:.3g} spreads from the median before it (guards.{guard})"
+
+
+def entropy_guard(recent: Recent) -> str | None:
+    """Entropy is outside the band of the section `guards`."""
+    if recent.now("guard/entropy_outside") != 1:
+        return None
+    return f"entropy {recent.now('entropy/mean'):.3g} is outside the band of guards.entropy"
+
+
+def rolled_back(recent: Recent) -> str | None:
+    """The run has just gone back to a checkpoint."""
+    before = recent.rows[-2].get("guard/rollbacks", 0.0) if len(recent.rows) > 1 else 0.0
+    if not (made := recent.now("guard/rollbacks")) > before:
+        return None
+    prompts = recent.now("guard/left_out")
+    return f"the run went back to a checkpoint, {made:.0f} times so far, and leaves {prompts:.0f} prompts out"
+
+
 def update_skipped(recent: Recent) -> str | None:
-    """A gradient was not finite."""
+    """Loss or gradient was not finite."""
     if recent.now("update/finite") != 0:
         return None
     if (taken := recent.now("update/count")) > 0:  # of several updates; their norms are averaged
@@ -215,6 +253,11 @@ def degenerate_groups(recent: Recent) -> str | None:
 # The most serious first: a narrow or low display shows the first.
 CHECKS: dict[str, Callable[[Recent], str | None]] = {
     "no finite gradient": update_skipped,
+    "rolled back": rolled_back,
+    "entropy out of bounds": entropy_guard,
+    "spike of the loss": loss_guard,
+    "spike of the gradient norm": norm_guard,
+    "spike of engine against trainer": agreement_guard,
     "nothing to learn": nothing_to_learn,
     "engine and trainer differ": logprob_difference,
     "engine and trainer drift apart": log_probs_drift,

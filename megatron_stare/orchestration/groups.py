@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_stare.batch import MicroBatchPlan
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.dump import write_batch
+from megatron_stare.megatron.not_finite import NotFinite
 from megatron_stare.models import cost_of
 from megatron_stare.ops.plan import PlanRules, plan_mini_batches
 from megatron_stare.orchestration.updates import UpdateResult
@@ -85,13 +86,33 @@ class TrainerGroup:
         """The method's statistics over the whole batch, and its gate and controllers; they move once a batch."""
         self._workers.call("measure", state)
 
-    def update(self, number: int = 0, dump_to: str | None = None, watched: Sequence[int] = ()) -> UpdateResult:
+    def update(
+        self,
+        number: int = 0,
+        dump_to: str | None = None,
+        watched: Sequence[int] = (),
+        norm_limit: float = math.inf,
+    ) -> UpdateResult:
         """Forward and backward of the weighted loss of one mini-batch, and the optimizer step. See Trainer.update."""
         if dump_to is not None and self._last is not None:
             batch, plan = self._last
             write_batch(Path(dump_to), batch.first(len(plan.samples(0))))
-        (metrics, state) = _reported(self._workers.call("update", number, dump_to, watched))
+        (metrics, state) = _reported(self._workers.call("update", number, dump_to, watched, norm_limit))
         return UpdateResult(metrics, state)
+
+    def not_finite(self) -> list[NotFinite]:
+        """What is not finite on each rank, after an update that was not taken for it."""
+        return self._workers.call("not_finite")
+
+    def log_probs(self) -> Tensor:
+        """[N] of the last batch's response tokens in canonical order, under the policy before its updates, nats; NaN
+        where a token carries no loss."""
+        if self._last is None:
+            raise RuntimeError("there is no batch before compute_log_probs()")
+        found = torch.full((int(self._last[0].response_lengths.sum()),), torch.nan)
+        for index, log_prob in filter(None, self._workers.call("log_probs")):
+            found[index] = log_prob.to(found.dtype)
+        return found
 
     def token_numbers(self) -> list[TokenNumbers]:
         """What the ranks found of the tokens of watched samples in the last batch's updates, in parts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -19,8 +20,8 @@ METRICS = (
     Metric(
         "update/finite",
         "0 or 1",
-        "0: a gradient of the step was not finite, and that update was not taken",
-        "1; 0 is an alert, three updates in a row stop the run",
+        "0: loss or gradient of an update of the step was not finite, and that update was not taken",
+        "1; 0 is an alert, guards.not_finite updates in a row stop the run",
     ),
     Metric(
         "update/empty", "mini-batches", "in which no token had a loss, so that no step was taken", "0; any is an alert"
@@ -32,6 +33,12 @@ METRICS = (
         "a few at the start, then one now and then",
     ),
     Metric(
+        "optimizer/grad_norm_max",
+        "norm",
+        "the largest optimizer/grad_norm of several updates, of those that are finite",
+        "see optimizer/grad_norm, their mean",
+    ),
+    Metric(
         "ratio/first_max_abs_log",
         "nats",
         "ratio/max_abs_log of the first of several updates, which is on policy",
@@ -40,7 +47,7 @@ METRICS = (
 )
 
 
-MAX_SKIPPED = 3  # consecutive updates without a finite gradient before the run stops
+MAX_SKIPPED = 3  # consecutive updates that were not finite before a run stops that was not told otherwise
 
 # by the last part of a metric's name; every other metric is averaged
 COUNTS = ("tokens", "selected")
@@ -70,7 +77,12 @@ class UpdateResult:
 
     @property
     def taken(self) -> bool:
-        return self.finite and not self.empty and not self.skipped
+        return self.finite and not (self.empty or self.skipped or self.held)
+
+    @property
+    def held(self) -> bool:
+        """Whether the gradient norm was above its limit, so that no step was taken."""
+        return bool(self.metrics.get("update/held", 0.0))
 
 
 def combined(updates: Sequence[UpdateResult]) -> dict[str, float]:
@@ -80,8 +92,9 @@ def combined(updates: Sequence[UpdateResult]) -> dict[str, float]:
     updates that report it: what belongs to the rollout batch is reported by the first alone. In averages those of empty
     mini-batches have no say where others report the same, nor have those whose scaled gradient overflowed.
     `update/count` is the number of optimizer steps taken, `update/finite` 0 if a gradient was not, `update/empty` the
-    number of empty mini-batches, `update/skipped` that of overflows. Of several updates, `ratio/first_max_abs_log` is
-    the largest log ratio of the first, which is on policy.
+    number of empty mini-batches, `update/skipped` that of overflows, `update/held` that of norms above the limit. Of
+    several updates, `ratio/first_max_abs_log` is the largest log ratio of the first, which is on policy, and
+    `optimizer/grad_norm_max` the largest norm that is finite.
     """
     names = {name: None for update in updates for name in update.metrics}
     rows = [update.metrics for update in updates]
@@ -92,27 +105,33 @@ def combined(updates: Sequence[UpdateResult]) -> dict[str, float]:
     metrics["update/count"] = float(sum(update.taken for update in updates))
     if "update/skipped" in metrics:
         metrics["update/skipped"] = float(sum(update.skipped for update in updates))
+    if "update/held" in metrics:
+        metrics["update/held"] = float(sum(update.held for update in updates))
     if len(updates) > 1:
         metrics["ratio/first_max_abs_log"] = rows[0]["ratio/max_abs_log"]
+        norms = [row["optimizer/grad_norm"] for row in telling if "optimizer/grad_norm" in row]
+        if norms := [norm for norm in norms if math.isfinite(norm)]:
+            metrics["optimizer/grad_norm_max"] = max(norms)
     return metrics
 
 
-def skipped_after(updates: Sequence[UpdateResult], skipped: int, step: int) -> int:
+def skipped_after(updates: Sequence[UpdateResult], skipped: int, step: int, most: int = MAX_SKIPPED) -> int:
     """How many updates in a row were not taken, counted on from `skipped` through those of a training step. Those of
     empty mini-batches, which have no gradient, are passed over, and so are overflows, which a smaller loss scale mends.
 
     Raises:
-        NonFiniteError: the gradients of MAX_SKIPPED updates in a row were not finite.
+        NonFiniteError: loss or gradient of `most` updates in a row was not finite.
     """
     for update in updates:
         if update.empty or update.skipped:
             continue
         skipped = 0 if update.finite else skipped + 1
-        if skipped >= MAX_SKIPPED:
+        if skipped >= most:
             raise NonFiniteError(
-                f"the gradient was not finite in {MAX_SKIPPED} optimizer steps in a row",
+                f"loss or gradient was not finite in {most} optimizer steps in a row",
                 where=f"step {step}",
-                fix="lower optimizer.lr, and look at the last steps' loss and log-probs; the weights are unharmed",
+                fix="lower optimizer.lr, and look at the batches in the run's folder guards/, which say what was the "
+                "first not to be; the weights are unharmed",
             )
     return skipped
 

@@ -7,7 +7,7 @@ JSON, which is a tensor of bytes there: texts may be longer than such a file's h
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -104,6 +104,13 @@ def from_bytes(data: bytes) -> list[list[UnderWay]]:
             fix="remove this checkpoint to use the one before",
         ) from error
     return groups
+
+
+def without(data: bytes, cursors: Collection[int]) -> bytes:
+    """What `to_bytes` gave, without the groups of prompts of these cursors. Raises DataError as `from_bytes` does."""
+    if not data or not cursors:
+        return data
+    return to_bytes([group for group in from_bytes(data) if group[0].prompt.cursor not in cursors])
 
 
 def _response(response: UnderWay, columns: _Writer) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from megatron_stare.config.schema import Config
-from megatron_stare.errors import UserError
+from megatron_stare.errors import RollBack, UserError
 from megatron_stare.interruption import Standing, makes_steps, raise_if_received, stopped_at, uninterrupted
 from megatron_stare.metric import Metric
 from megatron_stare.observability.monitor import Monitor
@@ -70,6 +70,7 @@ class HeldRun:
         self.resumes = resume  # the next session continues a checkpoint
         self.from_step = from_step  # of which step; None: the newest
         self.restarted = restarted()  # the next session is not the first that somebody asked for
+        self.went_back = False  # a session left prompts out that it had met; see orchestration/guards.py
         self._came_up = False  # a session came up whole
         self.state = RunState()  # of the session that is open, or was last
         if resume:
@@ -114,6 +115,10 @@ class HeldRun:
         """
         step = self.state.step
         makes_steps(None)  # there is no step to be waited for: a signal ends the run at once
+        if isinstance(error, RollBack):  # noted in the directory, and bounded by guards.rollbacks
+            raise_if_received()
+            self.resumes = self.went_back = True
+            return read_inputs(self._asked)
         if not self._is_loss(error) or (wait_s := self._attempts.lost(step)) is None:
             raise error
         what = str(error).splitlines()[0]
@@ -147,7 +152,7 @@ class HeldRun:
             if early and (made or newest is not None):
                 run = self._config.run
                 stopped_at(Standing(self.dir.path, self.state.step, run.steps, newest, chosen=run.dir is not None))
-            if error is not None and self._began and not made:
+            if error is not None and self._began and not (made or self.went_back):
                 self.dir.discard()
             self.dir.close()
 

@@ -19,6 +19,7 @@ FREE_TO_CHANGE = (
     "checkpoint.",
     "eval.",
     "observability.",
+    "guards.",
     "services.",
     "runtime.",
     "recovery.",

@@ -13,7 +13,7 @@ from types import TracebackType
 from megatron_stare.black_box.driver_side import BlackBox
 from megatron_stare.config.engines_alone import evaluation_engines
 from megatron_stare.data.prompt_queue import PromptQueue
-from megatron_stare.errors import UserError
+from megatron_stare.errors import GuardError, NonFiniteError, RollBack, UserError
 from megatron_stare.heap import freeze, frozen_heap
 from megatron_stare.interruption import (
     ClosingStack,
@@ -31,6 +31,8 @@ from megatron_stare.orchestration.agreement_watch import AgreementWatch
 from megatron_stare.orchestration.checkpoints import Checkpoints
 from megatron_stare.orchestration.colocation import Colocation
 from megatron_stare.orchestration.groups import Runner
+from megatron_stare.orchestration.guarded_batches import FOLDER
+from megatron_stare.orchestration.guards import Guards
 from megatron_stare.orchestration.phase_memory import PhaseMemory
 from megatron_stare.orchestration.policy_export import export_policy
 from megatron_stare.orchestration.policy_trainer import PolicyTrainer
@@ -40,6 +42,7 @@ from megatron_stare.resolved import ResolvedRun
 from megatron_stare.rewards.known_answers import open_pool
 from megatron_stare.rewards.verifier_pool import VerifierPool
 from megatron_stare.rollout.engine_pool import EnginePool
+from megatron_stare.rollout.kept import without
 from megatron_stare.rollout.make_source import make_groups, make_source
 from megatron_stare.rollout.model_folder import token_texts
 from megatron_stare.rollout.replicas import replica_count, replica_nodes
@@ -96,9 +99,11 @@ class Session:
                     refuse_other_inputs(state.inputs, made_with, config)
                     self.state = state
                     self.source.restore(state.data)
+                self.state.rollbacks = max(self.state.rollbacks, self.dir.rollbacks(), key=len)
+                self.source.leave_out(self.state.left_out)
             self.state.inputs = made_with
             held.state = self.state
-            if not held.restarted:  # or it may be made already
+            if not (held.restarted or held.went_back):  # or it may be made already
                 check_dump_step(config, dump_step, self.state.step)
             self.black_box: BlackBox | None = None
             sinks = dict(inputs.sinks)
@@ -128,6 +133,9 @@ class Session:
             stack.push(self._close_checkpoints)
             agreement = AgreementWatch(inputs.run, self.ranks, self.engines)
             agreement.restore(self.monitor.resumed)
+            self.guards = Guards(config.guards, config.model.dtype)
+            self.guards.restore(self.monitor.resumed)
+            self.monitor.gauges.append(self._rollback_metrics)
             self.colocation = colocation = Colocation(config, self.ranks, self.engines)
             self.monitor.gauges.append(lambda: colocation.metrics)
             self.monitor.gauges.append(lambda: self.engines.metrics)
@@ -143,7 +151,7 @@ class Session:
                     stack.callback(pools[verifier].close)
                 self.own_evaluator = Evaluator(self.own_engines, pools, config.reward, self.stop_ids)
             self.groups = make_groups(config, self.source)
-            self.groups.restore(self.state.kept)
+            self.groups.restore(without(self.state.kept, self.state.left_out))
             self._kept = self.groups.kept()
             self.samples = make_source(
                 config,
@@ -163,7 +171,10 @@ class Session:
             )
             dump = None if dump_step is None else (dump_step, self.dir.path / f"dump_step_{dump_step}")
             texts = partial(token_texts, tokenizer=inputs.tokenizer)
-            self.trainer = PolicyTrainer(config, self.ranks, self.state, agreement, self.phase, dump, texts)
+            events = self.dir.path / FOLDER
+            self.trainer = PolicyTrainer(
+                config, self.ranks, self.state, agreement, self.phase, dump, texts, self.guards, events
+            )
             left_out = [
                 f"data: {n} prompts left out: {why}" for why, n in getattr(inputs.source, "dropped", {}).items()
             ]
@@ -200,16 +211,21 @@ class Session:
 
     def _close_checkpoints(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Where the run is interrupted, the state of its last step is saved, if that was asked for, and the checkpoint
-        under way is waited for; after an error that may be the ranks', neither. What is not completed then is removed.
+        under way is waited for, as it is where figures of a step end the run; after an error that may be the ranks',
+        neither. What is not completed then is removed.
 
         Raises:
             UserError: the checkpoint that was asked for cannot be written.
         """
+        if isinstance(error, RollBack | GuardError | NonFiniteError):
+            with contextlib.suppress(UserError):
+                self.checkpoints.finish()
         if not isinstance(error, KeyboardInterrupt):
             return
         with contextlib.suppress(UserError):
             self.checkpoints.finish(seconds_left() or INTERRUPTED_S)
-        if is_to_be_saved() and self.state.step and self.state.step != self.checkpoints.newest:
+        due = is_to_be_saved() and self.state.step and self.state.step != self.checkpoints.newest
+        if due and not self.guards.ends:  # or a resume would begin with what they were to keep out
             if self.config.sglang.colocated:
                 self.engines.close()  # whatever they were doing, the memory is the trainer's now
             with contextlib.suppress(WorkerLostError):  # it was not written in the time that is left
@@ -217,7 +233,12 @@ class Session:
                 self.checkpoints.finish(seconds_left())
 
     def steps(self) -> Iterator[int]:
-        """The steps still to do. After each, and so before the next is given, what is due is saved and evaluated."""
+        """The steps still to do. After each, and so before the next is given, what is due is saved and evaluated.
+
+        Raises:
+            RollBack: the run is to go on from its newest checkpoint, without the prompts of the last step.
+            GuardError: a figure of the last step ends the run.
+        """
         makes_steps(self.config.checkpoint.grace_s)
         self._held.stepping = True
         self._evaluate_if_due()  # of a resumed run, where it ended between a checkpoint and this
@@ -230,12 +251,28 @@ class Session:
             if self.black_box is not None:
                 self.black_box.beats.begin_step(step)
             yield step
+            self._heed_guards()
             raise_if_received()  # saved as the run is closed
             self.checkpoints.look()
             self._save_if_due()
             self._evaluate_if_due()
         raise_if_received()
         makes_steps(None)
+
+    def _heed_guards(self) -> None:
+        """Ends the run, or has it go back, where the last step's figures say so; that is noted on disk first."""
+        try:
+            self.guards.heed(len(self.state.rollbacks))
+        except RollBack as back:
+            newest = self.dir.newest_step()
+            self.dir.note_rollback(self.state.rollbacks, back)
+            where = "its start" if newest is None else "its newest checkpoint"
+            self.monitor.note(f"{back}: the run goes back to {where}, without the step's {len(back.prompts)} prompts")
+            raise
+
+    def _rollback_metrics(self) -> dict[str, float]:
+        made, left_out = len(self.state.rollbacks), len(self.state.left_out)
+        return {"guard/rollbacks": float(made), "guard/left_out": float(left_out)} if made else {}
 
     def finish(self) -> None:
         """All steps are made: exports the policy, and tells whoever waits for the end."""
@@ -305,7 +342,7 @@ class Session:
 
 def _say_what_was_lost(runner: Runner, kind: object, error: BaseException | None, trace: object) -> None:
     """Where an error came of a process that died, which only those that it worked with may have told, raises that."""
-    if isinstance(error, Exception) and (lost := runner.lost(error)):
+    if isinstance(error, Exception) and not isinstance(error, RollBack) and (lost := runner.lost(error)):
         raise lost from error
 
 

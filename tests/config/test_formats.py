@@ -37,7 +37,7 @@ def test_what_is_written_today_says_so(tmp_path: Path, checkpoint: Path) -> None
     assert load_config(write(tmp_path / "config.yaml", tree)) == load_recorded(tmp_path / "config.yaml") == config
     state = RunState(**STATE)
     (checkpoint / "run_state.json").write_text(state.to_json())
-    assert json.loads(state.to_json()) == {"format": FORMAT, **STATE}
+    assert json.loads(state.to_json()) == {"format": FORMAT, **STATE, "rollbacks": []}
     assert RunState.read(checkpoint) == state
 
 

@@ -44,7 +44,7 @@ class Rank:
         return FOUND if self._reports else None
 
     def update(
-        self, number: int, dump_to: str | None, watched: Sequence[int]
+        self, number: int, dump_to: str | None, watched: Sequence[int], norm_limit: float
     ) -> tuple[dict[str, float], dict[str, float]] | None:
         return ({"update/finite": 1.0}, {"gate": 1.0}) if self._reports else None
 
