@@ -71,6 +71,7 @@ class HeldRun:
         self.from_step = from_step  # of which step; None: the newest
         self.restarted = restarted()  # the next session is not the first that somebody asked for
         self.went_back = False  # a session left prompts out that it had met; see orchestration/guards.py
+        self.stepping = False  # a session began its steps: an error is no longer one of a start
         self._came_up = False  # a session came up whole
         self.state = RunState()  # of the session that is open, or was last
         if resume:
