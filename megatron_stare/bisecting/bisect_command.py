@@ -75,7 +75,7 @@ def bisect(
     from megatron_stare.config.load import load_recorded
     from megatron_stare.observability.run_files import METRICS_FILE, read_metrics
     from megatron_stare.resolved import resolve_run
-from megatron_stare.rollout.engine import Engine
+    from megatron_stare.rollout.engine import Engine
     from megatron_stare.rollout.replicas import resolve_engine
     from megatron_stare.run_state import CONFIG, complete_checkpoints, refuse_busy
 
