@@ -84,7 +84,7 @@ class Session:
         self.source = PromptQueue(inputs.source)
         self.task, self.evaluations = inputs.task, inputs.evaluations
         self.state = RunState(data=self.source.state(), method=method.initial_state())
-        self.dir, resume = held.dir, held.resumes
+        self._held, self.dir, resume = held, held.dir, held.resumes
         with ClosingStack() as stack:
             stack.enter_context(frozen_heap())
             restored: Path | None = None
@@ -192,7 +192,10 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._open.__exit__(kind, error, trace)
+        try:
+            self._open.__exit__(kind, error, trace)
+        finally:
+            makes_steps(None)
 
     def _close_checkpoints(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Where the run is interrupted, the state of its last step is saved, if that was asked for, and the checkpoint
@@ -215,6 +218,7 @@ class Session:
     def steps(self) -> Iterator[int]:
         """The steps still to do. After each, and so before the next is given, what is due is saved and evaluated."""
         makes_steps(self.config.checkpoint.grace_s)
+        self._held.stepping = True
         self._evaluate_if_due()  # of a resumed run, where it ended between a checkpoint and this
         for step in range(self.state.step + 1, self.config.run.steps + 1):
             raise_if_received()
