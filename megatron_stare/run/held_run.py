@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import RollBack, UserError
-from megatron_stare.interruption import Standing, makes_steps, raise_if_received, stopped_at, uninterrupted
+from megatron_stare.interruption import Standing, raise_if_received, stopped_at, uninterrupted
 from megatron_stare.metric import Metric
 from megatron_stare.observability.monitor import Monitor
 from megatron_stare.observability.sink import RunOutline
@@ -71,8 +71,8 @@ class HeldRun:
         self.from_step = from_step  # of which step; None: the newest
         self.restarted = restarted()  # the next session is not the first that somebody asked for
         self.went_back = False  # a session left prompts out that it had met; see orchestration/guards.py
-        self.stepping = False  # a session began its steps: an error is no longer one of a start
         self._came_up = False  # a session came up whole
+        self.stepping = False  # a session came to its steps
         self.state = RunState()  # of the session that is open, or was last
         if resume:
             self.dir = RunDir.reopen(find_run(inputs.config))
@@ -115,7 +115,6 @@ class HeldRun:
             UserError: what is to be read has changed meanwhile, and cannot work.
         """
         step = self.state.step
-        makes_steps(None)  # there is no step to be waited for: a signal ends the run at once
         if isinstance(error, RollBack):  # noted in the directory, and bounded by guards.rollbacks
             raise_if_received()
             self.resumes = self.went_back = True

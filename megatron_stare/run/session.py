@@ -83,12 +83,11 @@ class Session:
         self.config = config = inputs.config
         method, self.stop_ids = inputs.run.method, inputs.stop_ids
         self.limit = limit or TimeLimit(None)
-        self._held = held
         made_with = prompt_inputs(config, inputs.tokenizer, inputs.source)
         self.source = PromptQueue(inputs.source)
         self.task, self.evaluations = inputs.task, inputs.evaluations
         self.state = RunState(data=self.source.state(), method=method.initial_state())
-        self.dir, resume = held.dir, held.resumes
+        self._held, self.dir, resume = held, held.dir, held.resumes
         with ClosingStack() as stack:
             stack.enter_context(frozen_heap())
             restored: Path | None = None
