@@ -1,32 +1,35 @@
 """Which wrong lines the tests notice: changes drawn by a seed, evenly over the maths, the operators and the Megatron
-path, before any of them is tried; then each is put into a checkout of its own and the tests are run.
+path, before any of them is tried; then each is put into a checkout of its own and the tests that reach it are run.
 
     python tools/mutate.py draw --seed 1 --count 300     # writes benchmarks/results/mutants.json
-    python tools/mutate.py run --minutes 60              # goes on where it stopped
-    python tools/mutate.py run --whole                   # those that lived, on the whole quick suite
+    python tools/mutate.py run                           # every mutant's quickest tests; goes on where it stopped
+    python tools/mutate.py run --again survived --seconds 600     # those that lived, on slower tests too
+    python tools/mutate.py run --again timeout           # those that ran out of time, again
+    python tools/mutate.py confirm                       # the tests that killed, on the package as it stands
     python tools/mutate.py table                         # what was killed, and what lives
 
-A mutant that changes nothing anybody could see is listed in tests/equivalent_mutants.yaml with the reason.
+A mutant is killed by a test that fails, never by a run that ends in another way; one that ran out of time is counted by
+itself. One that changes nothing anybody could see is listed in tests/equivalent_mutants.yaml with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
-from mutation.judge import NEAR, Checkout, rounds_for
+from mutation.judge import Checkout
+from mutation.reach import Reach
 from mutation.sites import Mutant, mutants_of
 
 ROOT = Path(__file__).parent.parent
@@ -34,7 +37,10 @@ RESULT = ROOT / "benchmarks/results/mutants.json"
 EQUIVALENT = ROOT / "tests/equivalent_mutants.yaml"
 AREAS = {"maths": "algorithms", "operators": "ops", "megatron": "megatron"}
 TARGETS = {"mutants": 300, "killed": 0.95, "equivalent": 0.10}
-TIMEOUT_S = 900.0
+KEPT = ROOT / "build/mutation"  # what can be found out again
+CONFIRM_S = 1800.0
+REACH, PASSED = KEPT / "reach.json", KEPT / "passed.json"
+NEAR = ["algorithms/test_*.py", "ops/test_*.py", "records/test_*.py", "megatron/test_*.py"]
 
 
 def main() -> None:
@@ -45,13 +51,21 @@ def main() -> None:
     draw.add_argument("--count", type=int, default=TARGETS["mutants"])
     run = verbs.add_parser("run", help="try those that were not tried")
     run.add_argument("--minutes", type=float, default=1e9, help="begin none after so long")
-    run.add_argument("--whole", action="store_true", help="try survivors on the whole quick suite")
+    run.add_argument("--again", choices=("survived", "timeout", "killed"), help="try those that were found so")
+    run.add_argument("--seconds", type=float, default=20.0, help="of tests, by what they take unmutated, a mutant")
+    run.add_argument("--follow", nargs="*", default=NEAR, help="files under tests/ whose lines are followed first")
+    run.add_argument("--only", nargs="*", type=int, default=[], help="numbers of mutants")
+    verbs.add_parser(
+        "confirm", help="run the tests that killed without any mutant; those of one that fails are untried"
+    )
     verbs.add_parser("table", help="say what was found")
     args = parser.parse_args()
     if args.verb == "draw":
         drawn(args.seed, args.count)
     elif args.verb == "run":
-        tried(time.monotonic() + 60 * args.minutes, args.whole)
+        tried(time.monotonic() + 60 * args.minutes, args.again, args.seconds, args.follow, args.only)
+    elif args.verb == "confirm":
+        confirmed()
     else:
         print(table(json.loads(RESULT.read_text()), equivalents()))
 
@@ -70,58 +84,102 @@ def drawn(seed: int, count: int) -> None:
         mutants += [{"area": area, **asdict(sites[i]), "status": None} for i in sorted(chosen)]
     for number, mutant in enumerate(mutants):
         mutant["number"] = number
-    _write({"commit": _git("rev-parse", "HEAD"), "seed": seed, "seconds": {}, "mutants": mutants})
+    _write({"commit": _git("rev-parse", "HEAD"), "seed": seed, "mutants": mutants})
 
 
-def tried(until: float, whole: bool) -> None:
-    """Tries mutants until a time, each recorded as it is judged."""
+def tried(until: float, again: str | None, seconds: float, folders: list[str], only: list[int]) -> None:
+    """Tries mutants until a time, each recorded as it is judged.
+
+    Args:
+        again: the status of those to be tried; None: those that have none.
+        seconds: tests that are tried on one mutant, by what they take unmutated, the quickest first.
+        folders: of tests that are followed first.
+        only: numbers of mutants; none: all.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that the checkout goes
+    sys.path.append(str(ROOT / "benchmarks"))
+    from machine import machine  # imports torch, which nothing else here needs
+
     results = json.loads(RESULT.read_text())
-    wanted = "survived" if whole else None
-    with tempfile.TemporaryDirectory() as folder:
-        checkout = Checkout(ROOT, Path(folder) / "checkout", results["commit"])
+    results |= {"tests_of": _git("rev-parse", "HEAD"), "machine": machine()}
+    passed = json.loads(PASSED.read_text()) if PASSED.exists() else {}
+    reach = Reach(REACH)
+    with tempfile.TemporaryDirectory() as scratch:
+        checkout = Checkout(ROOT, Path(scratch), "HEAD")
         try:
-            if not results["seconds"]:
-                results["seconds"] = unmutated(checkout.folder)
-                _write(results)
-            left = [each for each in results["mutants"] if each["status"] == wanted and not each.get("whole")]
+            for folder in folders:
+                for path in sorted((checkout.folder / "tests").glob(folder)):
+                    if time.monotonic() < until:
+                        reach.follow(checkout, str(path.relative_to(checkout.folder)))
+            left = [each for each in results["mutants"] if each["status"] in {again, "broken"}]
+            left = [each for each in left if not only or each["number"] in only]
+            changed = set(_git("diff", "--name-only", results["commit"], "HEAD").split())
+            if away := [each["number"] for each in left if each["file"] in changed]:
+                print(f"not tried, because their files have changed since the draw: {away}")
+            left = [each for each in left if each["file"] not in changed]
             random.Random(0).shuffle(left)  # what is known after an hour is of all areas
             for each in left:
                 if time.monotonic() > until:
                     break
-                judge(checkout, each, results["seconds"], whole)
+                judge(checkout, reach, each, passed.setdefault(str(each["number"]), {}), seconds)
                 _write(results)
+                PASSED.write_text(json.dumps(passed))
         finally:
             checkout.close()
 
 
-def judge(checkout: Checkout, each: dict[str, Any], seconds: dict[str, float], whole: bool) -> None:
+def judge(checkout: Checkout, reach: Reach, each: dict[str, Any], passed: dict[str, str], seconds: float) -> None:
+    """Tries a mutant on the tests that reach it and that it has not passed as they are now."""
     names = Mutant.__dataclass_fields__
     mutant = Mutant(**{name: tuple(each[name]) if name == "end" else each[name] for name in names})
-    rounds = rounds_for(checkout.folder, mutant, seconds, whole)
-    found = checkout.judge(mutant, rounds[2:] if whole else rounds[:2], TIMEOUT_S)
-    each["status"] = "survived" if found.killed_by is None else "killed"
-    each["killed_by"], each["whole"] = found.killed_by, whole
-    each["seconds"] = round(each.get("seconds", 0.0) + found.seconds, 1)
-    print(f"{each['number']:4d} {each['status']:9s} {each['seconds']:7.1f} s  {describe(each)}", flush=True)
+    reaching = reach.tests_for(checkout.folder, mutant)
+    texts = {test: reach.text_of(test) for _, test in reaching}
+    chosen, total = [], 0.0
+    for took, test in reaching:
+        if passed.get(test) != texts[test] and (not chosen or total + took <= seconds):
+            chosen.append((took, test))
+            total += took
+    if chosen:
+        verdict = checkout.judge(mutant, by_file(chosen), 60 + 8 * total)
+        each["status"], each["by"] = verdict.status, verdict.by
+        each["seconds"] = round(each.get("seconds", 0.0) + verdict.seconds, 1)
+        if verdict.status == "survived":
+            passed.update({test: texts[test] for _, test in chosen})
+    else:
+        each["status"] = "survived"
+    each["reaching"] = len(reaching)
+    each["passed"] = sum(passed.get(test) == text for test, text in texts.items())
+    tried = f"{each['passed']} of {each['reaching']}"
+    print(f"{each['number']:4d} {each['status']:9s} {each.get('seconds', 0.0):7.1f} s {tried:>12s}  {describe(each)}")
+    sys.stdout.flush()
 
 
-def unmutated(folder: Path) -> dict[str, float]:
-    """Seconds of every near test file as it stands; ends where one fails."""
-    report = folder / "report.xml"
-    near = [str(path) for name in NEAR if (path := folder / "tests" / name).exists()]
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "not slow", f"--junitxml={report}", *near]
-    subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)}, check=True)
-    seconds: Counter[str] = Counter()
-    for case in ElementTree.parse(report).iter("testcase"):
-        seconds[_file_of(folder, case.attrib["classname"])] += float(case.attrib["time"])
-    return {name: round(value, 2) for name, value in sorted(seconds.items())}
+def confirmed() -> None:
+    """Takes back what tests killed that fail without a mutant too."""
+    results, reach = json.loads(RESULT.read_text()), Reach(REACH)
+    killed = [(each, reach.named(each["by"])) for each in results["mutants"] if each["status"] == "killed"]
+    tests = sorted({test for _, test in killed if test is not None})
+    with tempfile.TemporaryDirectory() as scratch:
+        checkout = Checkout(ROOT, Path(scratch), "HEAD")
+        try:
+            found = checkout.run(tests, CONFIRM_S, first=False)
+        finally:
+            checkout.close()
+    wrong = [(each, test) for each, test in killed if test is not None and test not in found["tests"]]
+    for each, test in wrong:
+        each["status"], each["by"] = None, None
+        print(f"{each['number']} is untried again: {test} did not pass")
+    print(f"{len(tests)} tests killed {len(killed)}; {len(found['tests'])} passed without a mutant")
+    _write(results)
 
 
-def _file_of(folder: Path, classname: str) -> str:
-    parts = classname.split(".")
-    while parts and not (folder / f"{'/'.join(parts)}.py").exists():
-        parts.pop()
-    return f"{'/'.join(parts)}.py"
+def by_file(chosen: list[tuple[float, str]]) -> list[str]:
+    """Tests with those of one file together, the quickest file first."""
+    files: Counter[str] = Counter()
+    for took, test in chosen:
+        files[test.partition("::")[0]] += took
+    order = sorted(chosen, key=lambda each: (files[each[1].partition("::")[0]], each[1].partition("::")[0], each[0]))
+    return [test for _, test in order]
 
 
 def equivalents() -> dict[int, str]:
@@ -131,21 +189,31 @@ def equivalents() -> dict[int, str]:
 
 def table(results: dict[str, Any], reasons: dict[int, str]) -> str:
     """Killed and living mutants of every area, and each that lives, in Markdown."""
-    lines = ["| area | drawn | tried | killed | equivalent | living | killed of those that are not equivalent |"]
-    lines += ["|---|---|---|---|---|---|---|"]
+    lines = [
+        "| area | drawn | tried | killed | timeout | equivalent | living | killed of those that are not equivalent |"
+    ]
+    lines += ["|---|---|---|---|---|---|---|---|"]
     for area in (*AREAS, "all"):
         rows = [each for each in results["mutants"] if area in (each["area"], "all")]
-        judged = [each for each in rows if each["status"]]
-        killed = [each for each in judged if each["status"] == "killed"]
-        same = [each for each in judged if each["status"] == "survived" and each["number"] in reasons]
-        share = f"{len(killed) / (len(judged) - len(same)):.3f}" if len(judged) > len(same) else "-"
-        living = len(judged) - len(killed) - len(same)
-        lines.append(f"| {area} | {len(rows)} | {len(judged)} | {len(killed)} | {len(same)} | {living} | {share} |")
+        count = Counter(fate(each, reasons) for each in rows)
+        tried = len(rows) - count["untried"]
+        differing = tried - count["equivalent"]
+        share = f"{count['killed'] / differing:.3f}" if differing else "-"
+        found = " | ".join(str(count[name]) for name in ("killed", "timeout", "equivalent", "survived"))
+        lines.append(f"| {area} | {len(rows)} | {tried} | {found} | {share} |")
     lines.append("")
     for each in results["mutants"]:
-        if each["status"] == "survived":
-            lines.append(f"- {each['number']}: {describe(each)}: {reasons.get(each['number'], 'lives')}")
+        if fate(each, reasons) in {"equivalent", "survived", "timeout"}:
+            why = reasons.get(each["number"]) or {"timeout": "ran out of time"}.get(each["status"], "lives")
+            lines.append(f"- {each['number']}: {describe(each)}: {why}")
     return "\n".join(lines)
+
+
+def fate(each: dict[str, Any], reasons: dict[int, str]) -> str:
+    """'untried', 'killed', 'timeout', 'survived', or of these 'equivalent'."""
+    if each["status"] in {None, "broken"}:
+        return "untried"
+    return "equivalent" if each["status"] == "survived" and each["number"] in reasons else each["status"]
 
 
 def describe(each: dict[str, Any]) -> str:
@@ -158,7 +226,8 @@ def _git(*words: str) -> str:
 
 
 def _write(results: dict[str, Any]) -> None:
-    text = json.dumps(results, indent=None).replace('{"area"', '\n{"area"')  # a line a mutant
+    results["mutants"] = results.pop("mutants")  # last, a line each
+    text = json.dumps(results, indent=None).replace('{"area"', '\n{"area"')
     RESULT.with_suffix(".part").write_text(text + "\n")
     RESULT.with_suffix(".part").replace(RESULT)
 

@@ -74,6 +74,7 @@ def bisect(
     from megatron_stare.bisecting.rerun import make_again, prepare
     from megatron_stare.config.load import load_recorded
     from megatron_stare.observability.run_files import METRICS_FILE, read_metrics
+    from megatron_stare.resolved import resolve_run
     from megatron_stare.rollout.engine import Engine
     from megatron_stare.rollout.replicas import resolve_engine
     from megatron_stare.run_state import CONFIG, complete_checkpoints, refuse_busy
@@ -97,7 +98,8 @@ def bisect(
     if place.exists() and any(place.iterdir()):
         raise UserError("there are files in this folder already", where=str(place), fix="give another --out")
 
-    found, left_out = changes(config, config.algorithm.method)
+    method = resolve_run(config).method
+    found, left_out = changes(config, method)
     tried = [change for change in found if change.cause in causes]
     remade: list[Remade] = []
     for number, change in enumerate([None, *tried]):
@@ -123,7 +125,7 @@ def bisect(
         [each for each in left_out if each.cause in causes],
         exact=exact,
         dtype=config.model.dtype,
-        contradicted=contradictions(config, config.algorithm.method, [rows[step] for step in wanted]),
+        contradicted=contradictions(config, method, [rows[step] for step in wanted]),
     )
     (place / "findings.json").write_text(json.dumps(as_tree(explanation), indent=2, allow_nan=False))
     return explanation

@@ -203,7 +203,10 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._open.__exit__(kind, error, trace)
+        try:
+            self._open.__exit__(kind, error, trace)
+        finally:
+            makes_steps(None)
 
     def _close_checkpoints(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Where the run is interrupted, the state of its last step is saved, if that was asked for, and the checkpoint

@@ -11,6 +11,7 @@ from support.token_batches import token_batch
 
 from megatron_stare.algorithms.entropy_bonus import USED
 from megatron_stare.algorithms.policy import PolicyGradient
+from megatron_stare.algorithms.stare import Stare
 from megatron_stare.batch import TokenBatch
 from megatron_stare.config.load import build_method
 from megatron_stare.ops.statistics_executor import gather_statistics
@@ -77,6 +78,21 @@ def test_stare_moves_before_the_loss_of_the_same_step() -> None:
     assert [state["gate"] for state in states] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
     assert [state["amplify"] for state in states] == pytest.approx([1.45, 1.6, 1.35, 1.1, 1.1, 1.0, 1.25])
     assert [state["attenuate"] for state in states] == pytest.approx([0.45, 0.4, 0.65, 0.9, 0.9, 1.0, 0.75])
+
+
+def test_stare_moves_its_weights_no_further_than_the_papers_bounds() -> None:
+    states = run({"name": "stare", "entropy_target": 1.0, "adaptive": True, "adapt_rate": 0.3}, [0.5, 0.5, 0.5])
+    assert [state["amplify"] for state in states] == pytest.approx([1.4, 1.5, 1.5])
+    assert [state["attenuate"] for state in states] == pytest.approx([0.6, 0.5, 0.5])
+
+
+def test_the_gate_of_a_response_of_one_token_is_by_its_entropy() -> None:
+    method = build_method({"name": "stare", "gate": "sample", "entropy_target": 1.0})
+    assert isinstance(method, Stare)
+    batch = token_batch(REWARDS, lengths=[1, 2, 1, 0])
+    batch.entropy = torch.tensor([1.5, 0.5, 1.0, 0.9])
+    known = gather_statistics(lambda known: method.requests(batch, known), None)
+    assert method.gates(batch, known, {}).tolist() == [0.0, 1.0, 1.0, 1.0]
 
 
 def test_what_is_logged_of_filters_clips_and_selections() -> None:

@@ -69,6 +69,10 @@ def test_the_norm_is_that_of_autograd() -> None:
     found = norm_metrics(statistics, T)
     assert float(found["gradient/logit_norm"]) == pytest.approx(float(slope.norm()), rel=1e-12)
     assert found["gradient/logit_norm_low"] < found["gradient/logit_norm"] < found["gradient/logit_norm_high"]
+    entropy, own = batch.entropy, own.detach()
+    for name, bound in (("low", lower_bound(own, entropy)), ("high", upper_bound(own, entropy, 11))):
+        want = float((push**2 * bound).sum().sqrt()) / T
+        assert float(found[f"gradient/logit_norm_{name}"]) == pytest.approx(want, rel=1e-12)
 
 
 def test_the_share_of_improbable_tokens() -> None:

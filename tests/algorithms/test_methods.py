@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_stare.algorithms.advantage import group_advantages
-from megatron_stare.algorithms.surrogate import clipped_surrogate
+from megatron_stare.algorithms.method import Method, State, TokenTerms
+from megatron_stare.algorithms.surrogate import clip, clipped_surrogate
+from megatron_stare.batch import TokenBatch
 from megatron_stare.config.load import build_method
 from megatron_stare.errors import ConfigError
+from megatron_stare.records.batch_statistics import Statistics
 
 YES = torch.ones(4, dtype=torch.bool)
 
@@ -57,6 +61,26 @@ def test_where_the_clip_takes_the_gradient(advantage: float, ratio: float, gradi
     out.loss.sum().backward()
     assert bool(out.clipped) == (gradient == 0.0)
     assert (log_prob.grad.abs() > 0).item() == (gradient == 1.0)
+
+
+def test_nothing_is_clipped_at_the_bounds_themselves() -> None:
+    for ratio, advantage in ((1.5, 1.0), (0.5, -1.0), (4.0, -1.0), (0.5, 0.0)):
+        out = clip(torch.tensor([ratio]), torch.tensor([advantage]), low=0.5, high=0.5, dual=4.0)
+        assert out.loss.tolist() == [-ratio * advantage] and out.clipped.tolist() == [False]
+
+
+def test_a_method_needs_nothing_that_it_does_not_say() -> None:
+    class Bare(Method):
+        def advantages(self, rewards: Tensor, groups: Tensor, counted: Tensor) -> Tensor:
+            return rewards
+
+        def coefficients(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
+            return torch.ones_like(batch.log_prob)
+
+        def token_loss(self, batch: TokenBatch, statistics: Statistics, state: State) -> TokenTerms:
+            return TokenTerms(-batch.log_prob, {})
+
+    assert not Bare().needs_reference and not Bare().needs_entropy_gradient
 
 
 def test_the_gate_closes_above_the_target_and_keeps_its_state_without_a_number() -> None:

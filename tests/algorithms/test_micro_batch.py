@@ -45,6 +45,15 @@ def test_selections_are_those_of_the_micro_batch_alone(settings: dict[str, Any])
         assert scalar(part, "tokens") == sum(scalar(each, "tokens") for each in alone)
 
 
+@pytest.mark.parametrize("rewards", [[1.0], [1.0, 0.0]])
+def test_micro_batch_mean_by_hand(rewards: list[float]) -> None:
+    """(b / B) / N of a micro-batch of one response of three tokens."""
+    method = build_method({"name": "grpo", "aggregation": "micro_batch_mean"})
+    batch = token_batch(rewards, lengths=[3] * len(rewards))
+    first = batch.select(torch.arange(3))
+    assert method.coefficients(first, ask(method, batch)).tolist() == pytest.approx([1 / len(rewards) / 3] * 3)
+
+
 def test_the_log_counts_what_micro_batches_selected() -> None:
     method = build_method({"name": "stare", "variant": "C2"})
     batch = token_batch(REWARDS, method=method)

@@ -136,8 +136,14 @@ def test_certain_tokens_are_common_whatever_the_rounding() -> None:
     assert is_rare(sensitivity(unlikely, entropy[:50], second_moment(p2, p2_log_p, entropy)[:50])).all()
 
 
-def test_no_weight_is_neutral_without_rare_tokens() -> None:
-    assert neutral_weight(torch.tensor(1.0), torch.tensor(0.0)).isnan()
+def test_the_neutral_weight_by_hand() -> None:
+    assert neutral_weight(torch.tensor(1.0), torch.tensor(0.0)).isnan()  # no rare tokens
+    assert float(neutral_weight(torch.tensor(0.25), torch.tensor(0.5))) == 1.5
+    assert float(neutral_weight(torch.tensor(-1e-3), torch.tensor(1e-3))) == 0.0
+
+
+def test_the_tolerance_itself_is_common() -> None:
+    assert is_rare(torch.tensor([-3e-6, -3.01e-6, 3.01e-6], dtype=torch.float64)).tolist() == [False, True, False]
 
 
 def test_the_sums_over_the_vocabulary_are_asked_for() -> None:

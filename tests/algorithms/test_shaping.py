@@ -9,7 +9,7 @@ import torch
 from support.shaped_by_hand import advantages, penalties
 
 from megatron_stare.algorithms.policy import PolicyGradient
-from megatron_stare.algorithms.shaping import informative_groups
+from megatron_stare.algorithms.shaping import LengthPenalty, informative_groups
 from megatron_stare.batch import Prompt
 from megatron_stare.config.load import build_method
 from megatron_stare.records.rollout_batch import RolloutBatch
@@ -55,6 +55,25 @@ def test_rewards_and_advantages_equal_those_by_hand(case: str) -> None:
         torch.testing.assert_close(method.judge(batch).advantages, advantages(SETTINGS[case], batch))
         punished += int((want != batch.rewards)[judged].sum())
     assert punished > BATCHES
+
+
+def test_half_is_taken_from_twice_the_typical_length_on() -> None:
+    """L = max((0 + 8) / 2, 4) = 4 over an empty answer and one of 8 = 2 L."""
+    two, yes = torch.tensor([0, 8]), torch.ones(2, dtype=torch.bool)
+    assert LengthPenalty().penalty(two, yes, torch.zeros(2, dtype=torch.int64), yes).tolist() == [0.0, -0.5]
+
+
+def test_half_a_reward_is_a_correct_answer_unless_told_otherwise() -> None:
+    """Easy, L = max((10 + 30) / 2, 20) = 20: the long answer loses (30 - 20) / 40."""
+    prompt = Prompt(0, "0", "", "", (1,))
+    samples = [sampled_trajectory(prompt, i, [2] * n, [0.0] * n, finish_reason="stop") for i, n in enumerate((10, 30))]
+    for sample in samples:
+        sample.reward, sample.reward_status = 0.5, "ok"
+    batch = RolloutBatch.from_trajectories(samples)
+    for settings, want in (({}, [0.5, 0.25]), ({"correct_from": 0.6}, [0.5, 0.5])):
+        method = build_method({"name": "grpo", "length_penalty": settings})
+        assert isinstance(method, PolicyGradient)
+        assert method.shaped_rewards(batch).tolist() == want
 
 
 def test_prompts_worth_keeping_are_told_by_verified_answers() -> None:

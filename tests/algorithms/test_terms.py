@@ -79,6 +79,22 @@ def test_gtpo_survives_an_entropy_of_zero() -> None:
         assert method.token_advantages(batch, ask(method, batch)).isfinite().all()
 
 
+def test_the_token_form_of_gspo_is_bounded_by_ten_nats() -> None:
+    batch = token_batch(MIXED, lengths=[1] * 8)
+    apart = torch.tensor([9.0, 10.0, 11.0, 15.0, 30.0, -15.0, 0.0, 1.0])
+    batch.log_prob = (batch.old_log_prob + apart).detach().requires_grad_()
+    want = apart.double().clamp_max(10.0).exp().float()
+    torch.testing.assert_close(Gspo(form="token").ratio(batch).detach(), want, rtol=1e-5, atol=0.0)
+
+
+def test_weights_at_the_bounds_of_reject_are_kept() -> None:
+    method = Grpo(aggregation="token_mean", correction=Correction(mode="truncate", reject=(1.0, 2.0)))
+    batch = token_batch([1.0, 0.0], group_size=2, lengths=[2, 2], method=method)
+    two = torch.tensor(2.0).log()
+    batch.old_log_prob = batch.rollout_log_prob + torch.stack([torch.zeros(()), two, -0.01 * two, 1.01 * two])
+    assert method.narrowed(batch, ask(method, batch)).kept.loss_mask.tolist() == [True, True, False, False]
+
+
 def test_both_forms_of_gspo_have_one_gradient() -> None:
     batch = token_batch(MIXED, method=Gspo(), off_policy=1e-4)
     torch.testing.assert_close(loss_and_gradient(Gspo(), batch), loss_and_gradient(Gspo(form="token"), batch))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing as mp
 import os
 import re
 import signal
@@ -19,6 +21,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
+from megatron_stare.megatron import background_save
 from megatron_stare.megatron.substitute import substituted
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.orchestration.checkpoints import Checkpoints
@@ -43,6 +46,22 @@ def config_of(path: Path, **sections: Any) -> Config:
             **sections,
         }
     )
+
+
+def test_a_writer_collects_no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a fork: what it collected might be a tensor of the parent's on a GPU, which it must not touch."""
+
+    def write(transforms: Any, number: int, bucket: Any, results: Any, counted: Any, *, use_fsync: bool) -> None:
+        results.put((number, (gc.isenabled(), signal.getsignal(signal.SIGINT), bucket)))
+
+    monkeypatch.setattr(background_save.FileSystemWriterAsync, "write_preloaded_data", write)
+    context = mp.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    writer = context.Process(target=background_save._write, args=(there, os.getpid(), [], 0, "bucket"))
+    writer.start()
+    assert here.recv() == (False, signal.SIG_IGN, "bucket")
+    writer.join()
+    assert gc.isenabled()
 
 
 class Run:

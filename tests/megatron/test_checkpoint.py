@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from support.models import random_batch, save_model
 from support.ranks import RankPool
 from support.steps import take_step
 from torch import Tensor
 
 from megatron_stare.config.schema import Config
+from megatron_stare.megatron import checkpoint
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.resolved import resolve_run
 
@@ -29,6 +31,26 @@ def two_steps(rank: int, init: str, config: Config, folder: str, resumed: bool) 
     result = trainer.export(), float(trainer.policy.optimizer.param_groups[0]["lr"])
     trainer.close()
     return result
+
+
+def test_every_generator_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's, the GPU's, and Megatron's for tensor-parallel ranks; without a GPU the host's alone."""
+    states = {"torch": torch.get_rng_state()}
+    drawn = torch.rand(3)
+    checkpoint._set_random_states(states)
+    assert torch.equal(torch.rand(3), drawn)
+
+    tracked, set_on_gpu = CudaRNGStatesTracker(), []
+    tracked.states_ = {"model-parallel-rng": torch.tensor([5])}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.tensor([7]))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", set_on_gpu.append)
+    monkeypatch.setattr(checkpoint.tensor_parallel, "get_cuda_rng_tracker", lambda: tracked)
+    saved = checkpoint._random_states()
+    tracked.states_ = {}
+    checkpoint._set_random_states(saved)
+    assert set_on_gpu == [torch.tensor([7])]
+    assert tracked.states_ == {"model-parallel-rng": torch.tensor([5])}
 
 
 @pytest.mark.distributed

@@ -13,6 +13,7 @@ from support.ranks import RankPool
 from support.steps import log_prob_pass
 
 from megatron_stare.config.schema import Config
+from megatron_stare.megatron.dump import write_tensors
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.resolved import resolve_run
 
@@ -67,3 +68,10 @@ def test_the_distributed_optimizer_dumps_whole_gradients(
         torch.testing.assert_close(sharded[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
     for name, weight in weights.items():  # the dump changes nothing of the step
         torch.testing.assert_close(sharded_weights[name], weight, atol=1e-5, rtol=1e-5, msg=name)
+
+
+def test_a_folder_may_be_there_already(tmp_path: Path) -> None:
+    for number in (1.0, 2.0):
+        write_tensors(tmp_path / "new/dump", {"a": torch.tensor([number])}, {"a": torch.tensor([0.5]).bfloat16()})
+    assert load_file(tmp_path / "new/dump/weights.safetensors")["a"].tolist() == [2.0]
+    assert load_file(tmp_path / "new/dump/gradients.safetensors")["a"].dtype == torch.float32

@@ -1,4 +1,4 @@
-"""How long a rank waits for the others, in the world and in each of Megatron's groups."""
+"""What a rank joins with: how long it waits for others, in the world and in each of Megatron's groups; its seed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from support.ranks import RankPool
 
-from megatron_stare.config.schema import Config
+from megatron_stare.config.schema import Config, ParallelConfig
+from megatron_stare.errors import ConfigError
+from megatron_stare.megatron.layout import join, leave
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.resolved import resolve_run
 
@@ -41,3 +43,27 @@ def test_every_group_waits_as_long_as_the_run_says(ranks: RankPool, limits: dict
         }
     )
     assert ranks.run(_limits, 2, config) == [{seconds}] * 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its device lacks nothing")
+def test_a_rank_refuses_what_its_device_lacks_before_it_joins(tmp_path: Path) -> None:
+    """The driver asked its own device, which may be another."""
+    config = Config.model_validate(
+        {"model": {"path": str(MODEL)}, "performance": {"cuda_connections": 1}, "algorithm": {"name": "grpo"}}
+    )
+    with pytest.raises(ConfigError, match=r"performance\.cuda_connections: it needs CUDA"):
+        Trainer(resolve_run(config), 0, f"file://{tmp_path / 'ranks'}")
+    assert not dist.is_initialized()
+
+
+def _seed(rank: int, init: str, seed: int) -> tuple[int, float]:
+    join(ParallelConfig(), rank, init, seed, 60.0)
+    leave()
+    return torch.initial_seed(), float(torch.rand(()))
+
+
+@pytest.mark.distributed
+def test_a_rank_begins_with_the_runs_seed(ranks: RankPool) -> None:
+    for seed in (7, 8):
+        drawn = float(torch.rand((), generator=torch.Generator().manual_seed(seed)))
+        assert ranks.run(_seed, 1, seed) == [(seed, drawn)]

@@ -4,14 +4,49 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from test_methods_in_training import MINI_BATCH, batch_of
+from torch import Tensor
 
+from megatron_stare.megatron.batching import sequence_layout
 from megatron_stare.megatron.batching.microbatch import RankBatch
 from megatron_stare.megatron.batching.sequence_layout import WholeSequences
 from megatron_stare.ops.plan import PlanRules, plan_mini_batches
 
 DATA = 2
+
+
+def test_rows_of_hidden_states_that_are_whole_or_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of [s, b, h] by their number in [b s]; where each rank holds some positions, of those of all ranks."""
+    hidden = torch.arange(24.0).view(4, 3, 2)
+    both = torch.cat([hidden, hidden + 100])
+    monkeypatch.setattr(sequence_layout, "copy_to_tensor_model_parallel_region", lambda x: x)
+    monkeypatch.setattr(sequence_layout, "gather_from_sequence_parallel_region", lambda x: both)
+    for layout, whole in ((WholeSequences(), hidden), (WholeSequences(cut=True), both)):
+        rows = torch.tensor([0, 3, 5, 3 * len(whole) - 1])
+        torch.testing.assert_close(layout.rows(hidden, rows), whole.transpose(0, 1).reshape(-1, 2)[rows])
+
+
+@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_a_gpu_copies_from_is_pinned(monkeypatch: pytest.MonkeyPatch, routed: bool, packed: bool) -> None:
+    """Every tensor that travels, the experts with them; what is not there is still not there."""
+    pinned: list[Tensor] = []
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: pinned.append(self) or self.clone())
+    batch = replace(batch_of(1), advantages=torch.zeros(len(batch_of(1).lengths), dtype=torch.float64))
+    if routed:
+        batch = replace(batch, experts=torch.zeros(int(batch.lengths.sum()), 2, 1, dtype=torch.uint8))
+    rules = PlanRules(data_parallel=1, budget=24, packed=packed)
+    plan = plan_mini_batches(batch.lengths.tolist(), batch.groups.tolist(), rules)
+    share = batch.share(plan.samples_of(0))
+    micro = RankBatch(share, plan, 0, torch.device("cpu"), WholeSequences(packed=packed)).micro_batches[0]
+    assert not pinned  # a CPU has nothing to copy to
+    copy = micro.pinned()
+    for name in ("tokens", "positions", "rows", "targets", *(["experts"] if routed else [])):
+        before, after = getattr(micro, name), getattr(copy, name)
+        assert any(before is each for each in pinned) and before is not after and torch.equal(before, after)
+    assert (copy.experts is None) == (not routed) and (copy.packing is None) == (micro.packing is None)
 
 
 def test_tool_observations_and_failed_answers_carry_no_loss() -> None:

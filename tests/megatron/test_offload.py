@@ -13,7 +13,7 @@ import torch
 from support.held import held
 from support.models import random_batch, save_model
 from support.ranks import RankPool
-from support.steps import equal, loss_scale_state, state_of, take_step
+from support.steps import equal, loss_scale_state, plan_of, state_of, take_step
 
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
@@ -138,6 +138,29 @@ def test_a_run_that_is_moved_equals_one_that_is_not(writers: RankPool, tmp_path:
             assert equal(before, after)
         began, loaded = ([x for x in state if torch.is_tensor(x)] for state in (one[1], one[-1]))
         assert equal(began, loaded)  # the checkpoint is of the state in which it was begun
+
+
+def compared_twice(rank: int, init: str, config: Config) -> list[Any]:
+    """What is found with everything in its place, and with everything away."""
+    trainer = Trainer(resolve_run(config), rank, init)
+    batch = random_batch(1, 8)
+    plan, engines = plan_of(config, batch), torch.zeros(1, len(batch.rollout_log_probs))
+    found = []
+    for away in (False, True):
+        if away:
+            trainer.offload()
+        found.append(trainer.compare_with(batch.share(plan.samples_of(0)), plan, engines, 1.0))
+    trainer.close()
+    return found
+
+
+def test_a_comparison_brings_back_the_weights_that_it_reads(ranks: RankPool, tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen2_tied")
+    config = Config.model_validate(
+        {"model": {"path": str(tmp_path)}, "batch": {"micro_batch_tokens": 48}, "algorithm": {"name": "grpo"}}
+    )
+    ((here, away),) = ranks.run(compared_twice, 1, config)
+    assert here == away and here[0].everywhere.largest > 0
 
 
 def memory_over_a_move(rank: int, init: str, config: Config) -> tuple[dict[str, int], list[int]]:

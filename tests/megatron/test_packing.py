@@ -53,6 +53,16 @@ def test_packed_equals_one_at_a_time(lengths: list[int], heads: tuple[int, int])
     torch.testing.assert_close(gradients, want, atol=1e-5, rtol=1e-5)
 
 
+def test_only_causal_attention_to_oneself_is_served() -> None:
+    config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, attention_dropout=0.0)
+    for kind, whose in ((AttnMaskType.causal, "cross"), (AttnMaskType.padding, "self")):
+        with pytest.raises(ValueError, match="causal self-attention only"):
+            SdpaCoreAttention(config, 1, kind, whose)
+    config.attention_dropout = 0.1
+    with pytest.raises(ValueError, match="no dropout"):
+        SdpaCoreAttention(config, 1, AttnMaskType.causal, "self")
+
+
 class Alone(SdpaCoreAttention):
     """One context-parallel rank without the others: what they would send is given beforehand."""
 
@@ -104,3 +114,22 @@ def test_a_context_rank_attends_as_if_it_held_all(
             (got * push[mine]).sum().backward()
     for part, one in zip(parts, whole, strict=True):
         torch.testing.assert_close(part.grad, one.grad, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("entries", "queries"), [(256, [8]), (100, [3, 3, 2]), (31, [1] * 8)])
+def test_masks_are_no_larger_than_is_allowed(monkeypatch: pytest.MonkeyPatch, entries: int, queries: list[int]) -> None:
+    """Two rows of 8 of 16 positions: a query's mask has 2 x 16 entries, and there is one of a query at least."""
+    config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, attention_dropout=0.0)
+    query, key, value = torch.randn(3, 16, 2, 2, 8, generator=torch.Generator().manual_seed(0))
+    seen: list[int] = []
+
+    class Watched(Alone):
+        def _masked(self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
+            seen.append(query.shape[1])
+            return super()._masked(query, key, value, positions)
+
+    monkeypatch.setattr(core_attention, "MASK_ENTRIES", entries)
+    place = Zigzag(1, 2)
+    attention = Watched(config, 1, AttnMaskType.causal, "self").given(place, key, value)
+    attention(*(each[place.positions(16)] for each in (query, key, value)))
+    assert seen == queries

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.models import FAMILIES
+from support.models import FAMILIES, save_model
 from support.ranks import RankPool
 from support.runs import ROOT
 from torch import Tensor
@@ -19,9 +21,9 @@ from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelC
 from megatron_stare.megatron.cpu_backend import backend, device
 from megatron_stare.megatron.layout import join, leave
 from megatron_stare.megatron.layout_faults import faults
-from megatron_stare.megatron.model import build_policy
+from megatron_stare.megatron.model import build_policy, named_parameters
 from megatron_stare.megatron.optimizer import build_optimizer
-from megatron_stare.megatron.planned_layout import extremes, plan_layout
+from megatron_stare.megatron.planned_layout import assumptions, extremes, plan_layout
 from megatron_stare.megatron.planned_rank import RankPlan
 from megatron_stare.megatron.pretend import pretend
 from megatron_stare.models import read_shape
@@ -161,6 +163,42 @@ def test_a_rank_that_is_pretended_leaves_nothing_behind() -> None:
         assert device().type == "meta"
     assert (dist.new_group, torch.cuda.current_device, sys.excepthook) == before
     assert not dist.is_initialized() and device().type == "cpu"
+
+
+@pytest.mark.parametrize("rank", [0, 5, 23])
+def test_groups_are_of_the_layouts_sizes(rank: int) -> None:
+    with pretend(ParallelConfig(tensor=2, context=2, pipeline=2, data=3), rank) as layout:
+        groups = (layout.tp_group, layout.cp_group, layout.dp_group, layout.stage_group)
+        assert [group.size() for group in groups] == [2, 2, 6, 12]
+
+
+@pytest.mark.parametrize("family", ["qwen2_tied", "qwen3_moe"])
+def test_cut_parameters_say_along_which_dimension(tmp_path: Path, family: str) -> None:
+    """What is multiplied from the right by a part of the input is cut in columns, else rows; experts and norms not."""
+    save_model(tmp_path, family)
+    parallel, found = ParallelConfig(tensor=2), {}
+    with pretend(parallel, 1) as layout:
+        model = build_policy(read_shape(str(tmp_path)), ModelConfig(path=str(tmp_path)), parallel, layout, False)
+        for name, parameter in named_parameters(model):
+            if getattr(parameter, "tensor_model_parallel", False) and ".experts." not in name:
+                found[re.sub(r"^decoder\.layers\.\d+\.", "", name)] = parameter.partition_dim  # type: ignore[attr-defined]
+    assert found.pop("self_attention.linear_proj.weight") == 1
+    assert found.pop("mlp.linear_fc2.weight", 1) == 1
+    assert set(found.values()) == {0}
+    assert found.keys() >= {"embedding.word_embeddings.weight", "self_attention.linear_qkv.weight"}
+
+
+def test_what_a_plan_says_of_the_optimizer(tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen2_tied")
+    shape, model = read_shape(str(tmp_path)), ModelConfig(path=str(tmp_path))
+
+    def said(parallel: ParallelConfig, **settings: Any) -> str:
+        return "\n".join(assumptions(shape, model, parallel, OptimizerConfig(**settings)))
+
+    assert "Adam keeps two moments" in said(ParallelConfig(), name="adam")
+    assert "the optimizer keeps no moments" in said(ParallelConfig(), name="sgd")
+    assert "cut over 3 data-parallel replicas\n" in said(ParallelConfig(data=3), distributed=True)
+    assert "every rank has all optimizer state" in said(ParallelConfig(data=3), distributed=False)
 
 
 # architectures as published: their parameters and tensors; the layout; parameters of a rank's layers, of its embedding

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_stare.ops.linear_head import LinearHead, Mode
+from megatron_stare.ops.linear_head import LinearHead, Mode, _check_local
 from megatron_stare.ops.vocab_parallel import Problem
 
 MODES = ["materialised", "gradient_in_forward", "recompute"]
@@ -49,6 +49,15 @@ def run(mode: Mode, chunk: int, dtype: torch.dtype = torch.float64, *, of_entrop
     loss, logged = head.loss(hidden, weight, targets, clipped(*known), **options)
     loss.backward()
     return loss.detach(), logged["ratio"], hidden.grad, weight.grad, *scored
+
+
+def test_how_far_a_slope_may_move() -> None:
+    """By a thousandth of the largest one: rounding, not another token."""
+    slopes = torch.tensor([0.01, -1.0, 0.5])
+    _check_local(slopes + torch.tensor([9e-4, 0.0, -9e-4]), slopes)
+    for moved in ([1.1e-3, 0.0, 0.0], [0.0, 0.0, -1.1e-3]):
+        with pytest.raises(RuntimeError, match="couples tokens"):
+            _check_local(slopes + torch.tensor(moved), slopes)
 
 
 @pytest.mark.parametrize("of_entropy", [False, True])

@@ -53,6 +53,12 @@ def test_long_samples_cost_more_than_their_length() -> None:
     assert plan.ranks[0] == ((0,),)  # the one long sample outweighs all short ones, which would equal it in tokens
 
 
+def test_padded_micro_batches_are_filled_to_the_budget() -> None:
+    rules = PlanRules(data_parallel=1, budget=8, packed=False)
+    assert plan_micro_batches([4, 4, 4, 4], rules).ranks == (((0, 1), (2, 3)),)
+    assert plan_micro_batches([2, 4, 2, 3, 2, 2], rules).ranks == (((1, 3), (0, 2, 4, 5)),)
+
+
 def test_a_sample_longer_than_the_budget_is_named() -> None:
     with pytest.raises(ConfigError, match=r"batch.micro_batch_tokens: the longest sample has 65 tokens"):
         plan_micro_batches([3, 65], PlanRules(data_parallel=1, budget=64, packed=True))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 from test_vocab_parallel import case, moments, reference
 from torch import Tensor
 
-from megatron_stare.ops import vocab_chunked
+from megatron_stare.ops import vocab_chunked, vocab_reference
 from megatron_stare.ops.vocab_parallel import log_prob_and_entropy
 
 BODIES = ["reference", "chunked"]
@@ -152,6 +154,28 @@ def test_a_backward_that_needs_overwritten_logits_raises(body: str) -> None:
         other.backward()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         log_prob.sum().backward()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_gradient_is_no_part_of_the_logits_graph(overwrite: bool) -> None:
+    logits, targets, real = case(10)
+    mine = logits.requires_grad_() * 1
+    log_prob, _ = log_prob_and_entropy(mine, targets, vocab_size=real, overwrite_logits=overwrite)
+    (gradient,) = torch.autograd.grad(log_prob.sum(), mine)
+    assert not gradient.requires_grad
+
+
+@pytest.mark.parametrize("second_moment", [False, True])
+@pytest.mark.parametrize("body", [vocab_reference, vocab_chunked])
+def test_a_rank_that_holds_padding_alone(body: ModuleType, second_moment: bool) -> None:
+    """Its largest logit is -inf, so that it weighs nothing beside the other ranks'."""
+    logits, nowhere = torch.full((2, 5), 100.0), torch.full((2,), -1)
+    got = body.sums(logits, nowhere, 0, 1.0, second_moment)
+    assert got.tolist() == [[-torch.inf] * 2] + [[0.0] * 2] * (5 if second_moment else 3)
+    out = torch.full((2, 5), 7.0)
+    zeros = torch.zeros(2)
+    body.gradient(logits, nowhere, 0, 1.0, zeros, zeros, zeros, zeros, out)
+    assert not out.any()
 
 
 def test_a_leaf_is_not_overwritten() -> None:

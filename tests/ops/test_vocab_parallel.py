@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,6 +94,26 @@ def test_minus_infinity_logits() -> None:
     (log_prob.sum() + entropy.sum()).backward()
     assert ours.grad.isfinite().all()
     torch.testing.assert_close(entropy.double(), reference(logits, targets, real, 1.0)[1], atol=2e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "installed", "taken"),
+    [
+        (torch.bfloat16, (8, 0), True, True),
+        (torch.float32, (9, 0), True, True),
+        (torch.float64, (9, 0), True, False),
+        (torch.bfloat16, (7, 5), True, False),
+        (torch.bfloat16, (9, 0), False, False),
+    ],
+)
+def test_which_logits_the_kernels_take(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, capability: tuple[int, int], installed: bool, taken: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(vocab_parallel.importlib.util, "find_spec", lambda name: object() if installed else None)
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=dtype)
+    assert vocab_parallel._runs_triton(on_gpu) == taken  # type: ignore[arg-type]
+    assert not vocab_parallel._runs_triton(torch.zeros(1, dtype=dtype))
 
 
 def test_no_rows() -> None:

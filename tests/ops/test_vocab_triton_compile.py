@@ -57,6 +57,14 @@ print(json.dumps(found))
 """
 
 
+def test_what_a_program_holds_is_a_power_of_two() -> None:
+    """Triton compiles no other range; its interpreter takes any."""
+    from megatron_stare.ops import vocab_triton
+
+    for settings in (vocab_triton.FORWARD, vocab_triton.BACKWARD):
+        assert {number.bit_count() for number in settings.values()} == {1}
+
+
 @pytest.mark.slow
 def test_kernels_compile_without_spilling(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}

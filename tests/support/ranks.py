@@ -8,6 +8,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +53,20 @@ class RankPool:
             init = f"file://{Path(folder) / 'ranks'}"
             for rank, (_, pipe) in enumerate(self._workers[:world]):
                 pipe.send((function.__module__, function.__qualname__, (rank, init, *args)))
-            results = []
-            for rank, (_, pipe) in enumerate(self._workers[:world]):
-                if not pipe.poll(TIMEOUT_S):
+            waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:world])}
+            results = [None] * world
+            while waiting:
+                answering = wait(list(waiting), TIMEOUT_S)  # not by rank: rank 0 may wait forever for one that failed
+                if not answering:
                     self.close()
-                    raise TimeoutError(f"rank {rank} of {function.__qualname__} did not answer")
-                ok, value = pipe.recv()
-                if not ok:
-                    self.close()  # the other ranks may wait for this one forever
-                    raise AssertionError(f"rank {rank}:\n{value}")
-                results.append(value)
+                    raise TimeoutError(f"ranks {[*waiting.values()]} of {function.__qualname__} did not answer")
+                for pipe in answering:
+                    rank = waiting.pop(pipe)
+                    ok, value = pipe.recv()
+                    if not ok:
+                        self.close()  # the other ranks may wait for this one forever
+                        raise AssertionError(f"rank {rank}:\n{value}")
+                    results[rank] = value
         return results
 
     def close(self) -> None:

@@ -1,118 +1,119 @@
-"""Runs the tests on one mutant after another, those nearest to its file first."""
+"""A checkout of its own in which one file at a time is wrong, and the tests that are run there."""
 
 from __future__ import annotations
 
-import ast
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mutation.sites import Mutant
 
-NEAR = ("algorithms", "ops", "megatron", "records", "environments")  # folders of tests that hold the mutated areas
-FIRST_S = 60.0  # of the files that name the module, how long the first round may take by what files took unmutated
+RUNNER = Path(__file__).parent / "runner.py"
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """killed_by: the first test that failed, or 'timeout'; None: every test passed. seconds: that it took."""
+class Verdict:
+    """status: 'killed' by a test that failed, or that crashed its process twice; 'survived' all of them; 'timeout';
+    'broken': the tests ended in another way, which says nothing.
 
-    killed_by: str | None
+    by: the test that failed or was under way, and how.
+    """
+
+    status: str
+    by: str | None
     seconds: float
 
 
 class Checkout:
-    """A work tree of its own at one commit, in which one file at a time is wrong."""
+    """A work tree of its own at one commit. Nobody else's checkout sees what is written here."""
 
     def __init__(self, repository: Path, folder: Path, commit: str) -> None:
-        self._repository, self.folder = repository, folder
-        subprocess.run(["git", "worktree", "add", "--detach", "-q", folder, commit], cwd=repository, check=True)
+        self._repository, self.folder = repository, folder / "checkout"
+        self._scratch = folder
+        subprocess.run(["git", "worktree", "add", "--detach", "-q", self.folder, commit], cwd=repository, check=True)
+        self._runner: subprocess.Popen[str] | None = None
 
     def close(self) -> None:
+        self._end()
         subprocess.run(["git", "worktree", "remove", "--force", self.folder], cwd=self._repository, check=True)
 
-    def judge(self, mutant: Mutant, rounds: Iterable[Sequence[str]], timeout_s: float) -> Judgement:
-        """The first failure in rounds of test files, each with those before it left out."""
-        path, began = self.folder / mutant.file, time.monotonic()
-        right = path.read_text()
+    def judge(self, mutant: Mutant, tests: list[str], timeout_s: float) -> Verdict:
+        """What tests (files, or tests of them) say of a mutant; the first failure decides."""
+        path = self.folder / mutant.file
+        right, written = path.read_text(), path.stat()
         path.write_text(mutant.apply(right))
         try:
-            for files in rounds:
-                if files and (failed := run_tests(self.folder, files, timeout_s)):
-                    return Judgement(failed, time.monotonic() - began)
-            return Judgement(None, time.monotonic() - began)
+            found = self.run(tests, timeout_s)
+            if (found["code"] or 0) < 0:  # what crashes the tests' process does so again
+                found = self.run(found["begun"][-1:] or tests, timeout_s)
         finally:
             path.write_text(right)
+            os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))  # what was compiled of it is right again
+        if found["code"] is None:
+            return Verdict("timeout", (found["begun"] or [None])[-1], found["seconds"])
+        if found["failed"]:
+            test, error, message = found["failed"][0]
+            slow = error in {"TimeoutError", "TimeoutExpired"}
+            said = f"{test} {error}: {' '.join(message.split())[:160]}"
+            return Verdict("timeout" if slow else "killed", said, found["seconds"])
+        if found["code"] == 0:
+            return Verdict("survived", None, found["seconds"])
+        if found["code"] < 0 and -found["code"] != signal.SIGKILL:
+            said = f"{found['begun'][-1:]} {signal.Signals(-found['code']).name}, twice"
+            return Verdict("killed", said, found["seconds"])
+        return Verdict("broken", f"pytest ended with {found['code']}: {found['said'][-300:]}", found["seconds"])
 
+    def run(
+        self, tests: list[str], timeout_s: float, *, lines: Path | None = None, first: bool = True
+    ) -> dict[str, Any]:
+        """Runs tests, up to the `first` failure or all; see runner.py.
 
-def run_tests(folder: Path, files: Sequence[str], timeout_s: float) -> str | None:
-    """The first test that fails, 'timeout', or None. Every process the tests leave is killed."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-n",
-        "0",
-        "-m",
-        "not slow",
-        "-p",
-        "no:cacheprovider",
-        *files,
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        said, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        return "timeout"
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-    if process.returncode == 0:
-        return None
-    named = [line for line in said.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return named[0].split(" - ")[0].removeprefix("FAILED ").removeprefix("ERROR ") if named else said[-200:]
+        Args:
+            lines: the folder in which what they reach is written down, or None.
+        """
+        log = self._scratch / "run.log"
+        job = {"tests": tests, "timeout": timeout_s, "log": str(log), "first": first}
+        runner = self._start()
+        assert runner.stdin and runner.stdout
+        runner.stdin.write(json.dumps({**job, "lines": lines and str(lines)}) + "\n")
+        runner.stdin.flush()
+        answer = runner.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the runner ended: {runner.wait()}")
+        return {**json.loads(answer), "said": log.read_text(errors="replace") if log.exists() else ""}
 
+    def _start(self) -> subprocess.Popen[str]:
+        if self._runner is None:
+            environment = {**os.environ, "PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
+            words = [sys.executable, "-m", "compileall", "-q", "megatron_stare"]  # once, for every process of every run
+            subprocess.run(words, cwd=self.folder, env=environment, check=True)
+            log = (self._scratch / "runner.log").open("w")
+            command = [sys.executable, str(RUNNER)]
+            self._runner = subprocess.Popen(
+                command,
+                cwd=self.folder,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+            assert self._runner.stdout
+            if not self._runner.stdout.readline():
+                raise RuntimeError(f"the runner did not start: {(self._scratch / 'runner.log').read_text()[-2000:]}")
+        return self._runner
 
-def rounds_for(folder: Path, mutant: Mutant, seconds: dict[str, float], whole: bool) -> list[list[str]]:
-    """Test files in the order in which they are tried: the quick ones that name the module, all near ones, and of the
-    `whole` suite the others."""
-    module = mutant.file.removesuffix(".py").replace("/", ".")
-    files = sorted(str(path.relative_to(folder)) for path in (folder / "tests").rglob("test_*.py"))
-    naming = {file for file in files if module in _imports(folder / file)}
-    naming |= {file for file in files if Path(file).stem == f"test_{Path(mutant.file).stem}"}
-    first: list[str] = []
-    for file in sorted(naming, key=lambda file: seconds.get(file, 30.0)):
-        if sum(seconds.get(each, 30.0) for each in [*first, file]) <= FIRST_S or not first:
-            first.append(file)
-    near = [file for file in files if Path(file).parts[1] in NEAR or file in naming]
-    near.sort(key=lambda file: (file not in naming, seconds.get(file, 30.0)))
-    second = [file for file in near if file not in first]
-    rest = [file for file in files if file not in near] if whole else []
-    return [first, second, sorted(rest, key=lambda file: seconds.get(file, 30.0))]
-
-
-def _imports(path: Path) -> set[str]:
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return found
+    def _end(self) -> None:
+        if self._runner is not None:
+            self._runner.terminate()  # with what it runs
+            self._runner.wait()
+            self._runner = None
+        for left in self._scratch.glob("run.*"):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()

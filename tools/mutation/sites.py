@@ -123,9 +123,11 @@ class _Text:
             elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
                 adds = isinstance(node.value, int) or node.value == 0
                 yield self._change("constant", self._span(node), repr(node.value + 1 if adds else node.value * 2))
-            elif isinstance(node, ast.IfExp):
+            elif isinstance(node, (ast.If, ast.While, ast.IfExp)) and _turned_whole(node):
                 test = self._span(node.test)
                 yield self._change("condition", test, f"not ({self._between(*test)})")
+            elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+                yield self._change("call left out", self._span(node.value), "pass")
             elif isinstance(node, ast.Call):
                 yield from self._calls(node)
 
@@ -163,6 +165,11 @@ class _Text:
     def _place(self, line: int, column: int) -> Place:
         """The parser counts bytes."""
         return line, len(self._lines[line - 1].encode()[:column].decode())
+
+
+def _turned_whole(node: ast.If | ast.While | ast.IfExp) -> bool:
+    """Whether a condition has no operator that is changed in its place."""
+    return isinstance(node, ast.IfExp) or isinstance(node.test, (ast.Name, ast.Attribute, ast.Call))
 
 
 def _counting(node: ast.AST) -> Iterator[ast.AST]:
