@@ -76,20 +76,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="pattern of the runs that are made; the others' results are kept")
     args = parser.parse_args()
-    result = json.loads(RESULT.read_text()) if RESULT.exists() else {"hangs": {}, "undisturbed": {}}
-    result |= {"machine": machine()}
     for name in HANGS:
         if re.search(args.only, name):
-            keep(result, "hangs", name, named(name))
+            keep("hangs", name, named(name))
     loads = 2 * (os.cpu_count() or 1)
     for name, how in {SLOW: {"slow_step": True}, LOADED: {"loads": loads}}.items():
         if re.search(args.only, name):
-            keep(result, "undisturbed", name, undisturbed(**how))
+            keep("undisturbed", name, undisturbed(**how))
 
 
-def keep(result: dict[str, Any], kind: str, name: str, found: dict[str, Any]) -> None:
-    """Writes it at once: a run that fails later takes nothing with it."""
+def keep(kind: str, name: str, found: dict[str, Any]) -> None:
+    """Writes it at once, beside what was found before."""
+    result = json.loads(RESULT.read_text()) if RESULT.exists() else {"hangs": {}, "undisturbed": {}}
     result[kind][name] = found
+    result |= {"machine": machine()}
     result["named"] = f"{sum(each['right'] for each in result['hangs'].values())} of {len(HANGS)}"
     RESULT.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from support.runs import command, environment, metrics, model
 from support.synthetic_runs import synthetic_run
 
 from megatron_stare.cli import main
-from megatron_stare.observability.heartbeat import HEARTBEAT_FILE, Beat, write_beat
+from megatron_stare.observability.heartbeat import HEARTBEAT_FILE, Beat, read_heartbeat, write_beat
 from megatron_stare.observability.json_lines import write_atomically
 from megatron_stare.observability.report.page import write_report
 from megatron_stare.observability.report.rollouts_page import write_rollouts
@@ -202,6 +203,16 @@ def ask(run: Path, *options: str, cwd: Path) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(done.stdout)
 
 
+def until_its_watcher_says(run: Path, process: str) -> None:
+    """Waits until the heartbeat in the run directory has this of the driver."""
+    for _ in range(300):
+        beat = read_heartbeat(run)
+        if beat and beat.process == process:
+            return
+        threading.Event().wait(0.1)
+    raise AssertionError(f"its heartbeat is {read_heartbeat(run)}")
+
+
 def steps_stored(run: Path) -> Counter[int]:
     """How many training responses of each step the page has."""
     stored = stored_responses(read_run(run))
@@ -225,14 +236,18 @@ def test_a_live_a_killed_and_a_continued_run(tmp_path: Path) -> None:
     process.send_signal(
         signal.SIGSTOP
     )  # so that it is still alive when it is asked for; the checkpoint of step 2 is whole
+    until_its_watcher_says(run, "stopped")
     code, live = ask(run, cwd=tmp_path)
     assert (code, live["state"], live["again"]) == (0, "running", "")
+    assert (live["pid"], live["process"]) == (process.pid, "stopped") and live["phase"]
     assert live["step"] == 5 and live["steps"] == 6 and live["steps_per_h"] > 0
     page = write_report([run], tmp_path / "live.html").read_text()
     assert f"while the run goes on: step {live['step']} of 6 is made" in page
     assert steps_stored(run) == dict.fromkeys(range(1, 6), 4)
     process.kill()
     process.wait()
+    until_its_watcher_says(run, "ended")
+    assert status_of(run, here="elsewhere").state == "dead"  # also where nobody can ask for the lock
     code, dead = ask(run, cwd=tmp_path)
     assert (code, dead["state"], dead["starts"]) == (1, "dead", 1)
     assert dead["checkpoint"] in (2, 4) and dead["checkpoint_age_s"] < 60

@@ -16,6 +16,7 @@ from support.interrupts import uninterruptible
 from support.runs import command, environment, metrics, model, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron_stare.observability.heartbeat import read_heartbeat
 from megatron_stare.observability.json_lines import read_jsonl
 from megatron_stare.observability.rollout_files import read_rollouts
 from megatron_stare.rollout.agreement_limits import BOUNDS
@@ -41,6 +42,9 @@ def test_a_run_leaves_everything_it_promises(tmp_path: Path) -> None:
         "report.html",
         "starts.jsonl",
     } <= names
+    beat = read_heartbeat(run_dir)
+    assert beat is not None and (beat.process, beat.phase, beat.step, beat.steps) == ("ended", "closing", 2, 2)
+    assert len(beat.step_s) == 2 and beat.tokens_per_s and "blackbox" not in names  # nothing hung
     rows = metrics(run_dir)
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:

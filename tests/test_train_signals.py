@@ -17,6 +17,8 @@ import pytest
 from support.leftovers import Traces
 from support.runs import command, environment, metrics, model
 
+from megatron_stare.interruption import TO_BE_CONTINUED
+
 pytestmark = pytest.mark.distributed
 INLINE = {"runtime.runner": "inline", "parallel.tensor": 1, "eval.prompts": 0}
 
@@ -149,6 +151,26 @@ def test_more_signals_while_ray_is_closed_leave_nothing(start) -> None:
         run.until(f"{signal.Signals(number).name}: already closing")
     said = run.end(128 + signal.SIGINT)
     assert re.search(r"interrupted \(SIGINT\) after step \d+ of 50; there is no checkpoint yet", said), said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGUSR1, TO_BE_CONTINUED)]
+)
+def test_two_ranks_of_ray_save_before_they_are_closed(start, tmp_path: Path, number: int, code: int) -> None:
+    run = start(command(model(), "run.dir=run", **{"run.steps": 50, "eval.prompts": 0, "run.checkpoint_every": 0}))
+    run.step(2)
+    run.traces.look()
+    run.process.send_signal(number)
+    said = run.end(code)
+    found = re.search(r"after step (\d+) of 50; the last checkpoint is of step (\d+); continue with", said)
+    assert found and found[1] == found[2], said
+    assert int(found[1]) == len(metrics(tmp_path / "run"))
+    again = [*to_type(said), "--stop-after", "1h"]
+    again[again.index("run.steps=50")] = f"run.steps={int(found[1]) + 1}"
+    done = subprocess.run(again, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"continuing after step {found[1]}" in done.stdout
 
 
 @pytest.mark.parametrize("point", ["gcs_server", "ray::Actor"])

@@ -51,7 +51,7 @@ class Nodes:
     def _serve(self, line: socket.socket) -> None:
         """Takes what an agent says, until it is gone."""
         node = ""
-        with contextlib.suppress(OSError, ValueError, LookupError), line, line.makefile("rb") as said:
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError), line, line.makefile("rb") as said:
             line.settimeout(HELLO_S)
             hello = json.loads(said.readline(4096))
             if not hmac.compare_digest(str(hello["token"]), self._token):
@@ -60,6 +60,7 @@ class Nodes:
             node = str(hello["node"])
             with self._changed:
                 self._lines[node] = line
+                self._changed.notify_all()
             while content := said.readline(LONGEST_LINE):
                 answer = json.loads(content)
                 with self._changed:

@@ -85,6 +85,7 @@ class Session:
         self.config = config = inputs.config
         method, self.stop_ids = inputs.run.method, inputs.stop_ids
         self.limit = limit or TimeLimit(None)
+        self._stepping = False
         made_with = prompt_inputs(config, inputs.tokenizer, inputs.source)
         self.source = PromptQueue(inputs.source)
         self.task, self.evaluations = inputs.task, inputs.evaluations
@@ -198,7 +199,10 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._open.__exit__(kind, error, trace)
+        try:
+            self._open.__exit__(kind, error, trace)
+        finally:
+            makes_steps(None)
 
     def _discard_if_nothing_was_made(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -209,7 +213,8 @@ class Session:
     def _note_standing(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Leaves a note of how far the run got, where it ends early and leaves something behind."""
         newest = self.dir.newest_step()
-        if isinstance(error, KeyboardInterrupt | UserError) and (self.state.step or newest is not None):
+        early = isinstance(error, KeyboardInterrupt) or (isinstance(error, UserError) and self._stepping)
+        if early and (self.state.step or newest is not None):
             run = self.config.run
             stopped_at(Standing(self.dir.path, self.state.step, run.steps, newest, chosen=run.dir is not None))
 
@@ -234,6 +239,7 @@ class Session:
     def steps(self) -> Iterator[int]:
         """The steps still to do. After each, and so before the next is given, what is due is saved and evaluated."""
         makes_steps(self.config.checkpoint.grace_s)
+        self._stepping = True
         self._evaluate_if_due()  # of a resumed run, where it ended between a checkpoint and this
         for step in range(self.state.step + 1, self.config.run.steps + 1):
             raise_if_received()

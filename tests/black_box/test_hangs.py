@@ -23,6 +23,8 @@ def test_the_black_box_names_who_holds_the_run_up(name: str, tmp_path: Path) -> 
         screen, facts = run.told()
         assert re.search(hang.sentence, sentence_of(screen)), screen
         assert len(screen.splitlines()) <= 25
+        assert facts["beat"]["step"] >= 3 or facts["beat"]["phase"] == "start"
+        assert facts["without_s"] > facts["beat"]["limit_s"]
         roles = {each["role"] for each in facts["processes"]}
         assert {"driver", "raylet", "gcs_server"} <= roles
         assert {"trainer rank 0", "trainer rank 1", "rollout engine 0", "verifier"} <= roles

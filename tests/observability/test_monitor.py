@@ -150,6 +150,29 @@ def test_a_resumed_run_is_told_once_and_remembers(tmp_path: Path, capsys: pytest
     assert "step  20/300" not in out
 
 
+def test_no_step_stands_twice_however_often_and_far_back_a_run_is_continued(tmp_path: Path) -> None:
+    """The second time from before where the first time began, as after a damaged checkpoint."""
+    files = ("jsonl", "tensorboard", "report")
+    monitor = monitor_of(tmp_path, files)
+    monitor.start()
+    log(monitor, *range(1, 7))
+    monitor.evaluation({"step": 6, "weights": "trained", "pass1": 0.5})
+    monitor.close()
+    for step, ahead in ((4, (5, 6, 7)), (2, (3, 4, 5, 6))):
+        monitor = monitor_of(tmp_path, files)
+        monitor.resume(step)
+        log(monitor, *ahead)
+        monitor.evaluation({"step": 6, "weights": "trained", "pass1": 0.5})
+        monitor.close()
+        steps = list(range(1, ahead[-1] + 1))
+        assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == steps
+        assert events(tmp_path) == [(each, float(each)) for each in steps]
+        assert len((tmp_path / "eval.jsonl").read_text().splitlines()) == 1
+        assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == [
+            f"step_{each:06d}.jsonl" for each in steps
+        ]
+
+
 class Terminal(io.StringIO):
     encoding = "utf-8"
 

@@ -263,6 +263,23 @@ def test_alerts_are_posted_with_value_and_range_as_they_begin_and_end(hook: Hook
     assert (over["state"], over["text"]) == ("over", "over: groups without signal (step 1)")
 
 
+def test_an_alert_of_a_step_that_is_made_again_is_not_posted_again(hook: Hook, tmp_path: Path) -> None:
+    run = alerting(tmp_path)
+    run.start()
+    log(run, 1, 2)
+    log(run, 3, **{"group/degenerate": 1.0})
+    run.close()
+    run = alerting(tmp_path)
+    run.resume(2)
+    log(run, 3, **{"group/degenerate": 1.0})
+    log(run, 4, **{"response/truncated": 1.0})
+    run.close()
+    assert [(post["step"], post["alert"]) for post in hook.posts] == [
+        (3, "groups without signal"),
+        (4, "responses cut off"),
+    ]
+
+
 def test_a_refused_alert_is_posted_again_and_no_more_than_allowed(
     hook: Hook, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

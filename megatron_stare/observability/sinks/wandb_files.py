@@ -17,12 +17,14 @@ _BLOCK, _HEADER = 32768, 7
 _WHOLE, _LAST = 1, 4
 
 
-def offline_rows(run_dir: Path) -> list[dict[str, Any]]:
-    """Those of all starts of a run, oldest first, as they were logged; [] where there are none."""
+def offline_rows(run_dir: Path) -> list[dict[str, Any]] | None:
+    """Those of all starts of a run, oldest first, as they were logged; None where it was not kept offline."""
     from wandb.proto import wandb_internal_pb2
 
-    rows = []
-    for file in sorted(run_dir.glob("wandb/offline-run-*/*.wandb")):
+    rows: list[dict[str, Any]] = []
+    if not (files := sorted(run_dir.glob("wandb/offline-run-*/*.wandb"))):
+        return None
+    for file in files:
         for packed in _records(file.read_bytes()):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(packed)

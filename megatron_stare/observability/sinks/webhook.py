@@ -16,8 +16,10 @@ from urllib.request import Request, urlopen
 from megatron_stare.errors import UserError
 from megatron_stare.observability.alerts import Alert
 from megatron_stare.observability.background import Background
+from megatron_stare.observability.delivered import Delivered
 from megatron_stare.observability.glossary import explained
 from megatron_stare.observability.sink import RunOutline, Sink
+from megatron_stare.records.rollout_batch import RolloutBatch
 
 ROOM = 100  # alerts that may wait
 CLOSE_S = 10.0  # for those that still wait when the run ends
@@ -41,23 +43,29 @@ class Webhook(Sink):
         self._attempts, self._timeout_s = services.webhook_attempts, services.webhook_timeout_s
         self._back_off_s = services.webhook_back_off_s
         self._about = {"run": run.config.run.name, "dir": str(run.dir), "host": socket.gethostname()}
+        self._delivered, self._step = Delivered.read(run.dir / "webhook_delivered.json"), 0
         self._background = Background("webhook", ROOM)
 
+    def step(self, step: int, metrics: Mapping[str, float], batch: RolloutBatch) -> None:
+        self._step = step
+
     def alerts(self, changed: Sequence[Alert], active: Sequence[Alert]) -> None:
-        if self._background and changed:
+        if self._background and changed and self._step > self._delivered.step:  # or a step is made again
             bodies = [json.dumps({**self._about, **_told(alert)}).encode() for alert in changed]
-            self._background.call(partial(self._post_all, bodies, self._background.closing))
+            self._background.call(partial(self._post_all, self._step, bodies, self._background.closing))
 
     def close(self) -> None:
         background, self._background = self._background, None
         if background and not background.close(CLOSE_S):
             raise TimeoutError(f"alerts were not taken within {CLOSE_S:g} s of the end")
 
-    def _post_all(self, bodies: Sequence[bytes], closing: Event) -> None:
+    def _post_all(self, step: int, bodies: Sequence[bytes], closing: Event) -> None:
         """Raises ConnectionError where one was not taken, after all were tried."""
         failed = [said for body in bodies if (said := self._post(body, closing))]
         if failed:
             raise ConnectionError(f"{len(failed)} alerts were not taken in {self._attempts} attempts ({failed[-1]})")
+        self._delivered.step = step  # after it: of a run that is killed here, rather twice than never
+        self._delivered.write()
 
     def _post(self, body: bytes, closing: Event) -> str:
         """ "" where it was taken, else what the last attempt failed with, without the address."""

@@ -27,7 +27,7 @@ class WeightsAndBiases(Service):
 
     def look(self, run: RunOutline, delivered: Delivered) -> None:
         rows = offline_rows(run.dir)
-        if not rows:
+        if rows is None:  # it was online
             return
         delivered.step = min(delivered.step, max((row["step"] for row in rows if _TRAINED in row), default=0))
         delivered.evaluated = [
