@@ -17,6 +17,8 @@ from support.models import FAMILIES, PARITY, random_batch, save_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from megatron_stare.config.moe_section import MoeConfig
+from megatron_stare.config.performance_section import PerformanceConfig
 from megatron_stare.config.schema import BatchConfig, Config, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_stare.megatron import layout as parallel_layout
 from megatron_stare.megatron.batching.microbatch import RankBatch
@@ -51,12 +53,14 @@ def step_of(
     mode: Mode = "materialised",
     experts: Tensor | None = None,
     recompute: Mapping[str, Any] = MappingProxyType({}),
+    share_prompts: bool = True,
 ) -> dict:
     """Scores a fixed batch and takes the gradient of a mix of its means; this rank's part of everything.
 
     Args:
         experts: [T, L, K] that the batch's tokens are sent to, whatever the routers find.
         recompute: of the section `model`.
+        share_prompts: where experts are not given, which rules it out.
     """
     shape = read_shape(path)
     layout = parallel_layout.join(parallel, rank, init, seed=1, timeout_s=60)
@@ -77,7 +81,13 @@ def step_of(
         cost=cost_of(shape),
     )
     plan = plan_micro_batches(batch.lengths.tolist(), rules)
-    config = Config(model=ModelConfig(path=path), parallel=parallel, batch=BatchConfig(packed=packed))
+    config = Config(
+        model=ModelConfig(path=path),
+        parallel=parallel,
+        batch=BatchConfig(packed=packed),
+        performance=PerformanceConfig(share_prompts=share_prompts),
+        moe=MoeConfig(routing_replay=experts is not None),
+    )
     share = batch.share(plan.samples_of(layout.dp_rank))
     rank_batch = RankBatch(share, plan, layout.dp_rank, device(), sequence_layout(config, layout))
     head = Head(shape.vocab_size, TEMPERATURE, layout, entropy_gradient=True, mode=mode, chunk=CHUNK)

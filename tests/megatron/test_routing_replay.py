@@ -78,8 +78,8 @@ def test_replaying_the_trainers_own_choice_changes_no_bit(ranks: RankPool, tmp_p
     chosen = experts_of_transformers(tmp_path, random_batch(SEED, SIZE))
     found = []
     for experts in (None, chosen):
-        given = (str(tmp_path), ParallelConfig(), 40, True, False, "materialised", experts)
-        found += ranks.run(step_of, 1, *given)
+        given = (str(tmp_path), ParallelConfig(), 40, True, False, "materialised", experts, {}, False)
+        found += ranks.run(step_of, 1, *given)  # prompts are not shared in either
     own, replayed = found
     assert torch.equal(own["log_prob"], replayed["log_prob"])
     for name, gradient in own["gradients"].items():
