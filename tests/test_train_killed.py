@@ -122,7 +122,7 @@ def test_the_supervisor_is_small_and_its_run_ends_with_it(tmp_path: Path) -> Non
 
 def test_an_error_of_the_user_is_not_tried_again(tmp_path: Path) -> None:
     done = subprocess.run(
-        [*command(model(), **settings(**{"model.path": tmp_path / "gone"})), "--supervise"],
+        [*command(**settings(**{"model.path": tmp_path / "gone"})), "--supervise"],
         cwd=tmp_path,
         env=environment(),
         capture_output=True,
