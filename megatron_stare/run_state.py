@@ -32,7 +32,6 @@ from megatron_stare.observability.run_files import LOCK_FILE
 from megatron_stare.weights import manifest
 from megatron_stare.weights.manifest import Sum
 from megatron_stare.weights.staging import sync_entry
-from megatron_stare.weights.torch_dist import check_files
 
 CONFIG = "config.yaml"
 PLACEMENT = "placement.txt"
@@ -325,6 +324,8 @@ def check_whole(checkpoint: Path) -> None:
         manifest.check_lengths(checkpoint, sums)
         tensors = manifest.tensors_of(sums)
         manifest.check_bytes(checkpoint, {name: each for name, each in sums.items() if name not in tensors})
+    from megatron_stare.weights.torch_dist import check_files  # imports torch, which looking at a run needs not
+
     check_files(checkpoint)
 
 

@@ -106,6 +106,9 @@ def test_the_supervisor_is_small_and_its_run_ends_with_it(tmp_path: Path) -> Non
             held = [Path(f"/proc/{pid}/maps").read_text() for pid in (supervisor.pid, driver.pid)]
             assert ["libtorch" in each for each in held] == [False, True]
             assert not any(library in held[0] for library in ("_raylet", "numpy"))
+            assert (
+                psutil.Process(supervisor.pid).num_threads() == 1
+            )  # another's would take the signals that it waits for
             traces.look()
             supervisor.kill()
             supervisor.wait()

@@ -35,11 +35,13 @@ def nothing_left(node: Any) -> Iterator[None]:
     those that do not by themselves are killed."""
     broken = ended(node) is not None
     agents = [each.process.pid for each in node.all_processes.get("raylet", ())] if broken else []
+    started = [process for agent in agents for process in _below(agent)]
     yield
     if not broken:
         return
-    workers = [process for process in psutil.process_iter() if _agent_of(process) in agents]
-    _, left = psutil.wait_procs(workers, timeout=LEFT_S)
+    # of an agent that has died already, whose children are its no more
+    workers = {*started, *(process for process in psutil.process_iter() if _agent_of(process) in agents)}
+    _, left = psutil.wait_procs([*workers], timeout=LEFT_S)
     for process in left:
         with contextlib.suppress(psutil.Error):
             process.kill()
@@ -65,6 +67,13 @@ def loss_behind(error: Exception, node: Any, died: Callable[[], int | None], wha
         if time.monotonic() >= until:
             return None
         time.sleep(LOOK_S)
+
+
+def _below(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.Error:
+        return []
 
 
 def _agent_of(process: psutil.Process) -> int | None:

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import RollBack, UserError
-from megatron_stare.interruption import Standing, makes_steps, raise_if_received, stopped_at, uninterrupted
+from megatron_stare.interruption import Standing, raise_if_received, stopped_at, uninterrupted
 from megatron_stare.metric import Metric
 from megatron_stare.observability.monitor import Monitor
 from megatron_stare.observability.sink import RunOutline
@@ -72,6 +72,7 @@ class HeldRun:
         self.restarted = restarted()  # the next session is not the first that somebody asked for
         self.went_back = False  # a session left prompts out that it had met; see orchestration/guards.py
         self._came_up = False  # a session came up whole
+        self.stepping = False  # a session came to its steps
         self.state = RunState()  # of the session that is open, or was last
         if resume:
             self.dir = RunDir.reopen(find_run(inputs.config))
@@ -114,7 +115,6 @@ class HeldRun:
             UserError: what is to be read has changed meanwhile, and cannot work.
         """
         step = self.state.step
-        makes_steps(None)  # there is no step to be waited for: a signal ends the run at once
         if isinstance(error, RollBack):  # noted in the directory, and bounded by guards.rollbacks
             raise_if_received()
             self.resumes = self.went_back = True
@@ -148,7 +148,8 @@ class HeldRun:
         with uninterrupted():
             made = max(self.state.step, self._attempts.furthest)
             newest = self.dir.newest_step()
-            if isinstance(error, KeyboardInterrupt | UserError) and (made or newest is not None):
+            early = isinstance(error, KeyboardInterrupt) or (isinstance(error, UserError) and self.stepping)
+            if early and (made or newest is not None):
                 run = self._config.run
                 stopped_at(Standing(self.dir.path, self.state.step, run.steps, newest, chosen=run.dir is not None))
             if error is not None and self._began and not (made or self.went_back):

@@ -87,7 +87,7 @@ class Session:
         self.source = PromptQueue(inputs.source)
         self.task, self.evaluations = inputs.task, inputs.evaluations
         self.state = RunState(data=self.source.state(), method=method.initial_state())
-        self.dir, resume = held.dir, held.resumes
+        self._held, self.dir, resume = held, held.dir, held.resumes
         with ClosingStack() as stack:
             stack.enter_context(frozen_heap())
             restored: Path | None = None
@@ -239,6 +239,7 @@ class Session:
             GuardError: a figure of the last step ends the run.
         """
         makes_steps(self.config.checkpoint.grace_s)
+        self._held.stepping = True
         self._evaluate_if_due()  # of a resumed run, where it ended between a checkpoint and this
         for step in range(self.state.step + 1, self.config.run.steps + 1):
             raise_if_received()

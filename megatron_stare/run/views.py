@@ -13,7 +13,6 @@ from pathlib import Path
 
 from megatron_stare.errors import UserError
 from megatron_stare.observability.progress import clock
-from megatron_stare.observability.scales import short
 from megatron_stare.run.status import Status, status_of
 
 EVERY_S = 2.0
@@ -83,6 +82,8 @@ def as_text(status: Status) -> str:
 
 
 def _subjects(status: Status) -> list[tuple[str, str]]:
+    from megatron_stare.observability.scales import short  # imports numpy
+
     rates = [
         (status.steps_per_h, "steps/h"),
         (status.tokens_per_s, "tokens/s"),

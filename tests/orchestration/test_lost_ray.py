@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -30,6 +31,17 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
 
 
+def still_there(pids: list[int]) -> list[tuple[int, str, list[str]]]:
+    """Those that run, each with what it is."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append((pid, process.status(), process.cmdline()))
+    return found
+
+
 def workers() -> on_ray.RayWorkers:
     found = on_ray.start_actors([{}, {}], 1, "rank", LONG_S)
     found.build(WaitingWorker, [(), ()])
@@ -52,7 +64,7 @@ def test_a_ray_of_ours_that_is_broken_is_noticed_ended_whole_and_started_again(k
         ranks.close()
     finally:
         on_ray.leave_ray()
-    assert [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"] == []
+    assert still_there(pids) == []
     on_ray.start_ray(config)
     try:
         assert len(workers().call("pid")) == 2
