@@ -26,7 +26,7 @@ from support.stalling import STALL
 
 from megatron_stare.observability.heartbeat import Beat, beats_of
 
-PATIENCE_S = 200.0  # of a test with a run that says nothing
+PATIENCE_S = 280.0  # of a test with a run that says nothing
 QUICKLY = {"eval.prompts": 0, "run.steps": 200, "run.checkpoint_every": 0, "black_box.floor_s": 6}
 
 
