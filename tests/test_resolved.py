@@ -60,4 +60,4 @@ def test_a_method_that_a_worker_does_not_have(tmp_path: Path, monkeypatch: pytes
         assert pickle.loads(travelling)[0] == run
         del sys.modules["here_alone"]
     with pytest.raises(ConfigError, match=r"algorithm\.name: cannot import 'here_alone': there is no module"):
-        Actor().build(Trainer, travelling)
+        Actor().build(Trainer, travelling, "rank 0")

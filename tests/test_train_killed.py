@@ -116,8 +116,9 @@ def test_the_supervisor_is_small_and_its_run_ends_with_it(tmp_path: Path) -> Non
             supervisor.kill()
             supervisor.communicate()
     assert traces.left() == []
-    assert "SIGTERM: closing the run" in (tmp_path / "said").read_text()
-    assert (tmp_path / "said").read_text().splitlines()[-1].endswith((" --supervise", " --supervise --resume"))
+    told, *_, last = (tmp_path / "said").read_text().splitlines()
+    assert told.startswith("SIGTERM: ")  # what it does then depends on what it was at
+    assert last.endswith((" --supervise", " --supervise --resume"))
 
 
 def test_an_error_of_the_user_is_not_tried_again(tmp_path: Path) -> None:

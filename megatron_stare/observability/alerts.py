@@ -285,6 +285,11 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "gradient spike": ("optimizer/grad_norm",),
     "responses cut off": ("response/truncated",),
     "groups without signal": ("group/degenerate",),
+    "rolled back": ("guard/rollbacks",),
+    "entropy out of bounds": ("entropy/mean",),
+    "spike of the loss": ("loss/policy",),
+    "spike of the gradient norm": ("optimizer/grad_norm",),
+    "spike of engine against trainer": ("rollout/logprob_diff_mean",),
 }
 
 

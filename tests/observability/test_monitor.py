@@ -171,6 +171,9 @@ def test_no_step_stands_twice_however_often_and_far_back_a_run_is_continued(tmp_
         assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == [
             f"step_{each:06d}.jsonl" for each in steps
         ]
+    # TensorBoard reads files in the order of their names, which begin with the second
+    seconds = {path.name.split(".")[3] for path in (tmp_path / "tensorboard").iterdir()}
+    assert len(seconds) == len(list((tmp_path / "tensorboard").iterdir())) == 3
 
 
 class Terminal(io.StringIO):

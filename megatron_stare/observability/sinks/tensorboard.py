@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_stare.observability.run_files import TENSORBOARD_DIR, evaluation_figures
@@ -11,6 +14,8 @@ from megatron_stare.records.rollout_batch import RolloutBatch
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+_SECOND = re.compile(r"tfevents\.(\d+)\.")
 
 
 class TensorBoard(Sink):
@@ -23,6 +28,7 @@ class TensorBoard(Sink):
         self._open(run, None)
 
     def resume(self, run: RunOutline, step: int, rows: Sequence[Mapping[str, float]]) -> None:
+        _await_later_name(run.dir / TENSORBOARD_DIR)
         self._open(run, step + 1)  # TensorBoard passes over what older files say of this step and later ones
 
     def step(self, step: int, metrics: Mapping[str, float], batch: RolloutBatch) -> None:
@@ -48,3 +54,11 @@ class TensorBoard(Sink):
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
+
+
+def _await_later_name(folder: Path) -> None:
+    """Returns in a later second than the newest file's, which stands in its name: TensorBoard reads files in the order
+    of their names, and a run that is opened again at once might be read before what it goes on from."""
+    seconds = [int(found[1]) for path in folder.glob("*") if (found := _SECOND.search(path.name))]
+    wait_s = max(seconds, default=0) + 1 - time.time()
+    time.sleep(min(max(wait_s, 0.0), 1.0))  # of clocks that differ by more no waiting is of use
