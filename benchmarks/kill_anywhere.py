@@ -10,7 +10,8 @@ its processes and files in /dev/shm none may be left. Local engine, synchronous,
     python benchmarks/kill_anywhere.py --seeds 20
     python benchmarks/kill_anywhere.py --seeds 20 --first-seed 20          # goes on; what is recorded is left
 
-Results are added to benchmarks/results/kill_anywhere.json, seed by seed.
+Results are added to benchmarks/results/kill_anywhere.json, seed by seed. Where the package has changed since, the
+undisturbed run is made again, and must end with the policy that is recorded.
 """
 
 from __future__ import annotations
@@ -97,11 +98,13 @@ def main() -> None:
     runners = list(RUNNERS) if arguments.runner == "any" else [arguments.runner]
     found = read(arguments.out)
     for runner in runners:
-        if runner not in found["undisturbed"]:
+        if found["package"].get(runner) != package():  # it may compute other numbers now
             outcome = run(runner)
             if outcome.code or outcome.left or outcome.restarts:
                 sys.exit(f"the undisturbed run: {outcome}")
-            found["undisturbed"][runner] = asdict(outcome)
+            if outcome.sha256 != found["undisturbed"].setdefault(runner, asdict(outcome))["sha256"]:
+                sys.exit(f"{arguments.out} is of code that computes other numbers: give another --out, or remove it")
+            found["package"][runner] = package()
             write(arguments.out, found)
         whole = found["undisturbed"][runner]
         print(f"undisturbed, {runner}: {whole['seconds']:.1f} s, policy {whole['sha256'][:12]}", flush=True)
@@ -210,13 +213,21 @@ def recorded(directory: Path) -> list[int]:
 def read(path: Path) -> dict[str, Any]:
     """What was found before, if it was by the same settings."""
     settings = {runner: {**SMALL, **each, "model.path": "assets/tiny-adder"} for runner, each in RUNNERS.items()}
-    empty = {"machine": machine(), "settings": settings, "undisturbed": {}, "seeds": {}}
+    empty = {"machine": machine(), "settings": settings, "package": {}, "undisturbed": {}, "seeds": {}}
     if not path.exists():
         return empty
     found: dict[str, Any] = json.loads(path.read_text())
     if found["settings"] != settings:
         sys.exit(f"{path} is of other settings: give another --out, or remove it")
     return found
+
+
+def package() -> str:
+    """Digest of the code that is killed."""
+    digest = hashlib.sha256()
+    for file in sorted((ROOT / "megatron_stare").rglob("*.py")):
+        digest.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def write(path: Path, found: dict[str, Any]) -> None:

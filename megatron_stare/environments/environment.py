@@ -112,9 +112,9 @@ class Response:
         return Trajectory(
             prompt=self._prompt,
             sample_index=0,  # the rollouts know which of a prompt's it is
-            tokens=torch.cat(self._tokens),
-            log_probs=torch.cat(self._log_probs),
-            loss_mask=torch.cat(self._loss_mask),
+            tokens=_joined(self._tokens),
+            log_probs=_joined(self._log_probs),
+            loss_mask=_joined(self._loss_mask),
             versions=tuple(self._versions),
             finish_reason=self._finish_reason,
             text="".join(self._texts),
@@ -125,6 +125,11 @@ class Response:
         self._tokens.append(tokens)
         self._log_probs.append(log_probs)
         self._loss_mask.append(torch.full((len(tokens),), carries_loss))
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Laid end to end; the part itself where it is the only one, as that of most responses is."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def make_environment(name: str, config: Config, tokenizer: Any) -> Environment:

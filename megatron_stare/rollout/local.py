@@ -87,6 +87,7 @@ class LocalEngine(Engine):
         requests = sorted((request for request, _ in chunk), key=lambda r: (len(r.input_ids), r.input_ids))
         with torch.inference_mode():
             decoded = decode_batch(self._model, requests, params)
+        self._check_finite(requests, decoded)
         return [self._result(request, each) for request, each in zip(requests, decoded, strict=True)]
 
     def abort(self) -> None:
@@ -140,13 +141,20 @@ class LocalEngine(Engine):
     def _fail(self) -> None:
         self._state, self._ledger = advance(self._state, EngineState.DIRTY), None
 
+    def _check_finite(self, requests: Sequence[GenerateRequest], decoded: Sequence[Decoded]) -> None:
+        """Raises NonFiniteError naming the first request of which a log-prob is not."""
+        if bool(torch.cat([each.log_probs for each in decoded]).isfinite().all()):  # in one look, not one a response
+            return
+        broken = (
+            request for request, each in zip(requests, decoded, strict=True) if not each.log_probs.isfinite().all()
+        )
+        raise NonFiniteError(
+            f"the model's logits are not finite (weights of version {self._version})",
+            where=f"request {next(broken).rid}",
+            fix="look at the gradient norm and learning rate of the last steps",
+        )
+
     def _result(self, request: GenerateRequest, decoded: Decoded) -> GenerateResult:
-        if not bool(decoded.log_probs.isfinite().all()):
-            raise NonFiniteError(
-                f"the model's logits are not finite (weights of version {self._version})",
-                where=f"request {request.rid}",
-                fix="look at the gradient norm and learning rate of the last steps",
-            )
         assert self._version is not None
         return GenerateResult(
             rid=request.rid,
