@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from support.runs import ROOT
 sys.path.insert(0, str(ROOT / "tools"))
 
 from mutate import table
-from mutation.judge import Checkout
+from mutation.judge import Checkout, brief, without_folders
 from mutation.reach import Reach, statement_of
 from mutation.sites import Mutant, mutants_of
 
@@ -210,3 +211,12 @@ def test_the_table_counts_every_mutant_once() -> None:
 def test_a_mutant_is_data() -> None:
     mutant = Mutant("a.py", 1, 4, (1, 5), "constant", "1", "2")
     assert mutant.apply("x = 1\n") == "x = 2\n"
+
+
+def test_what_a_test_said_names_no_folder_of_this_machine() -> None:
+    said = "Command '['/home/me/bin/python', '-m', 'x', '/tmp/a1/run.py']'\n File \"/opt/b/graph.py\", line 9 in a/b.py"
+    assert brief(said) == "Command '['python', '-m', 'x', 'run.py']' File \"graph.py\", line 9 in a/b.py"
+    assert brief("tcp://host:1/x " + "1 / 2 " * 99) == ("tcp://host:1/x " + "1 / 2 " * 99)[:160]
+    recorded = json.loads((ROOT / "benchmarks/results/mutants.json").read_text())["mutants"]
+    kept = [each["by"] for each in recorded if each["by"]]
+    assert len(kept) > 200 and all(without_folders(each) == each for each in kept)

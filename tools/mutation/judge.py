@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,8 @@ from typing import Any
 from mutation.sites import Mutant
 
 RUNNER = Path(__file__).parent / "runner.py"
+SAID = 160  # characters of a test's message that are kept
+_FOLDERS = re.compile(r"(?<![\w.:/-])/(?:[^\s/'\"]+/)+")  # of an absolute path
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,16 @@ class Verdict:
     status: str
     by: str | None
     seconds: float
+
+
+def brief(message: str) -> str:
+    """The beginning of a message, in one line."""
+    return without_folders(" ".join(message.split()))[:SAID]
+
+
+def without_folders(text: str) -> str:
+    """A text that names files without the folders which they lie in on this machine."""
+    return _FOLDERS.sub("", text)
 
 
 class Checkout:
@@ -60,14 +73,14 @@ class Checkout:
         if found["failed"]:
             test, error, message = found["failed"][0]
             slow = error in {"TimeoutError", "TimeoutExpired"}
-            said = f"{test} {error}: {' '.join(message.split())[:160]}"
+            said = f"{test} {error}: {brief(message)}"
             return Verdict("timeout" if slow else "killed", said, found["seconds"])
         if found["code"] == 0:
             return Verdict("survived", None, found["seconds"])
         if found["code"] < 0 and -found["code"] != signal.SIGKILL:
             said = f"{found['begun'][-1:]} {signal.Signals(-found['code']).name}, twice"
             return Verdict("killed", said, found["seconds"])
-        return Verdict("broken", f"pytest ended with {found['code']}: {found['said'][-300:]}", found["seconds"])
+        return Verdict("broken", f"pytest ended with {found['code']}: {brief(found['said'][-300:])}", found["seconds"])
 
     def run(
         self, tests: list[str], timeout_s: float, *, lines: Path | None = None, first: bool = True
