@@ -8,6 +8,7 @@ the paths used here.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -110,6 +111,11 @@ def backend() -> contextlib.AbstractContextManager[None]:
 def uses_cuda() -> bool:
     """Whether the device of this rank is a CUDA one; asking does not initialise CUDA."""
     return torch.cuda.is_available() and not _on_meta
+
+
+def has_transformer_engine() -> bool:
+    """Whether the model's layers, its attention among them, are Transformer Engine's and not Megatron's local ones."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def device() -> torch.device:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -30,7 +29,7 @@ from megatron_stare.config.schema import ModelConfig, ParallelConfig, Performanc
 from megatron_stare.errors import DataError
 from megatron_stare.megatron.attention import SdpaCoreAttention
 from megatron_stare.megatron.batching.packing import PackedSequences
-from megatron_stare.megatron.cpu_backend import backend, device
+from megatron_stare.megatron.cpu_backend import backend, device, has_transformer_engine
 from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.norm import RMSNorm
 from megatron_stare.models import family_of, rule_for
@@ -62,10 +61,6 @@ class PolicyModel(GPTModel):
 _DEFAULT = PerformanceConfig()
 _MOE = MoeConfig()
 _ROUTER_DTYPES = {"model": None, "float32": "fp32", "float64": "fp64"}
-
-
-def has_transformer_engine() -> bool:
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def recomputation(model: ModelConfig) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from megatron_stare.megatron.batching.microbatch import MicroBatch, RankBatch
-from megatron_stare.megatron.cpu_backend import backend
+from megatron_stare.megatron.cpu_backend import backend, has_transformer_engine
 from megatron_stare.megatron.head import Head, LossFunction
-from megatron_stare.megatron.model import has_transformer_engine, hidden_states, unwrap
+from megatron_stare.megatron.model import hidden_states, unwrap
 from megatron_stare.megatron.routing_replay import begin_pass, give_experts
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_stare.megatron.model import has_transformer_engine
+from megatron_stare.megatron.cpu_backend import has_transformer_engine
 from megatron_stare.megatron.planned_rank import RankPlan, plan_rank
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.processes import Advance, run_parts

@@ -30,7 +30,7 @@ from megatron_stare.megatron.head import Head
 from megatron_stare.megatron.head_choice import HeadChoice, choose_head, free_memory, largest_logits
 from megatron_stare.megatron.hf_export import HfExport
 from megatron_stare.megatron.layout import join, leave
-from megatron_stare.megatron.model import build_policy, finish_gather, has_transformer_engine
+from megatron_stare.megatron.model import build_policy, finish_gather
 from megatron_stare.megatron.not_finite import NotFinite, OwnGradients, look
 from megatron_stare.megatron.offload import PARTS, DeviceState
 from megatron_stare.megatron.optimizer import build_optimizer
@@ -104,7 +104,7 @@ class Trainer:
         )
         self.policy = Policy(model, shape, layout, head, optimizer, scheduler, reference)
         self.memory = DeviceState(model, optimizer, reference.model if reference is not None else ())
-        self._sequences = sequence_layout(config, layout, own_attention=not has_transformer_engine())
+        self._sequences = sequence_layout(config, layout)
         self.stream = PolicyStream(model, shape, layout, config.rollout.sync_bucket_mb * 2**20)
         self._stage_send: StageSend | None = None
         self._step: Step | None = None

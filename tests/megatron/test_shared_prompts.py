@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from support.models import random_batch, save_model
 from support.steps import log_prob_pass, take_step
 
 from megatron_stare.config.schema import Config
+from megatron_stare.megatron.batching import sequence_layout as sequences
 from megatron_stare.megatron.batching.packing import pack
 from megatron_stare.megatron.batching.shared_prompts import shared_columns
 from megatron_stare.megatron.trainer import Trainer
@@ -133,3 +135,13 @@ def test_the_same_step_with_fewer_tokens(ranks, tmp_path: Path, family: str, sec
 def test_not_where_a_pass_needs_them_apart(tmp_path: Path, sections: dict[str, Any]) -> None:
     assert shares_prompts(config_of(tmp_path, True))
     assert not shares_prompts(config_of(tmp_path, True, **sections))
+
+
+@pytest.mark.parametrize("theirs", [False, True])
+def test_not_with_an_attention_that_takes_whole_sequences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theirs: bool
+) -> None:
+    """Whoever asks for the layout: the trainer, and the checks that run on a GPU."""
+    one_rank: Any = SimpleNamespace(tp=1, dp=1, cp=1, cp_rank=0)
+    monkeypatch.setattr(sequences, "has_transformer_engine", lambda: theirs)
+    assert sequences.sequence_layout(config_of(tmp_path, True), one_rank).share_prompts is not theirs

@@ -21,10 +21,11 @@ from torch import nn
 from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_stare.megatron import checkpoint
 from megatron_stare.megatron import model as models
+from megatron_stare.megatron.cpu_backend import has_transformer_engine
 from megatron_stare.megatron.export import export_hf
 from megatron_stare.megatron.layout import Layout, join, leave
 from megatron_stare.megatron.layout_faults import faults
-from megatron_stare.megatron.model import build_policy, has_transformer_engine, load_hf, named_parameters
+from megatron_stare.megatron.model import build_policy, load_hf, named_parameters
 from megatron_stare.megatron.optimizer import build_optimizer
 from megatron_stare.megatron.planned_layout import plan_layout
 from megatron_stare.megatron.substitute import substituted

@@ -22,6 +22,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.megatron.batching.packing import PackedSequences, pack
 from megatron_stare.megatron.batching.shared_prompts import SharedColumns, shared_columns
 from megatron_stare.megatron.batching.zigzag import WHOLE, Zigzag
+from megatron_stare.megatron.cpu_backend import has_transformer_engine
 from megatron_stare.megatron.layout import Layout
 from megatron_stare.performance import shares_prompts
 
@@ -185,12 +186,8 @@ class SplitSequences(WholeSequences):
         return self.context_group
 
 
-def sequence_layout(config: Config, layout: Layout, *, own_attention: bool = True) -> SequenceLayout:
-    """That of a run, on this rank.
-
-    Args:
-        own_attention: the model's is megatron/attention.py, which alone can share prompts.
-    """
+def sequence_layout(config: Config, layout: Layout) -> SequenceLayout:
+    """That of a run, on this rank."""
     parallel = config.parallel
     place = Zigzag(layout.cp_rank, layout.cp)
     whole = WholeSequences(
@@ -199,7 +196,8 @@ def sequence_layout(config: Config, layout: Layout, *, own_attention: bool = Tru
         multiple=place.multiple * (layout.tp if parallel.sequence else 1),
         each=place.multiple,
         uniform=parallel.virtual_pipeline > 1,
-        share_prompts=own_attention and shares_prompts(config),
+        # Transformer Engine's attention takes whole sequences; megatron/attention.py repeats what they share
+        share_prompts=shares_prompts(config) and not has_transformer_engine(),
         data_group=layout.dp_group if layout.dp * layout.cp > 1 else None,
     )
     return whole if layout.cp == 1 else SplitSequences(**vars(whole), place=place, context_group=layout.cp_group)
