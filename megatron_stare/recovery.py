@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-RESTARTS_FILE = "restarts.jsonl"
+RESTARTS_FILE = "restarts.jsonl"  # a line each time that a run started itself again after a loss, and why
 
 
 @dataclass(frozen=True)

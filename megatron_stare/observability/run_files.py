@@ -27,7 +27,6 @@ CONFIG_FILE = "config.yaml"
 LOCK_FILE = ".lock"  # held by the driver while it lives
 _FIGURES = ("full_solve", "length_mean", "truncated", "distinct_answers", "distinct_solutions")
 STARTS_FILE = "starts.jsonl"  # when, where and from which commit the run was started, and resumed
-RESTARTS_FILE = "restarts.jsonl"  # a line each time that a run started itself again after a loss, and why
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,8 @@ from megatron_stare.observability.alerts import Alert, Watch
 from megatron_stare.observability.json_lines import read_jsonl
 from megatron_stare.observability.liveness import State, liveness
 from megatron_stare.observability.progress import RemainingTime
-from megatron_stare.observability.run_files import (
-    RESTARTS_FILE,
-    RunRecord,
-    evaluation_figures,
-    read_run,
-    result_name,
-)
+from megatron_stare.observability.run_files import RunRecord, evaluation_figures, read_run, result_name
+from megatron_stare.recovery import RESTARTS_FILE
 from megatron_stare.run_state import RUN_STATE, complete_checkpoints
 
 RECENT = 20  # steps that rates are means over
