@@ -135,13 +135,7 @@ def _plain(value: object) -> object:
 
 def add_report_arguments(report: argparse.ArgumentParser) -> None:
     """Those of `report`."""
-    report.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
-    report.add_argument(
-        "--out",
-        type=Path,
-        help="file to write, or an existing folder for it; default: report.html in the run directory, or, of several "
-        "runs, comparison.html in the current one",
-    )
+    _add_runs(report, "one, or several to be compared", "report.html", "several runs, comparison.html")
 
 
 def run_report(args: argparse.Namespace) -> None:
@@ -156,13 +150,7 @@ def run_report(args: argparse.Namespace) -> None:
 
 def add_rollouts_arguments(rollouts: argparse.ArgumentParser) -> None:
     """Those of `rollouts`."""
-    rollouts.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="one, or two to hold side by side")
-    rollouts.add_argument(
-        "--out",
-        type=Path,
-        help="file to write, or an existing folder for it; default: rollouts.html in the run directory, or, of two "
-        "runs, rollouts.html in the current one",
-    )
+    _add_runs(rollouts, "one, or two to hold side by side", "rollouts.html", "two runs, rollouts.html")
 
 
 def run_rollouts(args: argparse.Namespace) -> None:
@@ -170,6 +158,17 @@ def run_rollouts(args: argparse.Namespace) -> None:
     from megatron_stare.observability.report.rollouts_page import write_rollouts
 
     print(write_rollouts(args.runs, _place(args.runs, args.out, "rollouts.html", "rollouts.html")))
+
+
+def _add_runs(command: argparse.ArgumentParser, which: str, of_one: str, of_several: str) -> None:
+    """Arguments of a command that writes a page of runs."""
+    command.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help=which)
+    command.add_argument(
+        "--out",
+        type=Path,
+        help=f"file to write, or an existing folder for it; default: {of_one} in the run directory, or, of "
+        f"{of_several} in the current one",
+    )
 
 
 def _place(runs: list[Path], out: Path | None, of_one: str, of_several: str) -> Path:
