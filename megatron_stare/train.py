@@ -1,13 +1,11 @@
 """The training loop. It reads like the algorithm; everything it calls lives elsewhere.
 
 next:     rollouts -> rewards -> group advantages                              (orchestration/training_source.py)
-step:     log-prob and entropy pass -> statistics, gate, weights -> for every mini-batch: forward and backward of the
-          weighted loss -> optimizer step                                      (orchestration/policy_trainer.py)
+step:     log-probs -> statistics, gate, weights -> of each mini-batch backward  (orchestration/policy_trainer.py)
 publish:  weight sync, and the proof that it arrived                           (orchestration/training_source.py)
 log:      metrics, alerts and samples to every sink                            (observability/monitor.py)
 steps:    between two steps, the checkpoint and the evaluation that are due    (run/session.py)
-
-A session that lost a worker is followed by another one, from the newest checkpoint (run/held_run.py).
+session:  where one lost a worker, another goes on from the newest checkpoint  (run/held_run.py)
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ def train(
     """Trains, and returns the run directory.
 
     Args:
-        resume: continue the newest checkpoint of the run.
-        from_step: of the checkpoint to continue, where it is not the newest.
+        resume: continue the newest checkpoint of the run, or that of `from_step`.
         dump_step: the step of whose first update batch, weights, loss and gradients are written out; None: no step.
         limit: of the time that the run may take; None: there is none.
 
@@ -49,11 +46,15 @@ def train(
 
 def _session(inputs: Inputs, held: HeldRun, dump_step: int | None, limit: TimeLimit | None) -> Path:
     with Session(inputs, held, dump_step=dump_step, limit=limit) as run:
-        run.rollouts.publish(run.trainer.weights(), run.state.step)
-        for step in run.steps():
-            batch = run.rollouts.next(step)
-            result = run.trainer.step(batch)
-            run.rollouts.publish(run.trainer.weights(), step)
-            run.monitor.log(step, batch, result)
-        run.finish()
-        return run.dir.path
+        make_steps(run)
+        return run.finish()
+
+
+def make_steps(run: Session) -> None:
+    """All steps that an open session gives."""
+    run.rollouts.publish(run.trainer.weights(), run.state.step)
+    for step in run.steps():
+        batch = run.rollouts.next(step)
+        result = run.trainer.step(batch)
+        run.rollouts.publish(run.trainer.weights(), step)
+        run.monitor.log(step, batch, result)

@@ -72,10 +72,10 @@ LEVELS = {
     "run.held_run": 8,
     "run.session": 9,
     "run.eval_command": 8,
-    "bisecting": 10,
     "run.views": 8,
     "train": 10,
-    "cli": 11,
+    "bisecting": 11,
+    "cli": 12,
 }
 ONLY_IN = {
     "ray": {"orchestration/ray.py"},

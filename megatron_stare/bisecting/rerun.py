@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from megatron_stare.errors import RollBack, UserError
 from megatron_stare.observability.json_lines import read_jsonl, write_atomically
 from megatron_stare.observability.run_files import METRICS_FILE, read_metrics
 from megatron_stare.run.held_run import HeldRun
-from megatron_stare.run.opening import read_inputs
+from megatron_stare.run.opening import Inputs, read_inputs
 from megatron_stare.run.session import Session
 from megatron_stare.run_state import CONFIG, ROLLBACKS, RUN_STATE
+from megatron_stare.train import make_steps
 
 LOG = "log.txt"
 _SHOWN = 12  # lines of a log
@@ -128,7 +129,7 @@ def main(folder: Path, change: str, last: int) -> int:
 
 
 def run_steps(folder: Path, change: str, last: int) -> None:
-    """The loop of train.py up to step `last`, which need not be the run's: its schedules are."""
+    """The steps of the run in this folder up to `last`, which need not be the run's: its schedules are."""
     config = load_recorded(folder / CONFIG)
     inputs = read_inputs(config)
     # of a method: what is changed in the settings has been changed there
@@ -136,14 +137,21 @@ def run_steps(folder: Path, change: str, last: int) -> None:
     if (changed := methods.get(change)) is not None:
         run = inputs.run
         inputs = replace(inputs, run=ChangedRun(run.config, run.shape, changed(run.method)))
-    with HeldRun(config, inputs, resume=True, dump_step=None) as held, Session(inputs, held) as session:
-        session.rollouts.publish(session.trainer.weights(), session.state.step)
-        for step in session.steps():
-            batch = session.rollouts.next(step)
-            result = session.trainer.step(batch)
-            session.rollouts.publish(session.trainer.weights(), step)
-            session.monitor.log(step, batch, result)
-            if step == last:
+    with HeldRun(config, inputs, resume=True, dump_step=None) as held, _UpTo(last, inputs, held) as session:
+        make_steps(session)
+
+
+class _UpTo(Session):
+    """A session that ends with step `last`: what would be due after it - a checkpoint, an evaluation - is not asked."""
+
+    def __init__(self, last: int, inputs: Inputs, held: HeldRun) -> None:
+        super().__init__(inputs, held)
+        self._last = last
+
+    def steps(self) -> Iterator[int]:
+        for step in super().steps():
+            yield step
+            if step == self._last:
                 return
 
 

@@ -273,12 +273,13 @@ class Session:
         made, left_out = len(self.state.rollbacks), len(self.state.left_out)
         return {"guard/rollbacks": float(made), "guard/left_out": float(left_out)} if made else {}
 
-    def finish(self) -> None:
-        """All steps are made: exports the policy, and tells whoever waits for the end."""
+    def finish(self) -> Path:
+        """All steps are made: exports the policy, tells whoever waits for the end, and returns the run directory."""
         self._last_phase("export")
         self.checkpoints.finish()
         export_policy(self.ranks, self.dir.path / "hf", Path(self.config.model.path), self.state.step)
         self.monitor.finish()
+        return self.dir.path
 
     def _last_phase(self, name: str) -> None:
         if self.black_box is not None:
