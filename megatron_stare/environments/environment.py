@@ -124,7 +124,7 @@ class Response:
     def _append(self, tokens: Tensor, log_probs: Tensor, carries_loss: bool) -> None:
         self._tokens.append(tokens)
         self._log_probs.append(log_probs)
-        self._loss_mask.append(torch.full((len(tokens),), carries_loss))
+        self._loss_mask.append(torch.full((tokens.numel(),), carries_loss))
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

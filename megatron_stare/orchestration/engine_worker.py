@@ -13,7 +13,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
 from megatron_stare.rollout.beside import Beside
 from megatron_stare.rollout.engine import Engine, GenerateRequest, GenerateResult, LostRequest, ModelInfo, ServedEngine
-from megatron_stare.rollout.model_folder import load_tokenizer, with_text
+from megatron_stare.rollout.model_folder import add_text, load_tokenizer
 from megatron_stare.rollout.replicas import make_replica
 from megatron_stare.rollout.state import MEMORY
 from megatron_stare.weights.outlet import Route
@@ -59,14 +59,15 @@ class EngineWorker:
 
     def advance(
         self, requests: Sequence[GenerateRequest], params: SamplingParams, wait_s: float
-    ) -> list[GenerateResult | LostRequest]:
+    ) -> Sequence[GenerateResult | LostRequest]:
         """Takes requests, then gives what is finished, with its text, or lost; see Engine.submit and Engine.collect."""
         if requests:
             self._engine.submit(requests, params)
-        return [
-            result if isinstance(result, LostRequest) else with_text(result, self._tokenizer)
-            for result in self._engine.collect(wait_s)
-        ]
+        results = self._engine.collect(wait_s)
+        for result in results:
+            if not isinstance(result, LostRequest):
+                add_text(result, self._tokenizer)
+        return results
 
     def abort(self) -> None:
         self._engine.abort()

@@ -112,8 +112,9 @@ class RolloutBatch(_Columns):
     @property
     def loss_lengths(self) -> Tensor:
         """[B] int64 positions of the loss mask in every sample."""
-        parts = self.loss_mask.split(self.response_lengths.tolist())
-        return torch.tensor([int(part.count_nonzero()) for part in parts], dtype=torch.int64)
+        up_to = torch.nn.functional.pad(self.loss_mask.cumsum(0), (1, 0))  # [N + 1] before each position
+        ends = self.response_lengths.cumsum(0)
+        return up_to[ends] - up_to[ends - self.response_lengths]
 
     def _flat(self, samples: Sequence[int]) -> dict[str, Tensor]:
         """The columns that are longer than B, of some of the samples."""
@@ -205,7 +206,9 @@ def _taken(column: Tensor, lengths: list[int], samples: Sequence[int]) -> Tensor
 
 
 def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.cat([torch.zeros(0, dtype=dtype), *(part.to(dtype) for part in parts)])
+    return torch.cat(
+        [torch.zeros(0, dtype=dtype), *(part if part.dtype == dtype else part.to(dtype) for part in parts)]
+    )
 
 
 def _experts(ordered: Sequence[Trajectory]) -> Tensor | None:
@@ -226,7 +229,7 @@ def _experts(ordered: Sequence[Trajectory]) -> Tensor | None:
 
 def _check(trajectory: Trajectory) -> None:
     covered = sum(length for _, length in trajectory.versions)
-    sizes = (len(trajectory.tokens), len(trajectory.log_probs), len(trajectory.loss_mask), covered)
+    sizes = (len(trajectory), trajectory.log_probs.numel(), trajectory.loss_mask.numel(), covered)
     if len(set(sizes)) > 1:
         raise DataError(
             "a trajectory has {} tokens, {} log-probs, {} entries of its loss mask and versions of {}".format(*sizes),

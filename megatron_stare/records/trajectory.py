@@ -47,7 +47,7 @@ class Trajectory:
     pieces: Sequence[str] = ()  # of those few, the text of every token; see rollout.model_folder.token_texts
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return self.tokens.numel()
 
     @property
     def truncated(self) -> bool:

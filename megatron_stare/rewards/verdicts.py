@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Iterator
 
 from megatron_stare.rewards.verifier_pool import Answers, TooManyFailuresError, Verdict, VerifierPool
 
+EARLY = 32  # answers that wait before their loop comes to hand them out: workers begin while the rest is still made
+
 
 class _Desk:
     """Where a pool's answers are handed out and its verdicts given back, in one event loop, for all rollouts that are
@@ -18,8 +20,9 @@ class _Desk:
         self.rollouts = 0  # that come here
         self._answers = Answers()
         self._waiting: dict[int, asyncio.Future[Verdict]] = {}
+        self._new = 0  # answers since workers were last looked at
         self._something = asyncio.Event()
-        self._error: Exception | None = None  # that ended `_serve`
+        self._error: Exception | None = None  # of the pool, which ends `_serve`
         self._served = asyncio.create_task(self._serve())
 
     async def of(self, response: str, answer: str) -> Verdict:
@@ -28,6 +31,9 @@ class _Desk:
             raise self._error
         future = asyncio.get_running_loop().create_future()
         self._waiting[self._answers.add(response, answer)] = future
+        self._new += 1
+        if self._new >= EARLY:
+            self._turn()
         self._something.set()
         return await future
 
@@ -46,11 +52,9 @@ class _Desk:
             with self._heard(loop):
                 while True:
                     self._something.clear()
-                    self._pool.turn(self._answers, wait=False)
-                    for item in [item for item in self._waiting if item in self._answers.verdicts]:
-                        future, verdict = self._waiting.pop(item), self._answers.take(item)
-                        if not future.cancelled():
-                            future.set_result(verdict)
+                    self._turn()
+                    if self._error is not None:
+                        return
                     # not asyncio.wait_for, which before Python 3.12 may lose a cancellation that comes with the event
                     left = self._pool.seconds_left()
                     alarm = loop.call_later(left, self._something.set) if left is not None else None
@@ -58,10 +62,25 @@ class _Desk:
                     if alarm is not None:
                         alarm.cancel()
         except Exception as error:
-            self._error = error
-            for future in self._waiting.values():
-                if not future.done():
-                    future.set_exception(error)
+            self._fail(error)
+
+    def _turn(self) -> None:
+        """Hands out what waits, and gives back what is judged."""
+        self._new = 0
+        try:
+            self._pool.turn(self._answers, wait=False)
+        except Exception as error:
+            self._fail(error)
+        for item in [item for item in self._waiting if item in self._answers.verdicts]:
+            future, verdict = self._waiting.pop(item), self._answers.take(item)
+            if not future.done():
+                future.set_result(verdict)
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error)
 
     @contextlib.contextmanager
     def _heard(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:

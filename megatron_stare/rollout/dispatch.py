@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -201,7 +201,8 @@ class Dispatch:
                     self._fleet.answered(replica.number)
                     _, _, answer = self.asked.pop(result.rid)
                     if not answer.cancelled():
-                        answer.set_result(replace(result, replica=replica.number))
+                        result.replica = replica.number
+                        answer.set_result(result)
                 replica.under_way -= 1
             if gone:
                 self._fleet.lose(replica.number, gone)

@@ -38,9 +38,10 @@ class GenerateRequest:
     replica: int | None = None  # that had what stands before it, and may still hold its keys and values
 
 
-@dataclass(frozen=True)
+@dataclass
 class GenerateResult:
-    """What was sampled, n tokens; the stop token, where there is one, is among them."""
+    """What was sampled, n tokens; the stop token, where there is one, is among them. Text and replica are filled in on
+    its way."""
 
     rid: str
     output_ids: Tensor  # [n] int32
@@ -48,7 +49,7 @@ class GenerateResult:
     versions: VersionRuns  # of the weights that sampled the tokens
     finish_reason: FinishReason
     prompt_tokens: int
-    text: str = ""  # of the tokens; the engine's worker decodes it, see model_folder.with_text
+    text: str = ""  # of the tokens; the engine's worker decodes it, see model_folder.add_text
     experts: Tensor | None = None  # [m, L, K] of the first m tokens, input and output; see records/routing.py
     replica: int | None = None  # that answered; who hands the requests out fills it in
 

@@ -160,7 +160,7 @@ class LocalEngine(Engine):
             rid=request.rid,
             output_ids=decoded.ids,
             output_log_probs=decoded.log_probs,
-            versions=((self._version, len(decoded.ids)),) if len(decoded.ids) else (),
+            versions=((self._version, decoded.ids.numel()),) if decoded.ids.numel() else (),
             finish_reason=decoded.finish_reason,
             prompt_tokens=len(request.input_ids),
         )

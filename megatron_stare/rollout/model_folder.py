@@ -5,7 +5,6 @@ the text it makes of what was sampled. Nothing is looked up on the network.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +69,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise DataError(f"cannot load the tokenizer: {error}", where=path) from error
 
 
-def with_text(result: GenerateResult, tokenizer: PreTrainedTokenizerBase) -> GenerateResult:
-    """The result with its text. For where the engine is, not for the driver."""
-    return replace(result, text=text_of(result.output_ids, result.finish_reason, tokenizer))
+def add_text(result: GenerateResult, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Fills in the result's text. For where the engine is, not for the driver."""
+    result.text = text_of(result.output_ids, result.finish_reason, tokenizer)
 
 
 def text_of(ids: Tensor, finish_reason: FinishReason, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -252,7 +252,7 @@ class Rollouts:
                 result = await serving.generate(
                     GenerateRequest(
                         rid=f"{prompt.cursor}:{response.sample_index}:{call}",
-                        input_ids=(*context, *answer.tokens.tolist()),
+                        input_ids=(*context, *answer.tokens.tolist()) if len(answer) else tuple(context),
                         prompt_cursor=prompt.cursor,
                         sample_index=response.sample_index,
                         start=start + len(answer),
@@ -268,7 +268,7 @@ class Rollouts:
                 answer.add(result)
                 response.replica = result.replica
                 # one that ends by its length before it was told to has no room left in the engine's context
-                if result.finish_reason != "length" or len(result.output_ids) < asked or len(answer) == limit:
+                if result.finish_reason != "length" or result.output_ids.numel() < asked or len(answer) == limit:
                     answer.finish_reason = result.finish_reason
                     answer.text = (
                         result.text
@@ -307,7 +307,8 @@ def check_result(result: GenerateResult, stop_token_ids: Collection[int]) -> Non
     """Raises DataError where an engine breaks its contract: columns of different lengths, or a finish reason that its
     tokens contradict."""
     where = f"request {result.rid}"
-    ids, log_probs, versions = len(result.output_ids), len(result.output_log_probs), covered(result.versions)
+    ids, log_probs = result.output_ids.numel(), result.output_log_probs.numel()
+    versions = covered(result.versions)
     if not ids == log_probs == versions:
         raise DataError(
             f"the engine returned {ids} tokens, {log_probs} log-probs and weight versions of {versions}", where=where
@@ -329,8 +330,8 @@ def check_trajectory(trajectory: Trajectory, max_new_tokens: int) -> None:
     if trajectory.experts is not None and len(trajectory.experts) > len(trajectory.prompt.token_ids) + n:
         raise DataError(f"a trajectory of {n} tokens names the experts of more", where=where)
     columns = {
-        "log-probs": len(trajectory.log_probs),
-        "loss mask": len(trajectory.loss_mask),
+        "log-probs": trajectory.log_probs.numel(),
+        "loss mask": trajectory.loss_mask.numel(),
         "weight versions": covered(trajectory.versions),
     }
     for name, length in columns.items():

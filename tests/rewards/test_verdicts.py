@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import select
 
 import pytest
 
 from megatron_stare.errors import ConfigError
-from megatron_stare.rewards.verdicts import verdicts
+from megatron_stare.rewards.verdicts import EARLY, verdicts
 from megatron_stare.rewards.verifier_pool import TooManyFailuresError, VerifierPool
 
 HERE = "support.verifiers"
@@ -39,6 +40,26 @@ def test_a_verdict_is_given_while_other_answers_are_still_being_made():
         assert asyncio.run(story(pool)) == [1.0, 1.0]
 
 
+def test_workers_begin_before_the_loop_comes_to_them():
+    """Whoever makes answers may have a whole batch of them to make before anybody else has a turn."""
+
+    async def story(pool: VerifierPool) -> None:
+        async with verdicts(pool) as judge:
+            answers = [judge.of("1+1=2", "2") for _ in range(EARLY)]
+            for answer in answers:
+                answer.send(None)  # up to where it waits for its verdict; nothing else runs meanwhile
+            assert select.select([pool.fileno()], [], [], 30)[0], "no worker has spoken"
+            waiting = [asyncio.ensure_future(judge.of("1+1=3", "2")) for _ in range(2)]
+            assert [verdict.reward for verdict in await asyncio.gather(*waiting)] == [0.0, 0.0]
+            for answer in answers:
+                with pytest.raises(StopIteration) as ended:
+                    answer.send(None)
+                assert ended.value.value.reward == 1.0
+
+    with VerifierPool("arithmetic", 1, 30) as pool:
+        asyncio.run(story(pool))
+
+
 def test_an_answer_that_hangs_costs_itself_alone():
     with VerifierPool(f"{HERE}.obey", 2, 5) as pool:
         verdicts = asyncio.run(all_of(pool, [("hang", ""), *[("one", "one")] * 20, ("exit", "")]))
@@ -67,11 +88,12 @@ def test_nobody_gets_the_verdict_of_an_answer_that_was_given_up():
             asyncio.run(all_of(pool, [("one", "one")]))
 
 
-def test_a_worker_that_cannot_be_started_again_is_an_error_of_whoever_waits(tmp_path, monkeypatch):
+@pytest.mark.parametrize("answers", [2, EARLY])
+def test_a_worker_that_cannot_be_started_again_is_an_error_of_whoever_waits(tmp_path, monkeypatch, answers):
     module = tmp_path / "verifier_that_goes.py"
     module.write_text("import os\ndef verify(response, answer):\n    os._exit(3)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with VerifierPool("verifier_that_goes.verify", 1, 10) as pool:
         module.write_text("raise RuntimeError('gone')\n")
         with pytest.raises(ConfigError, match="gone"):
-            asyncio.run(all_of(pool, [("a", ""), ("b", "")]))
+            asyncio.run(all_of(pool, [("a", "")] * answers))

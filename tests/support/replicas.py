@@ -12,7 +12,7 @@ from typing import Any
 from megatron_stare.batch import Prompt
 from megatron_stare.rewards.verifier_pool import Verdict
 from megatron_stare.rollout.engine import LostRequest
-from megatron_stare.rollout.model_folder import load_tokenizer, with_text
+from megatron_stare.rollout.model_folder import add_text, load_tokenizer
 from megatron_stare.workers import Workers
 
 TOKENIZER = load_tokenizer(str(Path(__file__).parents[2] / "assets" / "tiny-adder"))
@@ -44,7 +44,10 @@ class Replicas(Workers):
             self.given[worker].append([r.rid for r in requests])
             engine.submit(requests, params)
         done = engine.collect(wait_s)
-        return [result if isinstance(result, LostRequest) else with_text(result, TOKENIZER) for result in done]
+        for result in done:
+            if not isinstance(result, LostRequest):
+                add_text(result, TOKENIZER)
+        return done
 
     def wait(self, handles: Sequence[Any], on_done: Any = None) -> list[Any]:
         return list(handles)
