@@ -1,8 +1,8 @@
 """How many bytes of activations a rank keeps from a micro-batch's forward to its backward, recomputed or not.
 
-Counted from what autograd saves in the layers that run without Transformer Engine, on a CPU: RMSNorm of several
-operations, packed attention over groups of equal length, SwiGLU without fusion. Fused kernels keep less, padding within
-a group more. tests/megatron/test_recompute.py holds the figures against the tensors that are saved, within 1 %.
+Counted from what is saved in the layers that run without Transformer Engine, on a CPU: our RMSNorm and SwiGLU, and
+packed attention over groups of equal length. Fused kernels keep less, padding within a group more.
+tests/megatron/test_recompute.py holds the figures against the tensors that are saved, within 1 %.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def activation_memory(
     elif model.recompute == "selective":
         parts = layer_parts(config, shape, rows, recomputed=frozenset(model.recompute_modules))
         kept, again = layers * sum(parts.values()), whole - sum(parts.values())
-    last_norm = 2 * hidden + 1
+    last_norm = hidden + 1
     angles = 4 * longest * shape.head_dim if model.recompute == "full" else 0  # float32, an argument of every layer
     return ActivationMemory(
         round((chunks * kept + last_norm) * tokens * size) + angles, max(round(again * tokens * size), 0)
@@ -75,16 +75,16 @@ def layer_parts(
     if "core_attn" in recomputed:
         attention = product + q + k + q  # arguments, values being a view, and the output
     elif packed:  # gathered arguments, output before and after it is scattered, the sum of each row
-        attention = (product if shape.qk_norm else 0) + q + 2 * k + 2 * q + heads
+        attention = q + 2 * k + 2 * q + heads
     else:
         attention = product + q + k + q + heads
     return {
-        # input, input by its root, the root; and the output, which the linear layer keeps
-        "norms": (6 * shape.hidden + 2) / cut,
-        # what becomes of queries and keys, their roots, and a copy of queries that do not lie side by side
-        "norms of heads": (q + heads + k + groups + (q if groups > 1 else 0)) if shape.qk_norm else 0,
+        # input by its root, the root; and the output, which the linear layer keeps
+        "norms": (4 * shape.hidden + 2) / cut,
+        # what becomes of queries and keys, and their roots
+        "norms of heads": (q + heads + k + groups) if shape.qk_norm else 0,
         "rotation": 4 * shape.head_dim / (1 if packed else rows),  # sines and cosines
         "attention": attention,
-        # both halves of the first product, the activation, the second half once more, their product
-        "feed forward": 0 if "mlp" in recomputed else 5 * shape.ffn / tp,
+        # both halves of the first product, the activation, their product
+        "feed forward": 0 if "mlp" in recomputed else 4 * shape.ffn / tp,
     }

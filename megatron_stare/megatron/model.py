@@ -32,6 +32,7 @@ from megatron_stare.megatron.batching.packing import PackedSequences
 from megatron_stare.megatron.cpu_backend import backend, device, has_transformer_engine
 from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.norm import RMSNorm
+from megatron_stare.megatron.swiglu import swiglu
 from megatron_stare.models import family_of, rule_for
 from megatron_stare.models.rope import scaled_frequencies
 from megatron_stare.models.rules import shard
@@ -85,6 +86,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's description of the model. The loss is scaled by the method, not by Megatron."""
     dtype = getattr(torch, model.dtype)
+    tuned = megatron_fields(performance, "model")
     return TransformerConfig(
         **family_of(shape).megatron_config(shape),
         softmax_scale=scaled_frequencies(shape)[1] if shape.rope_scaling else None,
@@ -115,7 +117,9 @@ def transformer_config(
         masked_softmax_fusion=False,
         persist_layer_norm=has_transformer_engine(),
         **recomputation(model),
-        **megatron_fields(performance, "model"),
+        **tuned,
+        # Megatron's name for an activation that the layer spec brings; experts have no place for one
+        use_te_activation_func=not (has_transformer_engine() or shape.experts or tuned.get("bias_activation_fusion")),
         # variable lengths in a pipeline want the dispatcher named for any model; ranks hold different numbers of tokens
         moe_token_dispatcher_type="alltoall",
         moe_router_dtype=_ROUTER_DTYPES[moe.router_dtype],
@@ -124,8 +128,8 @@ def transformer_config(
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Transformer Engine's layers where it is installed and there is CUDA, else Megatron's local ones with our norm and
-    attention."""
+    """Transformer Engine's layers where it is installed and there is CUDA, else Megatron's local ones with our norm,
+    activation and attention."""
     if has_transformer_engine():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     layer = get_gpt_layer_local_spec(
@@ -133,6 +137,8 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
     )
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
+    if config.use_te_activation_func:
+        layer.submodules.mlp.submodules.activation_func = swiglu
     attention: ModuleSpec = layer.submodules.self_attention
     attention.submodules.core_attention = SdpaCoreAttention
     if config.qk_layernorm:
