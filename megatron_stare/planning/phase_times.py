@@ -37,6 +37,15 @@ class Lengths:
     prompt: float
     response: float
 
+    @classmethod
+    def of(cls, config: Config, prompt: float | None = None, response: float | None = None) -> Lengths:
+        """Those that are asked for, else the section `plan`'s, else what is assumed of every run."""
+        rollout, plan = config.rollout, config.plan
+        return cls(
+            prompt or plan.prompt_tokens or rollout.max_prompt_tokens / 4,
+            response or plan.response_tokens or rollout.max_new_tokens / 2,
+        )
+
 
 @dataclass(frozen=True)
 class Work:

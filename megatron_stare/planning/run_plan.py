@@ -84,11 +84,11 @@ def make_plan(config: Config, site: Site, lengths: Lengths, fitted: Fitted) -> P
     check_lengths(config, run.shape)
     nodes = site.nodes or -(-Demand.of(config).gpus // site.node_size)
     check_nodes(config, nodes, site.node_size)
-    fit = PlannedFit(round(config.memory.device_gb * 1e9) if config.memory.device_gb else site.gpu.memory)
+    fit = PlannedFit(capacity_of(config, site.gpu))
     fit.build(run)
     searched, found = search(run, config.parallel.world_size, nodes, site.node_size, fit)
     nearest = [
-        (each, _step(each.run, site.gpu, fitted.coefficients, lengths, fit)) for each in _different(found)[:SHOWN]
+        (each, step_of(each.run, site.gpu, fitted.coefficients, lengths, fit)) for each in _different(found)[:SHOWN]
     ]
     return Plan(
         run=run,
@@ -98,7 +98,7 @@ def make_plan(config: Config, site: Site, lengths: Lengths, fitted: Fitted) -> P
         fitted=fitted,
         budgets=fit.budgets(run),
         faults=fit.faults(run),
-        step=_step(run, site.gpu, fitted.coefficients, lengths, fit),
+        step=step_of(run, site.gpu, fitted.coefficients, lengths, fit),
         searched=searched,
         fitting=len(found),
         nearest=nearest,
@@ -183,6 +183,12 @@ def _over_nodes(config: Config, site: Site) -> Config:
     return config.model_copy(update=changes)
 
 
-def _step(run: ResolvedRun, gpu: Gpu, of: Coefficients, lengths: Lengths, fit: PlannedFit) -> Step:
+def capacity_of(config: Config, gpu: Gpu) -> int:
+    """Bytes of a GPU that a run is held against."""
+    return round(config.memory.device_gb * 1e9) if config.memory.device_gb else gpu.memory
+
+
+def step_of(run: ResolvedRun, gpu: Gpu, of: Coefficients, lengths: Lengths, fit: PlannedFit) -> Step:
+    """What a step of the run takes."""
     fullest = max(fit.stages(run), key=lambda each: sum(each.values()))
     return step_time(run, gpu, of, lengths, fullest, fit.served(run))

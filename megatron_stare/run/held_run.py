@@ -20,6 +20,7 @@ from megatron_stare.interruption import Standing, raise_if_received, stopped_at,
 from megatron_stare.metric import Metric
 from megatron_stare.observability.monitor import Monitor
 from megatron_stare.observability.sink import RunOutline
+from megatron_stare.planning.own_plan import own_plan
 from megatron_stare.recovery import Attempts, RecoveryRule, note_restart, restarts_of
 from megatron_stare.rollout.engine import EngineLostError
 from megatron_stare.rollout.health import NoEngineError
@@ -74,6 +75,7 @@ class HeldRun:
         self._came_up = False  # a session came up whole
         self.stepping = False  # a session came to its steps
         self.state = RunState()  # of the session that is open, or was last
+        self.plan = own_plan(inputs.run)  # before any session has process groups
         if resume:
             self.dir = RunDir.reopen(find_run(inputs.config))
         else:

@@ -127,7 +127,7 @@ class Session:
             memory = PhaseMemory(self.monitor.phase, self.ranks, self.engines if config.sglang.colocated else None)
             self.phase = memory.phase
             self.monitor.gauges.append(memory.take)
-            self.monitor.gauges.append(held.metrics)
+            self.monitor.gauges += [held.metrics, lambda: held.plan.metrics]
             self.checkpoints = Checkpoints(config, self.ranks, self.dir, self.monitor.note)
             stack.push(self._close_checkpoints)
             agreement = AgreementWatch(inputs.run, self.ranks, self.engines)
@@ -178,7 +178,8 @@ class Session:
                 f"data: {n} prompts left out: {why}" for why, n in getattr(inputs.source, "dropped", {}).items()
             ]
             self.dir.record_placement(runner.notes())
-            for line in [*notices(config), *left_out, *runner.notes(), *self.ranks.notes()]:
+            told = () if held.restarted or held.went_back else held.plan.notes
+            for line in [*notices(config), *told, *left_out, *runner.notes(), *self.ranks.notes()]:
                 self.monitor.note(line)
             if restored:
                 with offering_older(restored):
