@@ -107,7 +107,7 @@ settings_of_variables() {
         sglang.tensor_parallel=1 sglang.start_timeout_s=300
     )
     if [ "$ENGINE" = sglang ] && [ "$DEVICE" = cpu ]; then settings+=(sglang.device=cpu); fi
-    if [ "$DEVICE" = cpu ]; then settings+=(memory.device_gb=null sglang.memory_fraction=null); fi
+    if [ "$DEVICE" = cpu ]; then settings+=(memory.device_gb=null sglang.memory_fraction=null plan.gpu=cpu-core); fi
     setting model.path MODEL
     setting data.path DATA
     setting run.steps STEPS

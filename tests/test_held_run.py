@@ -79,7 +79,12 @@ def rows(folder: Path) -> list[dict]:
 @pytest.mark.parametrize("error", LOST, ids=lambda error: type(error).__name__)
 def test_what_is_lost_opens_the_run_again(tmp_path: Path, error: Exception, capsys) -> None:
     with held(tmp_path) as run:
+        assert run.awaited() is None  # nothing was there before
         seen = run.until_done(run.first, sessions(run, (1, error), (12, error), None))
+        awaited = run.awaited()
+        assert awaited is not None and (awaited.limit_s, awaited.on_gpus) == (600, False)
+        run.dir.record_placement(["placement: 2 GPUs"])
+        assert (awaited := run.awaited()) is not None and awaited.on_gpus
         assert run.metrics() == {"restarts/run": 2.0}
     assert [resumes for resumes, _ in seen] == [False, True, True]
     # what has a place in its data, or a file that is closed, is made anew

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
-from support.cluster import FAKE, simulated
+from support.cluster import FAKE, Nodes, simulated
 from support.runs import ROOT, metrics
 
 from megatron_stare.data.arithmetic import draw_problem
 
 SCRIPT = ROOT / "scripts/run_short_cot_qwen2.5_math_7b.sh"
+
+
+UP = ROOT / "scripts/ray_up.sh"
 
 
 def sums(count: int) -> str:
@@ -23,13 +31,11 @@ def sums(count: int) -> str:
     return "".join(json.dumps({"prompt": each.text, "answer": each.answer}) + "\n" for each in problems)
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_the_7b_script_trains_on_two_simulated_nodes_and_goes_on(tmp_path: Path) -> None:
-    """Two ranks, a node each, and then one step more: the same command goes on where its run stopped."""
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/sums.jsonl").write_text(sums(64))
-    variables = {
+def variables(work: Path, run: str = "run", settings: str = "") -> dict[str, str]:
+    """Of the script, for two ranks of a tiny model; all that makes the recipe small."""
+    (work / "data").mkdir(exist_ok=True)
+    (work / "data/sums.jsonl").write_text(sums(64))
+    return {
         "MODEL": str(ROOT / "assets/tiny-adder"),
         "DATA": "data/sums.jsonl",
         "EVALUATE": "0",
@@ -47,18 +53,93 @@ def test_the_7b_script_trains_on_two_simulated_nodes_and_goes_on(tmp_path: Path)
         "MICRO_BATCH_TOKENS": "1024",
         "GPU_RESOURCE": FAKE,
         "INTERFACE": "lo",
-        "WORK": str(tmp_path),
-        "RUN_DIR": str(tmp_path / "run"),
+        "WORK": str(work),
+        "RUN_DIR": str(work / run),
         "PYTHON": sys.executable,
         "SETTINGS": "data.chat_template=false data.template=null reward.verifier=arithmetic reward.workers=1 "
-        "runtime.object_store_mb=128",
+        f"runtime.object_store_mb=128 {settings}",
     }
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_7b_script_trains_on_two_simulated_nodes_and_goes_on(tmp_path: Path) -> None:
+    """Two ranks, a node each, and then one step more: the same command goes on where its run stopped."""
     with simulated(2, 1) as nodes:
         for steps in ("2", "3"):
-            environment = {**os.environ, **variables, "STEPS": steps, "RAY_ADDRESS": nodes.address}
+            environment = {**os.environ, **variables(tmp_path), "STEPS": steps, "RAY_ADDRESS": nodes.address}
             done = subprocess.run(["bash", SCRIPT], env=environment, capture_output=True, text=True, timeout=300)
             assert done.returncode == 0, done.stdout + done.stderr
     assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3]
     placed = (tmp_path / "run/placement.txt").read_text().splitlines()
     assert placed[0].startswith("placement: 2 GPUs of 2 nodes")
     assert len((tmp_path / "run/starts.jsonl").read_text().splitlines()) == 2
+
+
+@contextlib.contextmanager
+def joining(nodes: Nodes) -> Iterator[psutil.Process]:
+    """One node more, by the script that starts nodes; what it starts are its children."""
+    head, _, port = nodes.address.rpartition(":")
+    settings = {"HEAD": head, "NODE_IP": head, "RAY_PORT": port, "CPUS": "1", "GPUS": "1", "BLOCK": "1"}
+    here = {**os.environ, **settings, "RESOURCES": json.dumps({FAKE: 1}), "PYTHON": sys.executable}
+    started = subprocess.Popen(["bash", str(UP)], env=here, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    node = psutil.Process(started.pid)
+    try:
+        there = {**os.environ, "HEAD": head, "RAY_PORT": port, "WAIT_NODES": "3", "PYTHON": sys.executable}
+        subprocess.run(["bash", str(UP)], env=there, check=True, timeout=120)
+        yield node
+    finally:
+        killed(node)
+        started.wait()
+
+
+def killed(node: psutil.Process) -> None:
+    """The node's agent with everything that runs on it, at once."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in (*node.children(recursive=True), node):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+
+
+def policy(run: Path) -> str:
+    return hashlib.sha256((run / "hf/model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_node_is_killed_in_mid_run_comes_back_and_the_run_ends_as_undisturbed(tmp_path: Path) -> None:
+    """A rank's node is killed with everything on it once step 3 is made, whose checkpoint is that of step 2, and starts
+    again when the run says that it waits for it. Nobody touches the run, which ends with the undisturbed run's policy,
+    bit for bit, and every step once in its record."""
+    settings = "run.checkpoint_every=2 checkpoint.background=false recovery.back_off_s=0.1 rollout.threads=1"
+    with simulated(1, 1) as nodes:
+        here = {**os.environ, "STEPS": "6", "RAY_ADDRESS": nodes.address, "PYTHONUNBUFFERED": "1"}
+        command = ["bash", str(SCRIPT)]
+        with joining(nodes):
+            environment = {**here, **variables(tmp_path, "whole", settings)}
+            whole = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+            assert whole.returncode == 0, whole.stdout + whole.stderr
+        with contextlib.ExitStack() as second:
+            node = second.enter_context(joining(nodes))
+            environment = {**here, **variables(tmp_path, "cut", settings)}
+            with subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            ) as run:
+                assert run.stdout is not None
+                said, waits = [], False
+                for line in run.stdout:
+                    said.append(line)
+                    if line.lstrip().startswith("step 3/6") and node.is_running():
+                        killed(node)
+                    if line.startswith("waiting up to") and not waits:
+                        waits = True
+                        second.pop_all().close()
+                        second.enter_context(joining(nodes))
+                assert run.wait() == 0, "".join(said)
+    assert policy(tmp_path / "cut") == policy(tmp_path / "whole")
+    assert [row["step"] for row in metrics(tmp_path / "cut")] == [1, 2, 3, 4, 5, 6]
+    lost = [json.loads(line) for line in (tmp_path / "cut/restarts.jsonl").read_text().splitlines()]
+    assert lost and lost[0]["by"] == "driver" and lost[0]["step"] == 3
+    assert waits, "".join(said)
+    before, after = ((tmp_path / run / "placement.txt").read_text() for run in ("whole", "cut"))
+    assert "2 GPUs of 2 nodes" in before and "2 GPUs of 2 nodes" in after

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 ROOT = Path(__file__).parent.parent
 BASELINE = "5d9f290"
-TIMED = ("time/", "perf/", "memory/")
+TIMED = ("time/", "perf/", "memory/", "plan/")
 # A server's log-probs were seen to differ by up to 5e-7 between two runs of the same code, and so does what compares
 # them with the trainer's. Why was not established.
 SERVED = ("agreement/", "rollout/logprob_diff")

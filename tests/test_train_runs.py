@@ -76,10 +76,13 @@ def test_a_run_leaves_everything_it_promises(tmp_path: Path) -> None:
 
 
 def test_a_run_says_which_weights_are_proven(tmp_path: Path) -> None:
-    """The start's are, and then those of each second step; a run that proves all of them says nothing."""
+    """The start's are, and then those of each second step; a run that proves all of them says nothing. Its machine is
+    of a kind that no plan knows, which ends nothing and is said once."""
     inline = ("runtime.runner=inline", "parallel.tensor=1", f"run.dir={tmp_path / 'run'}", "eval.prompts=0", model())
-    done = train(*inline, "rollout.prove_every=2", cwd=tmp_path, **{"run.steps": 3})
+    done = train(*inline, "rollout.prove_every=2", "plan.gpu=abacus", cwd=tmp_path, **{"run.steps": 3})
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("memory and time of this run are not predicted: unknown") == 1
+    assert '"plan/' not in (tmp_path / "run/metrics.jsonl").read_text()
     assert [row["sync/proven"] for row in metrics(tmp_path / "run")] == [0.0, 1.0, 0.0]
 
 

@@ -26,7 +26,7 @@ FIGURES = {
 }
 # without these in both rows, two steps are not the same
 FINGERPRINT = ("entropy/mean", "reward/mean", "loss/policy", "optimizer/grad_norm")
-NOT_COMPARED = ("time/", "perf/", "memory/", "guard/", "engine/", "step")
+NOT_COMPARED = ("time/", "perf/", "memory/", "plan/", "guard/", "engine/", "step")
 
 FAR = 3.0  # standard errors from which on two courses of a figure differ
 NEAR_SHARE = 0.2  # of the unchanged steps' distance from the record, that is still as good as none

@@ -24,3 +24,9 @@ class RecoveryConfig(Section):
         2.0, ge=0, description="seconds before a restart, doubled by each one before it that still counts"
     )
     longest_back_off_s: float = Field(300.0, ge=0, description="seconds that this wait never exceeds")
+    nodes_s: float = Field(
+        600.0,
+        ge=0,
+        description="seconds in which a restart waits for nodes that were lost, or others in their place, where those "
+        "that are left lack GPUs",
+    )

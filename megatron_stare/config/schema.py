@@ -18,6 +18,7 @@ from megatron_stare.config.memory_section import MemoryConfig
 from megatron_stare.config.moe_section import MoeConfig
 from megatron_stare.config.partial_section import PartialConfig
 from megatron_stare.config.performance_section import PerformanceConfig, Section
+from megatron_stare.config.plan_section import PlanConfig
 from megatron_stare.config.recovery_section import RecoveryConfig
 from megatron_stare.config.restarts_section import RestartsConfig
 from megatron_stare.config.reward_section import RewardConfig
@@ -375,6 +376,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     performance: PerformanceConfig = PerformanceConfig()
     memory: MemoryConfig = MemoryConfig()
+    plan: PlanConfig = PlanConfig()
     eval: EvalConfig = EvalConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     runtime: RuntimeConfig = RuntimeConfig()

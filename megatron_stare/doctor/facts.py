@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import os
@@ -41,6 +42,7 @@ VARIABLES = (
     "NO_PROXY",
 )
 INFINIBAND, SHARED_MEMORY = Path("/sys/class/infiniband"), Path("/dev/shm")
+NCCL = "libnccl.so.2"  # the soname that PyTorch links to
 TOOL_S = 60
 
 
@@ -48,7 +50,8 @@ TOOL_S = 60
 class Facts:
     """Of one machine.
 
-    versions: of packages, of 'python', 'cuda' and 'nccl' as PyTorch has them, and of 'driver'; only what is there.
+    versions: of packages, of 'python', 'cuda' as PyTorch has it, 'nccl' as it is loaded, and of 'driver'; only what is
+        there.
     apex_is_nvidias: whether the `apex` that is installed has NVIDIA's compiled optimizers.
     gpus: memory of each, bytes; topology: the table of `nvidia-smi topo -m`, empty without GPUs.
     limits: soft limits by name; -1: none.
@@ -107,10 +110,23 @@ def _versions() -> dict[str, str]:
         if torch.version.cuda:
             found["cuda"] = torch.version.cuda
             if torch.distributed.is_nccl_available():
-                found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+                found["nccl"] = loaded_nccl() or ".".join(map(str, torch.cuda.nccl.version()))
     if driver := _smi("--query-gpu=driver_version").split():
         found["driver"] = driver[0]
     return found
+
+
+def loaded_nccl() -> str | None:
+    """Release of the NCCL that a process here loads, which need not be the one that PyTorch was built with, all that
+    torch.cuda.nccl.version() says; None: it loads none."""
+    number = ctypes.c_int()
+    try:
+        if ctypes.CDLL(NCCL).ncclGetVersion(ctypes.byref(number)) != 0:
+            return None
+    except (OSError, AttributeError):  # no such library, or none that says
+        return None
+    base = 10000 if number.value >= 10000 else 1000  # before 2.9; nccl.h, NCCL_VERSION
+    return f"{number.value // base}.{number.value % base // 100}.{number.value % 100}"
 
 
 def _smi(query: str) -> str:

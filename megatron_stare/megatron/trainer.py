@@ -36,13 +36,13 @@ from megatron_stare.megatron.offload import PARTS, DeviceState
 from megatron_stare.megatron.optimizer import build_optimizer
 from megatron_stare.megatron.optimizer_state import chain
 from megatron_stare.megatron.passes import compute_log_probs
+from megatron_stare.megatron.rank_memory import RankMemory
 from megatron_stare.megatron.reference import Reference
 from megatron_stare.megatron.stage_send import StageSend
 from megatron_stare.megatron.start import load_start
 from megatron_stare.megatron.state_sums import RankProof, computes_on, state_sums
 from megatron_stare.megatron.step import Policy, Step
 from megatron_stare.models.shape import ModelShape
-from megatron_stare.observability.peak_memory import device_used_bytes, take_peak_bytes
 from megatron_stare.performance import check_device_performance
 from megatron_stare.records.log_prob_difference import LogProbDifference
 from megatron_stare.records.rollout_batch import RankShare
@@ -104,6 +104,7 @@ class Trainer:
         )
         self.policy = Policy(model, shape, layout, head, optimizer, scheduler, reference)
         self.memory = DeviceState(model, optimizer, reference.model if reference is not None else ())
+        self._counts = RankMemory(self.memory)
         self._sequences = sequence_layout(config, layout)
         self.stream = PolicyStream(model, shape, layout, config.rollout.sync_bucket_mb * 2**20)
         self._stage_send: StageSend | None = None
@@ -154,10 +155,8 @@ class Trainer:
         self.memory.onload(parts)
 
     def memory_mb(self) -> dict[str, float]:
-        """10^6 bytes: `peak_mb`, the most this rank held since this was asked last, and `device_mb`, what all processes
-        hold of its GPU now; what is not known is left out."""
-        found = {"peak_mb": take_peak_bytes(), "device_mb": device_used_bytes()}
-        return {name: size / 1e6 for name, size in found.items() if size is not None}
+        """See RankMemory.take_mb."""
+        return self._counts.take_mb()
 
     def _batch_of(self, share: RankShare, plan: MicroBatchPlan) -> RankBatch:
         return RankBatch(share, plan, self.data_rank(), device(), self._sequences)
@@ -176,7 +175,8 @@ class Trainer:
             )
         self.onload(("parameters", "reference"))
         self._step = Step(self.config, self.method, self.policy, self._batch_of(share, plan))
-        self._step.compute_log_probs()
+        with self._counts.counting():
+            self._step.compute_log_probs()
 
     def compare(self, versions: Sequence[int], temperature: float | None = None) -> LogProbDifference | None:
         """The engine's log-probs of the last batch with the trainer's: of the log-prob pass, or anew at a temperature.
@@ -247,7 +247,8 @@ class Trainer:
             `update/skipped` is 1, because the loss scale was too large, or `update/held`, because the norm was.
         """
         self.onload(("parameters", "gradients", "optimizer"))
-        return self.step.update(number, dump_to, watched, norm_limit)
+        with self._counts.counting():
+            return self.step.update(number, dump_to, watched, norm_limit)
 
     def not_finite(self) -> NotFinite:
         """What is not finite here, after an update that was not taken for it."""

@@ -13,6 +13,10 @@ from megatron_stare.rollout.engine_pool import EnginePool
 PHASES = ("rollout", "log_probs", "update", "sync", "checkpoint", "eval")
 HELD = {
     "peak_mb": ("the most that a rank of the trainer held in", "below the GPU's size; level over steps"),
+    "live_mb": (
+        "without CUDA, tensors of the policy and what autograd kept for backward on the fullest rank, of",
+        "level over steps; in log_probs and update what plan/ is held against",
+    ),
     "device_mb": ("what all processes hold of the fullest GPU at the end of", "below the GPU's size"),
     "engines_mb": ("what servers on the trainer's devices hold at the end of", "small but in rollout, sync and eval"),
 }
@@ -24,8 +28,9 @@ METRICS = tuple(
 
 
 class PhaseMemory:
-    """Gives every phase the metrics `memory/<phase>_peak_mb` and, with a GPU, `memory/<phase>_device_mb`, of the rank
-    that holds most, and where engines are named `memory/<phase>_engines_mb`; 10^6 bytes.
+    """Gives every phase the metrics `memory/<phase>_peak_mb` and, with a GPU, `memory/<phase>_device_mb`, without CUDA
+    `memory/<phase>_live_mb`, of the rank that holds most, and where engines are named `memory/<phase>_engines_mb`;
+    10^6 bytes.
 
     Args:
         phase: opens a phase of the step, by name.

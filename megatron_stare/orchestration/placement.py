@@ -9,7 +9,7 @@ inside a node, and numbered through the nodes in order.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -22,6 +22,20 @@ LOST_SHOWN = 4  # a cluster that has run for weeks remembers many
 
 class PlacementError(UserError):
     """The cluster does not have what the layout needs, or not any more."""
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """How a run that was placed before, and lost a node or process, waits for the nodes to be there again.
+
+    limit_s: seconds.
+    on_gpus: it was placed on GPUs, so a cluster without any lacks them.
+    tell: what it waits for, to the person who watches.
+    """
+
+    limit_s: float
+    on_gpus: bool
+    tell: Callable[[str], None]
 
 
 @dataclass(frozen=True)

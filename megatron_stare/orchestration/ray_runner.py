@@ -7,13 +7,13 @@ from typing import Any
 
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
-from megatron_stare.interruption import uninterrupted
+from megatron_stare.interruption import raise_if_received, uninterrupted
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.orchestration.colocation import in_order
 from megatron_stare.orchestration.engine_worker import EngineWorker
 from megatron_stare.orchestration.groups import TrainerGroup, plan_rules
 from megatron_stare.orchestration.placed import Spot, check_ranks, check_replicas, rank_order, shown, table
-from megatron_stare.orchestration.placement import Demand, PlacementError, Plan, check_possible, plan
+from megatron_stare.orchestration.placement import Awaited, Demand, PlacementError, Plan, check_possible, plan
 from megatron_stare.orchestration.ray import (
     GPU,
     PROBE_S,
@@ -66,6 +66,36 @@ def planned(config: Config, wait_s: float, demand: Demand | None = None) -> Plan
             time.sleep(PROBE_S)
 
 
+def reserve(config: Config, awaited: Awaited | None = None, demand: Demand | None = None) -> Reservation | None:
+    """The GPUs of a run, set aside. None: the cluster has none.
+
+    Args:
+        awaited: of a run that goes on after a loss: it waits for the nodes that it lacks; None: what never was there is
+            refused.
+        demand: see planned.
+
+    Raises:
+        UserError: they cannot be had, or were not in that time.
+    """
+    runtime, wait_s, told = config.runtime, config.runtime.placement_s, ""
+    until = time.monotonic() + (awaited.limit_s if awaited else 0.0)
+    while True:
+        try:
+            where = planned(config, min(wait_s, PROBE_S) if awaited else wait_s, demand)
+            if where is None and awaited and awaited.on_gpus:
+                raise PlacementError("none of the nodes that are left has GPUs", where="runtime.ray_address")
+            return None if where is None else Reservation(where, runtime.gpu_resource, wait_s)
+        except (ConfigError, PlacementError) as error:
+            # those that are there may be too few for the layout; and Ray may not know yet that a node is lost
+            if awaited is None or (left := until - time.monotonic()) <= 0:
+                raise
+            if error.what != told:
+                told = error.what
+                awaited.tell(f"waiting up to {left:.0f} s (recovery.nodes_s) for the GPUs that this run had: {told}")
+        raise_if_received()
+        time.sleep(PROBE_S)
+
+
 def preview(config: Config) -> list[str]:
     """Where a run would be placed on the cluster that it is to join, as that stands now; a line each.
 
@@ -83,9 +113,13 @@ def preview(config: Config) -> list[str]:
 
 
 class RayRunner:
-    """Starts or joins Ray, then places ranks and engines."""
+    """Starts or joins Ray, then places ranks and engines.
 
-    def __init__(self, run: ResolvedRun) -> None:
+    Args:
+        awaited: see reserve.
+    """
+
+    def __init__(self, run: ResolvedRun, awaited: Awaited | None = None) -> None:
         config = run.config
         self._started: list[Workers | EnginePool] = []
         self._reserved: Reservation | None = None
@@ -93,9 +127,7 @@ class RayRunner:
         self._ranks: RayWorkers | None = None
         try:
             start_ray(config)
-            runtime = config.runtime
-            if (where := planned(config, runtime.placement_s)) is not None:
-                self._reserved = Reservation(where, runtime.gpu_resource, runtime.placement_s)
+            self._reserved = reserve(config, awaited)
             self._ranks, self._replicas, self._others = self._placed(config)
             self.trainers, self.engines = in_order(
                 config,
@@ -104,6 +136,8 @@ class RayRunner:
             )
         except BaseException as error:
             lost = self.lost(error) if isinstance(error, Exception) else None
+            if awaited and self._reserved and isinstance(error, PlacementError):  # a node was lost once more
+                lost = WorkerLostError(error.what)
             self.close()
             if lost is not None:
                 raise lost from error
@@ -241,8 +275,8 @@ class RayEngines:
             start_ray(config)
             demand = Demand(ranks=0, replicas=replicas, replica_gpus=replica_gpus(config))
             spots: list[dict[str, Any]] = [{}] * replicas
-            if demand.gpus and (where := planned(config, runtime.placement_s, demand)) is not None:
-                self._reserved = Reservation(where, runtime.gpu_resource, runtime.placement_s)
+            self._reserved = reserve(config, demand=demand) if demand.gpus else None
+            if self._reserved is not None:
                 spots = [self._reserved.part(number) for number in range(replicas)]
             environment, limit = shared_environment(config), runtime.timeout_s
             own = () if self._reserved else [{VISIBLE: ""}] * replicas  # what takes no GPU is shown none

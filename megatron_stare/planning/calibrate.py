@@ -7,7 +7,6 @@ import statistics
 from pathlib import Path
 
 from megatron_stare.config.load import load_recorded
-from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, DataError
 from megatron_stare.planning.coefficients import Coefficients, Fitted, changed
 from megatron_stare.planning.fit import PlannedFit
@@ -31,14 +30,14 @@ def calibrate(run_dir: Path, gpu: Gpu, start: Coefficients, prompt: float | None
     """Medians of the run's steps, put into the model's sums and solved for its coefficients.
 
     Args:
-        prompt: mean tokens of a prompt, which metrics do not have; None: a quarter of the longest.
+        prompt: mean tokens of a prompt, which metrics do not have; None: as the run's section `plan` has it.
 
     Raises:
         UserError: it is no run, has too few steps, or took less than the model's least.
     """
     metrics = medians(run_dir)
     config = load_recorded(run_dir / CONFIG)
-    lengths = Lengths(prompt_tokens(config, prompt), metrics["response/length_mean"])
+    lengths = Lengths.of(config, prompt, metrics["response/length_mean"])
     run = resolve_run(config)
     fit = PlannedFit(gpu.memory)
     nbytes = max(fit.stages(run), key=lambda each: sum(each.values()))
@@ -67,11 +66,6 @@ def calibrate(run_dir: Path, gpu: Gpu, start: Coefficients, prompt: float | None
         found |= {name: getattr(start, name) * factor for name in ("decode_efficiency", "prefill_mfu")}
     found["fixed_s"] = max(metrics["time/step_s"] - spent, 0.0)
     return Fitted(changed(start, found), str(run_dir))
-
-
-def prompt_tokens(config: Config, asked: float | None) -> float:
-    """Mean tokens of a prompt."""
-    return config.rollout.max_prompt_tokens / 4 if asked is None else asked
 
 
 def medians(run_dir: Path) -> dict[str, float]:

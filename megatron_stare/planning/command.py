@@ -11,23 +11,29 @@ from megatron_stare.config.load import load_config
 from megatron_stare.errors import ConfigError, UserError
 from megatron_stare.planning.gpus import GPUS, find_gpu
 
-COEFFICIENTS = "plan_coefficients.json"
+DEFAULT = "h100-80g"
 
 
 def add_arguments(plan: argparse.ArgumentParser) -> None:
     """The command's."""
     plan.add_argument("config", help="YAML file; of the model only config.json is read")
     plan.add_argument("overrides", nargs="*", metavar="key=value", help="dotted settings that replace the file's")
-    plan.add_argument("--gpu", default="h100-80g", help=f"{', '.join(GPUS)}; default h100-80g")
+    plan.add_argument("--gpu", help=f"{', '.join(GPUS)}; default: plan.gpu of the configuration, or {DEFAULT}")
     plan.add_argument(
         "--nodes", type=int, metavar="N", help="data-parallel replicas are adapted to it; default: as many as it needs"
     )
     plan.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="default 8")
     plan.add_argument(
-        "--prompt-tokens", type=float, metavar="N", help="mean; default: a quarter of rollout.max_prompt_tokens"
+        "--prompt-tokens",
+        type=float,
+        metavar="N",
+        help="mean; default: plan.prompt_tokens, or a quarter of rollout.max_prompt_tokens",
     )
     plan.add_argument(
-        "--response-tokens", type=float, metavar="N", help="mean; default: half of rollout.max_new_tokens"
+        "--response-tokens",
+        type=float,
+        metavar="N",
+        help="mean; default: plan.response_tokens, or half of rollout.max_new_tokens",
     )
     plan.add_argument("--json", type=Path, metavar="FILE", help="write all of it, in bytes and seconds")
     plan.add_argument(
@@ -39,25 +45,25 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--coefficients",
         type=Path,
-        default=Path(COEFFICIENTS),
         metavar="FILE",
-        help=f"of earlier calibrations, by GPU, read where it exists; default {COEFFICIENTS}",
+        help="of earlier calibrations, by GPU, read where it exists; default: plan.coefficients of the configuration",
     )
 
 
 def run_command(args: argparse.Namespace) -> int:
     """Prints the plan. Returns 0, or 1 where the run does not fit. Raises UserError."""
-    gpu = find_gpu(args.gpu)
     for name in ("nodes", "gpus_per_node", "prompt_tokens", "response_tokens"):
         if (value := getattr(args, name)) is not None and not value >= 1:
             raise ConfigError(f"{value} is below 1", where=f"--{name.replace('_', '-')}")
     if args.json and not args.json.absolute().parent.is_dir():
         raise ConfigError("there is no such folder", where=f"--json {args.json}", fix="make it first")
     config = load_config(args.config, args.overrides)
+    gpu = find_gpu(args.gpu or config.plan.gpu or DEFAULT)
+    coefficients = args.coefficients or Path(config.plan.coefficients)
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Megatron's fused functions would be compiled, for nothing here
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # a plan is made without any device
 
-    from megatron_stare.planning.calibrate import calibrate, prompt_tokens
+    from megatron_stare.planning.calibrate import calibrate
     from megatron_stare.planning.coefficients import Coefficients, read_coefficients, store
     from megatron_stare.planning.phase_times import Lengths
     from megatron_stare.planning.plan_text import text
@@ -67,10 +73,9 @@ def run_command(args: argparse.Namespace) -> int:
     quiet_upstreams()
     try:
         if args.calibrate:
-            store(args.coefficients, gpu.name, calibrate(args.calibrate, gpu, Coefficients(), args.prompt_tokens))
-        fitted = read_coefficients(args.coefficients, gpu.name)
-        response = args.response_tokens or config.rollout.max_new_tokens / 2
-        lengths = Lengths(prompt_tokens(config, args.prompt_tokens), response)
+            store(coefficients, gpu.name, calibrate(args.calibrate, gpu, Coefficients(), args.prompt_tokens))
+        fitted = read_coefficients(coefficients, gpu.name)
+        lengths = Lengths.of(config, args.prompt_tokens, args.response_tokens)
         plan = make_plan(config, Site(gpu, args.nodes, args.gpus_per_node), lengths, fitted)
         if args.json:
             args.json.write_text(json.dumps(as_json(plan), indent=2) + "\n")

@@ -37,12 +37,13 @@ GPUS = {
         Gpu("cpu-core", 8 * 10**9, 200e9, 50e9, 50e9, "nominal: only of use with --calibrate"),
     )
 }
+CPU = GPUS["cpu-core"]
 NETWORK = 50e9  # bytes a second of a GPU to other nodes: 400 Gbit/s each, as DGX H100 has; an assumption
 HOST_LINK = 25e9  # bytes a second between a GPU and host memory: PCIe 5.0 x16 at 40 %; an assumption
 
 
-def find_gpu(name: str) -> Gpu:
+def find_gpu(name: str, where: str = "--gpu") -> Gpu:
     """Raises ConfigError, with what is meant, for a name that is not in the table."""
     if name not in GPUS:
-        raise unknown_name(name, GPUS, "--gpu")
+        raise unknown_name(name, GPUS, where)
     return GPUS[name]

@@ -11,6 +11,7 @@ from megatron_stare.models.shape import ModelShape
 from megatron_stare.planning.coefficients import Coefficients
 from megatron_stare.planning.flops import body_flops, forward_flops, layer_matrices
 from megatron_stare.planning.gpus import HOST_LINK, NETWORK, Gpu
+from megatron_stare.planning.partial_flow import PartialFlow, partial_flow
 from megatron_stare.resolved import ResolvedRun
 from megatron_stare.rollout.replicas import replica_count, replica_gpus
 from megatron_stare.rollout.served_memory import ServedMemory
@@ -27,6 +28,8 @@ ASSUMPTIONS = (
     "decoding reads a server's weights once a token step and each response's cache once a token, or is bound by "
     "arithmetic, whichever is longer; the longest response is max_new_tokens; prompts of a group are read once",
     "dynamic sampling takes one round; evaluations are not counted",
+    "partial rollouts: lengths are exponential, cut at the longest; a round lasts as long as a response that grows by "
+    "all of it; what is carried over is read again once, after the weight sync",
 )
 
 
@@ -36,6 +39,15 @@ class Lengths:
 
     prompt: float
     response: float
+
+    @classmethod
+    def of(cls, config: Config, prompt: float | None = None, response: float | None = None) -> Lengths:
+        """Those that are asked for, else the section `plan`'s, else what is assumed of every run."""
+        rollout, plan = config.rollout, config.plan
+        return cls(
+            prompt or plan.prompt_tokens or rollout.max_prompt_tokens / 4,
+            response or plan.response_tokens or rollout.max_new_tokens / 2,
+        )
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,7 @@ class Step:
 
     phases: by name, a checkpoint's not among them; checkpoint: of one, from time to time.
     flops: of model and trainer's phases, without recomputation.
+    partial: how partial rollouts flow, where responses are cut.
     """
 
     phases: dict[str, float]
@@ -64,6 +77,7 @@ class Step:
     flops: float
     tokens: float
     gpus: int
+    partial: PartialFlow | None = None
 
     @property
     def tokens_s_gpu(self) -> float:
@@ -109,6 +123,7 @@ def step_time(
         flops=flops,
         tokens=sequences * (lengths.prompt + lengths.response),
         gpus=all_gpus(config),
+        partial=flow_of(config, lengths),
     )
 
 
@@ -156,24 +171,50 @@ def rollout_seconds(
     config: Config, shape: ModelShape, gpu: Gpu, of: Coefficients, lengths: Lengths, served: ServedMemory | None
 ) -> float:
     """Of one engine with its share of the responses: it reads prompts, then memory or arithmetic bounds decoding."""
-    batch, rollout = config.batch, config.rollout
+    batch, rollout, flow = config.batch, config.rollout, flow_of(config, lengths)
     engines, gpus = replica_count(config), max(replica_gpus(config), 1)
     size = BYTES[config.sglang.dtype or config.model.dtype]
-    groups = (batch.generate_prompts or batch.prompts) / engines
+    groups = ((not flow and batch.generate_prompts) or batch.prompts) / engines
     responses = groups * batch.samples_per_prompt
+    growing, context = responses, lengths.prompt + lengths.response
+    if flow:
+        growing, context = flow.growing / engines, lengths.prompt + flow.held / flow.growing
     token = 2 * shape.layers * shape.kv_heads * shape.head_dim * size
-    at_once = min(responses, rollout.max_batch)
+    at_once = min(growing, rollout.max_batch)
     if served:
-        at_once = min(at_once, max(served.cache / served.token / (lengths.prompt + lengths.response), 1))
-    longest = max(rollout.max_new_tokens, lengths.response)
-    steps = (responses - at_once) * lengths.response / at_once + longest
+        at_once = min(at_once, max(served.cache / served.token / context, 1))
+    again = 0.0
+    if flow:  # in every round all that grow have their turns, and those of the first are waited for
+        growth = responses * lengths.response / (flow.rounds * growing)
+        steps = flow.rounds * ((growing - at_once) * growth / at_once + float(config.partial.tokens or 0))
+        if flow.continued:
+            again = flow.continued / engines * body_flops(shape, lengths.prompt + flow.carried / flow.continued, 0)
+    else:
+        longest = max(rollout.max_new_tokens, lengths.response)
+        steps = (responses - at_once) * lengths.response / at_once + longest
     weights = steps * _read_weights(shape, at_once) * size
     cache = responses * lengths.response * (lengths.prompt + lengths.response / 2) * token
     read = (weights + cache) / (gpus * gpu.bandwidth * of.decode_efficiency)
     prompt = body_flops(shape, lengths.prompt, 0)
     arithmetic = responses * (forward_flops(shape, lengths.prompt, lengths.response) - prompt)
-    computed, prefill = (flops / (gpus * gpu.flops * of.prefill_mfu) for flops in (arithmetic, groups * prompt))
+    computed, prefill = (flops / (gpus * gpu.flops * of.prefill_mfu) for flops in (arithmetic, groups * prompt + again))
     return max(read, computed) + prefill
+
+
+def flow_of(config: Config, lengths: Lengths) -> PartialFlow | None:
+    """How partial rollouts flow; None: every response is waited for."""
+    batch, partial = config.batch, config.partial
+    if partial.tokens is None:
+        return None
+    under_way = partial.groups_under_way(batch.prompts, batch.generate_prompts)
+    return partial_flow(
+        batch.prompts,
+        batch.samples_per_prompt,
+        under_way,
+        partial.tokens,
+        lengths.response,
+        config.rollout.max_new_tokens,
+    )
 
 
 def sync_work(config: Config, shape: ModelShape, nbytes: Mapping[str, int]) -> Work:

@@ -63,6 +63,15 @@ def _time(plan: Plan) -> str:
     lines.append(f"  {'beside them':13}{plan.fitted.coefficients.fixed_s:9.4g}")
     ahead = ", rollout beside training" if config.rollout.staleness else ""
     lines.append(f"  {'step':13}{step.seconds:9.4g}{ahead}")
+    if flow := step.partial:
+        tokens = config.partial.tokens or 0
+        lines.append(
+            f"{flow.rounds:.1f} rounds of {tokens:,} tokens a step, in each of which {flow.growing:,.0f} responses "
+            f"grow; {flow.continued:,.0f} with {flow.carried:,.0f} tokens are carried over"
+        )
+    if plan.growing_cache is not None and plan.served:
+        sizes = f"{plan.growing_cache / 1e9:.1f} GB, and a server's rank has {plan.served.cache / 1e9:.1f}"
+        lines.append(f"keys and values of those that grow in a round: {sizes}")
     background = " beside training" if config.checkpoint.background else ""
     lines.append(f"  {'a checkpoint':13}{step.checkpoint:9.4g}{background}")
     lines.append(

@@ -19,6 +19,7 @@ from megatron_stare.planning.layout_search import Candidate, check_nodes, search
 from megatron_stare.planning.phase_times import ASSUMPTIONS, Lengths, Step, step_time
 from megatron_stare.resolved import ResolvedRun, resolve_run
 from megatron_stare.rollout.replicas import replica_count, replica_gpus
+from megatron_stare.rollout.served_memory import ServedMemory
 from megatron_stare.run.preflight import check_lengths
 
 DAY = 86400.0
@@ -39,6 +40,7 @@ class Plan:
     """All that was found.
 
     budgets: of the first rank of each pipeline stage.
+    served: a server rank's memory, where a run starts servers on GPUs.
     nearest: that fit, of `searched` layouts.
     took: seconds.
     """
@@ -51,6 +53,7 @@ class Plan:
     budgets: list[Budget]
     faults: list[str]
     step: Step
+    served: ServedMemory | None
     searched: int
     fitting: int
     nearest: list[tuple[Candidate, Step]]
@@ -61,6 +64,15 @@ class Plan:
         """Stage, phase and bytes where most is held."""
         sizes = [(s, phase, found.total(phase)) for s, found in enumerate(self.budgets) for phase in found.phases]
         return max(sizes, key=lambda each: each[2])
+
+    @property
+    def growing_cache(self) -> float | None:
+        """Bytes of keys and values, on a server's rank, of all responses that grow in a round of partial rollouts,
+        with their prompts; more than its cache take turns. None: there are no such rounds, or no such server."""
+        if self.served is None or (flow := self.step.partial) is None:
+            return None
+        tokens = flow.held + flow.growing * self.lengths.prompt
+        return tokens / replica_count(self.run.config) * self.served.token
 
     def rank(self, stage: int) -> int:
         """The first of a stage."""
@@ -84,11 +96,11 @@ def make_plan(config: Config, site: Site, lengths: Lengths, fitted: Fitted) -> P
     check_lengths(config, run.shape)
     nodes = site.nodes or -(-Demand.of(config).gpus // site.node_size)
     check_nodes(config, nodes, site.node_size)
-    fit = PlannedFit(round(config.memory.device_gb * 1e9) if config.memory.device_gb else site.gpu.memory)
+    fit = PlannedFit(capacity_of(config, site.gpu))
     fit.build(run)
     searched, found = search(run, config.parallel.world_size, nodes, site.node_size, fit)
     nearest = [
-        (each, _step(each.run, site.gpu, fitted.coefficients, lengths, fit)) for each in _different(found)[:SHOWN]
+        (each, step_of(each.run, site.gpu, fitted.coefficients, lengths, fit)) for each in _different(found)[:SHOWN]
     ]
     return Plan(
         run=run,
@@ -98,7 +110,8 @@ def make_plan(config: Config, site: Site, lengths: Lengths, fitted: Fitted) -> P
         fitted=fitted,
         budgets=fit.budgets(run),
         faults=fit.faults(run),
-        step=_step(run, site.gpu, fitted.coefficients, lengths, fit),
+        step=step_of(run, site.gpu, fitted.coefficients, lengths, fit),
+        served=fit.served(run),
         searched=searched,
         fitting=len(found),
         nearest=nearest,
@@ -123,6 +136,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "capacity": plan.budgets[0].capacity,
         "stages": [{"rank": plan.rank(number), "phases": each.phases} for number, each in enumerate(plan.budgets)],
         "step": asdict(plan.step) | {"tokens_s_gpu": plan.step.tokens_s_gpu, "mfu": plan.step.mfu(plan.site.gpu)},
+        "growing_cache": plan.growing_cache,
         "days": days(plan),
         "steps": plan.run.config.run.steps,
         "lengths": asdict(plan.lengths),
@@ -183,6 +197,12 @@ def _over_nodes(config: Config, site: Site) -> Config:
     return config.model_copy(update=changes)
 
 
-def _step(run: ResolvedRun, gpu: Gpu, of: Coefficients, lengths: Lengths, fit: PlannedFit) -> Step:
+def capacity_of(config: Config, gpu: Gpu) -> int:
+    """Bytes of a GPU that a run is held against."""
+    return round(config.memory.device_gb * 1e9) if config.memory.device_gb else gpu.memory
+
+
+def step_of(run: ResolvedRun, gpu: Gpu, of: Coefficients, lengths: Lengths, fit: PlannedFit) -> Step:
+    """What a step of the run takes."""
     fullest = max(fit.stages(run), key=lambda each: sum(each.values()))
     return step_time(run, gpu, of, lengths, fullest, fit.served(run))

@@ -20,12 +20,14 @@ from megatron_stare.interruption import Standing, raise_if_received, stopped_at,
 from megatron_stare.metric import Metric
 from megatron_stare.observability.monitor import Monitor
 from megatron_stare.observability.sink import RunOutline
+from megatron_stare.orchestration.placement import Awaited
+from megatron_stare.planning.own_plan import own_plan
 from megatron_stare.recovery import Attempts, RecoveryRule, note_restart, restarts_of
 from megatron_stare.rollout.engine import EngineLostError
 from megatron_stare.rollout.health import NoEngineError
 from megatron_stare.run.opening import Inputs, check_dump_step, finished_run, read_inputs
 from megatron_stare.run.resuming import find_run
-from megatron_stare.run_state import RunDir, RunState
+from megatron_stare.run_state import PLACEMENT, RunDir, RunState
 from megatron_stare.supervision import restarted, tell_came_up, tell_run_dir
 from megatron_stare.workers import WorkerLostError, WorkerSilentError
 
@@ -74,6 +76,7 @@ class HeldRun:
         self._came_up = False  # a session came up whole
         self.stepping = False  # a session came to its steps
         self.state = RunState()  # of the session that is open, or was last
+        self.plan = own_plan(inputs.run)  # before any session has process groups
         if resume:
             self.dir = RunDir.reopen(find_run(inputs.config))
         else:
@@ -90,6 +93,12 @@ class HeldRun:
         """A session came up whole. Later checkpoints than its own are set aside, so the next one takes the newest."""
         self._came_up, self.from_step = True, None
         tell_came_up()
+
+    def awaited(self) -> Awaited | None:
+        """How the next session waits for nodes that were lost; None: it is the first that somebody asked for."""
+        if not self.restarted:
+            return None
+        return Awaited(self._config.recovery.nodes_s, (self.dir.path / PLACEMENT).exists(), _tell)
 
     def metrics(self) -> dict[str, float]:
         """See METRICS."""
@@ -124,8 +133,8 @@ class HeldRun:
         what = str(error).splitlines()[0]
         counted = f"{self._attempts.counting} of {self._attempts.rule.attempts}"
         said = f"lost after step {step}: {what}\n  the run is opened again in {wait_s:g} s ({counted})"
-        with contextlib.suppress(OSError):  # of the terminal or the disk; a session says what it cannot do without
-            print(said, file=sys.stderr, flush=True)
+        _tell(said)
+        with contextlib.suppress(OSError):  # a session says what it cannot do without
             note_restart(self.dir.path, "driver", what, step, wait_s)
         raise_if_received()
         time.sleep(wait_s)
@@ -155,6 +164,11 @@ class HeldRun:
             if error is not None and self._began and not (made or self.went_back):
                 self.dir.discard()
             self.dir.close()
+
+
+def _tell(line: str) -> None:
+    with contextlib.suppress(OSError):  # of the terminal
+        print(line, file=sys.stderr, flush=True)
 
 
 def made_already(inputs: Inputs, from_step: int | None, dump_step: int | None) -> Path | None:

@@ -34,6 +34,7 @@ from megatron_stare.orchestration.groups import Runner
 from megatron_stare.orchestration.guarded_batches import FOLDER
 from megatron_stare.orchestration.guards import Guards
 from megatron_stare.orchestration.phase_memory import PhaseMemory
+from megatron_stare.orchestration.placement import Awaited
 from megatron_stare.orchestration.policy_export import export_policy
 from megatron_stare.orchestration.policy_trainer import PolicyTrainer
 from megatron_stare.orchestration.training_source import TrainingSource
@@ -120,14 +121,14 @@ class Session:
                     self.verifiers[verifier] = open_pool(verifier, config.reward, config.reward.workers)
                 stack.callback(self.verifiers[verifier].close)
             with self.monitor.phase("start"):
-                runner = make_runner(inputs.run)
+                runner = make_runner(inputs.run, held.awaited())
             stack.callback(runner.close)
             stack.push(partial(_say_what_was_lost, runner))
             self.ranks, self.engines = runner.trainers, runner.engines
             memory = PhaseMemory(self.monitor.phase, self.ranks, self.engines if config.sglang.colocated else None)
             self.phase = memory.phase
             self.monitor.gauges.append(memory.take)
-            self.monitor.gauges.append(held.metrics)
+            self.monitor.gauges += [held.metrics, lambda: held.plan.metrics]
             self.checkpoints = Checkpoints(config, self.ranks, self.dir, self.monitor.note)
             stack.push(self._close_checkpoints)
             agreement = AgreementWatch(inputs.run, self.ranks, self.engines)
@@ -178,7 +179,8 @@ class Session:
                 f"data: {n} prompts left out: {why}" for why, n in getattr(inputs.source, "dropped", {}).items()
             ]
             self.dir.record_placement(runner.notes())
-            for line in [*notices(config), *left_out, *runner.notes(), *self.ranks.notes()]:
+            told = () if held.restarted or held.went_back else held.plan.notes
+            for line in [*notices(config), *told, *left_out, *runner.notes(), *self.ranks.notes()]:
                 self.monitor.note(line)
             if restored:
                 with offering_older(restored):
@@ -346,7 +348,7 @@ def _say_what_was_lost(runner: Runner, kind: object, error: BaseException | None
         raise lost from error
 
 
-def make_runner(run: ResolvedRun) -> Runner:
+def make_runner(run: ResolvedRun, awaited: Awaited | None = None) -> Runner:
     """The runner that the configuration names; its module is imported only then, so that inline runs need no Ray."""
     if run.config.runtime.runner == "inline":
         from megatron_stare.orchestration.inline import InlineRunner
@@ -354,4 +356,4 @@ def make_runner(run: ResolvedRun) -> Runner:
         return InlineRunner(run)
     from megatron_stare.orchestration.ray_runner import RayRunner
 
-    return RayRunner(run)
+    return RayRunner(run, awaited)

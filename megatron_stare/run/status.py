@@ -16,6 +16,7 @@ from typing import Any
 from megatron_stare.observability.alerts import Alert, Watch
 from megatron_stare.observability.json_lines import read_jsonl
 from megatron_stare.observability.liveness import State, liveness
+from megatron_stare.observability.planned import Planned, planned_and_measured
 from megatron_stare.observability.progress import RemainingTime
 from megatron_stare.observability.run_files import RunRecord, evaluation_figures, read_run, result_name
 from megatron_stare.recovery import RESTARTS_FILE
@@ -47,6 +48,7 @@ class Status:
     steps_per_h, tokens_per_s, samples_per_s: of the newest steps, evaluations and checkpoints left out; tokens and
         samples are those trained on.
     left_s: until the last step, at that pace.
+    planned: what the run predicted of itself beside what it took; see docs/planning.md.
     checkpoint, checkpoint_age_s: the step of the newest complete one.
     starts: how often it was started; resumed_after, started: from which step and when the last time.
     restarts, restart: how often it started itself again after a loss, and why the last time.
@@ -73,6 +75,7 @@ class Status:
     tokens_per_s: float | None = None
     samples_per_s: float | None = None
     left_s: float | None = None
+    planned: Sequence[Planned] = ()
     evaluations: Sequence[Evaluation] = ()
     checkpoint: int | None = None
     checkpoint_age_s: float | None = None
@@ -130,6 +133,7 @@ def status_of(run_dir: Path, now: float | None = None, here: str | None = None) 
         tokens_per_s=rates.get("tokens_per_s"),
         samples_per_s=rates.get("samples_per_s"),
         left_s=_left(run, steps - step) if isinstance(steps, int) and state != "finished" else None,
+        planned=planned_and_measured(run.metrics),
         evaluations=_evaluations(run),
         checkpoint=checkpoint,
         checkpoint_age_s=_age(newest, now) if newest else None,

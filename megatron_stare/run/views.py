@@ -94,6 +94,9 @@ def _subjects(status: Status) -> list[tuple[str, str]]:
         ("rates", " · ".join(f"{short(value)} {unit}" for value, unit in rates if value is not None)),
         ("time left", "" if status.left_s is None else f"{clock(status.left_s)} of steps, at their recent pace"),
     ]
+    if told := [each for each in status.planned if each.name in ("step", "memory in update")]:
+        figures = (f"{each.name} {short(each.planned)} {each.unit}, took {short(each.measured)}" for each in told)
+        subjects.append(("planned", " · ".join(figures)))
     for each in status.evaluations:
         greedy = f", greedy {each.greedy:.3f}" if each.greedy is not None else ""
         task = f" of {each.task}" if each.task else ""

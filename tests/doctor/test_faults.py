@@ -7,17 +7,21 @@ import dataclasses
 import fcntl
 import json
 import resource
+import shutil
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.runs import ROOT
 
 from megatron_stare.cli import main
 from megatron_stare.config.load import load_config
 from megatron_stare.config.schema import Config
+from megatron_stare.doctor import facts as facts_of
 from megatron_stare.doctor import shared_folder
 from megatron_stare.doctor.checks_environment import check_timeouts
 from megatron_stare.doctor.checks_machine import (
@@ -30,7 +34,7 @@ from megatron_stare.doctor.checks_machine import (
 )
 from megatron_stare.doctor.checks_versions import LEAST_DRIVER, PINNED, check_alike, check_server_version
 from megatron_stare.doctor.examine import as_text, examine, of_machine
-from megatron_stare.doctor.facts import VARIABLES, Facts, local_facts
+from megatron_stare.doctor.facts import VARIABLES, Facts, loaded_nccl, local_facts
 from megatron_stare.doctor.finding import Finding
 from megatron_stare.doctor.node_probe import NodeProbe
 from megatron_stare.rollout.replicas import server_release
@@ -227,6 +231,22 @@ def test_nodes_of_which_one_has_another_release() -> None:
     assert wrong(check_alike({"a": WELL, "b": WELL})) == {}
     found = wrong(check_alike({"a": WELL, "b": other}))
     assert found["nccl on all nodes"].seen == "2.28.9 on a, 2.27.3 on b" and len(found) == 1
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+@pytest.mark.parametrize(("number", "version"), [(22809, "2.28.9"), (21805, "2.18.5"), (2708, "2.7.8")])
+def test_the_nccl_that_is_loaded_counts(tmp_path: Path, monkeypatch, number: int, version: str) -> None:
+    """Not the one that PyTorch was built with: a library that stands in for it is asked, by NCCL's own function."""
+    (tmp_path / "nccl.c").write_text(f"int ncclGetVersion(int *version) {{ *version = {number}; return 0; }}")
+    library = tmp_path / "libnccl.so.2"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(tmp_path / "nccl.c")], check=True)
+    monkeypatch.setattr(facts_of, "NCCL", str(library))
+    assert loaded_nccl() == version
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert local_facts().versions["nccl"] == version
+    monkeypatch.setattr(facts_of, "NCCL", str(tmp_path / "none"))
+    assert loaded_nccl() is None
 
 
 @pytest.mark.parametrize(

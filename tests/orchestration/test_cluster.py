@@ -25,11 +25,12 @@ from megatron_stare.config.load import load_config
 from megatron_stare.config.schema import Config
 from megatron_stare.environments.single_turn import SingleTurn
 from megatron_stare.errors import ConfigError
+from megatron_stare.orchestration import ray_runner
 from megatron_stare.orchestration.engine_worker import EngineWorker
 from megatron_stare.orchestration.placed import Spot, check_ranks, check_replicas, rank_order, shown
-from megatron_stare.orchestration.placement import Demand, PlacementError, plan
+from megatron_stare.orchestration.placement import Awaited, Demand, PlacementError, plan
 from megatron_stare.orchestration.ray import Reservation, WorkerLostError, cluster_nodes, start_actors
-from megatron_stare.orchestration.ray_runner import planned
+from megatron_stare.orchestration.ray_runner import planned, reserve
 from megatron_stare.rollout.beside import Beside
 from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.rollout_source import Rollouts
@@ -158,6 +159,48 @@ def test_gpus_in_use_are_waited_for_and_then_named(two_nodes: Nodes) -> None:
         ray.util.remove_placement_group(groups[0])
     waited = planned(config(gpu_resource=FAKE), WAIT_S)
     assert waited is not None and len(set(waited.ranks)) == 1
+
+
+def test_a_run_that_lost_a_node_waits_for_it_and_no_other_does(two_nodes: Nodes) -> None:
+    """Three tensor groups of two need a node more than there is, which comes when the run says so. A run that
+    never had it is refused at once, and so is one whose time is over."""
+    asked = load_config(
+        str(ROOT / "configs/quickstart.yaml"), ["parallel.data=3", f"runtime.gpu_resource={FAKE}", "eval.prompts=0"]
+    )
+    said: list[str] = []
+    for awaited in (None, Awaited(0, True, said.append)):
+        with pytest.raises(ConfigError, match="more than these nodes could give"):
+            reserve(asked, awaited)
+    assert said == []
+    more: list[str] = []
+
+    def tell(line: str) -> None:
+        said.append(line)
+        if not more:
+            more.append(two_nodes.add())
+
+    reserved = reserve(asked, Awaited(WAIT_S, True, tell))
+    assert reserved is not None
+    try:
+        assert more[0] in {node.id for node in reserved.plan.ranks} and len(reserved.plan.nodes) == 3
+        assert said[0].startswith(
+            "waiting up to 60 s (recovery.nodes_s) for the GPUs that this run had: 6 trainer ranks"
+        )
+    finally:
+        reserved.release()
+        two_nodes.kill(more[0])
+        until_free(FAKE, 4)
+
+
+def test_a_run_that_was_on_gpus_is_not_put_on_nodes_without_any(two_nodes: Nodes, monkeypatch) -> None:
+    """All of its nodes may be lost at once, and the one that the driver is on has none."""
+    monkeypatch.setattr(
+        ray_runner, "cluster_nodes", lambda _: [each for each in cluster_nodes("GPU") if not each.total]
+    )
+    said: list[str] = []
+    assert reserve(config()) is None and reserve(config(), Awaited(0, False, said.append)) is None
+    with pytest.raises(PlacementError, match="none of the nodes that are left has GPUs"):
+        reserve(config(), Awaited(0, True, said.append))
 
 
 @pytest.mark.slow

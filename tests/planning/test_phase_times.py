@@ -15,6 +15,7 @@ from megatron_stare.models.shape import ModelShape
 from megatron_stare.planning.coefficients import Coefficients
 from megatron_stare.planning.flops import body_flops, forward_flops, layer_matrices
 from megatron_stare.planning.gpus import HOST_LINK, NETWORK, Gpu
+from megatron_stare.planning.partial_flow import partial_flow
 from megatron_stare.planning.phase_times import Lengths, Step, parameters, rollout_seconds, step_time
 from megatron_stare.resolved import ResolvedRun
 from megatron_stare.rollout.served_memory import ServedMemory
@@ -168,3 +169,27 @@ def test_what_leaves_a_shared_device_comes_back() -> None:
     for offload, moved in ((None, 900), ("optimizer", 800), ("none", 0)):
         found = step(run_of(sglang__colocated=True, memory__offload=offload)).phases["sync"]
         assert found == pytest.approx(base + 2 * moved / HOST_LINK, rel=1e-13)
+
+
+def test_partial_rollouts_take_rounds_and_read_what_they_carry_over_again() -> None:
+    """Two groups of two responses a step, four under way, by rounds of 8 tokens. The flow's numbers have tests of their
+    own (test_partial_flow.py); here they are put into the sums."""
+    run = run_of(
+        partial__tokens=8, partial__prompts=4, batch__prompts=2, rollout__max_new_tokens=24,
+        algorithm={"name": "grpo", "correction": {}},
+    )  # fmt: skip
+    lengths = Lengths(4, 8)
+    flow = partial_flow(2, 2, 4, 8, 8.0, 24)
+    found = rollout_seconds(run.config, TINY, GPU, OF, lengths, None)
+    weights = flow.rounds * 8 * 2 * (2 * LAYER + 2 * 64)
+    cache = 4 * (4 + 8 / 2) * 8 * 16
+    again = flow.continued * body_flops(TINY, 4 + flow.carried / flow.continued, 0)
+    prefill = (2 * body_flops(TINY, 4, 0) + again) / (1e6 * 0.5)
+    assert found == pytest.approx((weights + cache) / 1e4 / 0.5 + prefill)
+    # of those that grow one has room at a time: the others of a round wait, and its last grows by all of it
+    served = ServedMemory(weights=1, cache=7, token=7, setting="", unit=1)
+    growth = 4 * 8 / (flow.rounds * flow.growing)
+    steps = flow.rounds * ((flow.growing - 1) * growth + 8)
+    waiting = rollout_seconds(run.config, TINY, GPU, OF, lengths, served)
+    assert waiting == pytest.approx((steps * 2 * (2 * LAYER + 2 * 64) + cache) / 1e4 / 0.5 + prefill)
+    assert step(run).partial == partial_flow(2, 2, 4, 8, 6.0, 24) and step(run_of()).partial is None

@@ -32,14 +32,23 @@ QUICK = {
 class Nodes:
     """The nodes with GPUs, by the order they were added in."""
 
-    def __init__(self, cluster: Any, nodes: list[Any]) -> None:
-        self._cluster, self._nodes = cluster, nodes
+    def __init__(self, cluster: Any, nodes: list[Any], gpus: int) -> None:
+        self._cluster, self._nodes, self._gpus = cluster, nodes, gpus
         self.address: str = cluster.address
+
+    def add(self) -> str:
+        """The id of one more."""
+        self._nodes.append(added(self._cluster, self._gpus))
+        return str(self._nodes[-1].node_id)
 
     def kill(self, node: str) -> None:
         """Ends the processes of a node, of this id, at once."""
         (found,) = (each for each in self._nodes if each.node_id == node)
         self._cluster.remove_node(found, allow_graceful=False)
+
+
+def added(cluster: Any, gpus: int) -> Any:
+    return cluster.add_node(num_cpus=1, num_gpus=gpus, resources={FAKE: gpus}, wait=False)
 
 
 @contextmanager
@@ -54,9 +63,9 @@ def simulated(nodes: int, gpus: int) -> Iterator[Nodes]:
         head = {"num_cpus": 1, "include_dashboard": False, "_system_config": QUICK}
         cluster = Cluster(initialize_head=True, head_node_args=head)
         stack.callback(cluster.shutdown)
-        made = [cluster.add_node(num_cpus=1, num_gpus=gpus, resources={FAKE: gpus}, wait=False) for _ in range(nodes)]
+        made = [added(cluster, gpus) for _ in range(nodes)]
         cluster.wait_for_nodes()
-        yield Nodes(cluster, made)
+        yield Nodes(cluster, made, gpus)
 
 
 @contextmanager

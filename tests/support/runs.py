@@ -15,7 +15,7 @@ from support.glossary import explained
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240
 
-# configs/quickstart.yaml, cut down; metrics that depend on the clock
+# configs/quickstart.yaml, cut down; metrics that depend on the clock or the machine
 SMALL = {
     "run.steps": 2,
     "batch.prompts": 4,
@@ -23,7 +23,7 @@ SMALL = {
     "eval.prompts": 16,
     "rollout.threads": 1,
 }
-TIMED = ("time/", "perf/", "memory/")
+TIMED = ("time/", "perf/", "memory/", "plan/")
 
 
 def command(*overrides: str, config: str | Path = ROOT / "configs/quickstart.yaml", **settings: Any) -> list[str]:

@@ -18,6 +18,7 @@ from megatron_stare.observability.figures import outline, started, verdict
 from megatron_stare.observability.json_lines import Record
 from megatron_stare.observability.liveness import how_it_stands
 from megatron_stare.observability.paired import BAND
+from megatron_stare.observability.planned import planned_and_measured
 from megatron_stare.observability.report.charts import OWN_COLOUR, PALETTE, Chart, Line, draw
 from megatron_stare.observability.report.comparison import against, settings_that_tell
 from megatron_stare.observability.report.diagnostic_charts import parts, selection
@@ -97,6 +98,7 @@ def _page(runs: Sequence[RunRecord]) -> str:
         charts=_charts(runs),
         parts=parts(runs),
         times=times(runs),
+        planned=[(run.name, found) for run in runs if (found := planned_and_measured(run.metrics))],
         views=[(run.name, view) for run in runs if (view := view_of_run(run.directory))],
         samples=[(run.name, task, rows) for run in runs for task in run.tasks if (rows := _samples(run.on_task(task)))],
         settings=told,

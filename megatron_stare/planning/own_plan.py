@@ -1,0 +1,129 @@
+"""What `megatron-stare plan` says of a run that starts, logged with every step beside what the step took.
+
+Comes from `run/held_run.py`, once, before anything is started; goes to the metrics `plan/*`. Whatever keeps a run from
+being predicted is told, and ends nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_stare.config.schema import Config
+from megatron_stare.errors import ConfigError, UserError
+from megatron_stare.memory_budget import Budget
+from megatron_stare.metric import Metric
+from megatron_stare.observability.planned import MEMORY, PHASES
+from megatron_stare.planning.coefficients import read_coefficients
+from megatron_stare.planning.fit import PlannedFit
+from megatron_stare.planning.gpus import CPU, GPUS, Gpu, find_gpu
+from megatron_stare.planning.phase_times import Lengths
+from megatron_stare.planning.run_plan import capacity_of, step_of
+from megatron_stare.resolved import ResolvedRun
+
+TOOL_S = 60.0
+# what of a phase is not a tensor of a rank of the trainer
+_OTHERS = ("served", "cache", "processes")
+METRICS = (
+    Metric(
+        "plan/response_tokens",
+        "tokens",
+        "mean response that the plan is made for",
+        "near response/length_mean, or set plan.response_tokens; else its seconds are of other work",
+    ),
+    *(
+        Metric(
+            f"plan/{phase}_s",
+            "seconds",
+            f"that `megatron-stare plan` predicts of time/{phase}_s",
+            "within a factor of 1.5 on the GPU of a calibration; uncalibrated, of the right order on GPUs alone",
+        )
+        for phase in PHASES
+    ),
+    *(
+        Metric(
+            f"plan/{phase}_mb",
+            "MB",
+            f"10^6 bytes: tensors of the fullest rank that it predicts of the phase {phase}, in full micro-batches",
+            f"at least memory/{phase}_live_mb, on GPUs memory/{phase}_peak_mb, and not over twice that",
+        )
+        for phase in MEMORY
+    ),
+)
+
+
+@dataclass(frozen=True)
+class OwnPlan:
+    """metrics: the prediction, none where there is none. notes: why not, for the person who watches; a line each."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def own_plan(run: ResolvedRun) -> OwnPlan:
+    """Of a run that is checked. Builds a layer of the model on the meta device, so no process group may be there."""
+    if not run.config.plan.enabled:
+        return OwnPlan()
+    try:
+        return OwnPlan(predicted(run))
+    except Exception as error:  # a run that cannot be predicted can be trained all the same
+        why = error.what if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        fix = f" ({error.fix})" if isinstance(error, UserError) and error.fix else ""
+        return OwnPlan(notes=(f"plan: memory and time of this run are not predicted: {why}{fix}",))
+
+
+def predicted(run: ResolvedRun) -> dict[str, float]:
+    """See METRICS. Raises UserError where the kind of GPU is not known, or coefficients cannot be read."""
+    config = run.config
+    gpu, lengths = gpu_of(config), Lengths.of(config)
+    fit = PlannedFit(capacity_of(config, gpu))
+    fitted = read_coefficients(Path(config.plan.coefficients), gpu.name)
+    step = step_of(run, gpu, fitted.coefficients, lengths, fit)
+    budgets = fit.budgets(run)
+    seconds = {**step.phases, "step": step.seconds}
+    found = {"plan/response_tokens": lengths.response}
+    found |= {f"plan/{phase}_s": seconds[phase] for phase in PHASES}
+    return found | {f"plan/{phase}_mb": max(_tensors(each, phase) for each in budgets) / 1e6 for phase in MEMORY}
+
+
+def gpu_of(config: Config) -> Gpu:
+    """The kind of GPU that a run is on.
+
+    Raises:
+        ConfigError: it is in no table, or in a cluster that this machine only joins.
+    """
+    if config.plan.gpu:
+        return find_gpu(config.plan.gpu, "plan.gpu")
+    if name := name_here():
+        return named(name)
+    if config.runtime.ray_address:
+        raise ConfigError("this machine has no GPU, and those of the cluster are not known here", fix="set plan.gpu")
+    return CPU
+
+
+def named(name: str) -> Gpu:
+    """The GPU that its driver's tool calls so, such as `NVIDIA H100 80GB HBM3`. Raises ConfigError for another."""
+    words = name.replace("-", " ").split()
+    for gpu in GPUS.values():
+        kind, _, memory = gpu.name.upper().partition("-")
+        sizes = [word for word in words if word.endswith("GB")]
+        if kind in words and (not sizes or sizes == [f"{memory}B"]):
+            return gpu
+    raise ConfigError(f"nothing is known of {name}", fix=f"set plan.gpu to the nearest of {', '.join(GPUS)}")
+
+
+def name_here() -> str | None:
+    """The first GPU of this machine, as its driver's tool calls it, which leaves CUDA alone; None: there is none."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    asked = [tool, "--query-gpu=name", "--format=csv,noheader"]
+    said = subprocess.run(asked, capture_output=True, text=True, timeout=TOOL_S, check=False)
+    return next(iter(said.stdout.splitlines()), None) if said.returncode == 0 else None
+
+
+def _tensors(budget: Budget, phase: str) -> int:
+    return sum(nbytes for item, nbytes in budget.phases[phase].items() if item not in _OTHERS)

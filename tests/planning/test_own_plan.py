@@ -1,0 +1,141 @@
+"""What a run predicts of itself: the plan's own numbers, beside what it measures; and runs that cannot be predicted."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.runs import ROOT, model, train
+
+from megatron_stare.cli import main
+from megatron_stare.config.load import validate
+from megatron_stare.errors import ConfigError
+from megatron_stare.megatron.saved_for_backward import SavedForBackward
+from megatron_stare.observability.planned import planned_and_measured
+from megatron_stare.planning.own_plan import named, own_plan
+from megatron_stare.resolved import ResolvedRun, resolve_run
+from megatron_stare.run.status import status_of
+from megatron_stare.run.views import as_text
+
+TINY = str(ROOT / "assets/tiny-adder")
+
+
+@pytest.fixture(autouse=True)
+def _a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("PATH", str(tmp_path))  # no driver's tool, whatever machine this is
+    monkeypatch.chdir(tmp_path)
+
+
+def run_of(**sections: Any) -> ResolvedRun:
+    return resolve_run(validate({"model": {"path": TINY}, "algorithm": "grpo", **sections}, "this test"))
+
+
+@pytest.mark.distributed
+def test_a_run_logs_the_plan_of_itself_and_what_it_took(tmp_path: Path) -> None:
+    """In micro-batches that are nearly full, as the plan's are, what is kept for backward is nearly what was said."""
+    inline = ("runtime.runner=inline", "parallel.tensor=1", "eval.prompts=0", model())
+    small = {"batch.prompts": 8, "batch.micro_batch_tokens": 256, "plan.response_tokens": 20}
+    done = train(*inline, f"run.dir={tmp_path / 'run'}", cwd=tmp_path, **small)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert main(["plan", "run/config.yaml", "--gpu", "cpu-core", "--json", "plan.json"]) == 0
+    plan = json.loads(Path("plan.json").read_text())
+    (stage,) = plan["stages"]
+    for row in rows:
+        assert row["plan/response_tokens"] == plan["lengths"]["response"] == 20
+        assert row["plan/step_s"] == pytest.approx(plan["step"]["seconds"])
+        for phase, seconds in plan["step"]["phases"].items():
+            assert row[f"plan/{phase}_s"] == pytest.approx(seconds)
+        for phase in ("log_probs", "update"):
+            held = {item: size for item, size in stage["phases"][phase].items() if item != "processes"}
+            assert row[f"plan/{phase}_mb"] == pytest.approx(sum(held.values()) / 1e6)
+        assert 0.8 < row["memory/update_live_mb"] / row["plan/update_mb"] <= 1
+        state = sum(stage["phases"]["update"][item] for item in ("parameters", "gradients", "optimizer"))
+        assert row["memory/sync_live_mb"] == pytest.approx(state / 1e6, rel=1e-3)  # nothing is kept any more
+    found = {each.name: each for each in planned_and_measured(rows)}
+    assert found["update"].measured == statistics.median(row["time/update_s"] for row in rows)
+    assert "Planned and measured" in (tmp_path / "run/report.html").read_text()
+    assert "  planned     step " in as_text(status_of(tmp_path / "run"))
+
+
+def test_a_run_on_an_unknown_gpu_is_not_predicted_and_says_why() -> None:
+    found = own_plan(run_of(plan={"gpu": "h100"}))
+    assert not found.metrics and len(found.notes) == 1 and "did you mean 'h100-80g'?" in found.notes[0]
+    found = own_plan(run_of(runtime={"ray_address": "head:6379"}))  # whose GPUs this machine does not know
+    assert not found.metrics and "set plan.gpu" in found.notes[0]
+    told = own_plan(run_of(runtime={"ray_address": "head:6379"}, plan={"gpu": "h100-80g"}))
+    assert told.metrics["plan/step_s"] > 0 and not told.notes
+    assert own_plan(run_of(plan={"gpu": "h100", "enabled": False})) == type(found)()
+
+
+def test_a_file_of_coefficients_that_is_none_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "plan_coefficients.json").write_text("[]")
+    (note,) = own_plan(run_of()).notes
+    assert "not a file of coefficients" in note
+    (tmp_path / "plan_coefficients.json").write_text('{"cpu-core": {"run": "r", "coefficients": {"fixed_s": 0}}}')
+    fitted = own_plan(run_of()).metrics
+    phases = sum(fitted[f"plan/{phase}_s"] for phase in ("rollout", "log_probs", "update", "sync"))
+    assert fitted["plan/step_s"] == pytest.approx(phases)
+
+
+def test_every_stage_is_looked_at_and_servers_are_not_the_ranks(tmp_path: Path) -> None:
+    """Of two stages the last holds the output layer; the cache of colocated servers is no rank's tensor."""
+    layout = {"model": {"path": str(ROOT / "assets/architectures/qwen2.5-7b"), "dtype": "bfloat16"}}
+    servers = {"rollout": {"engine": "sglang"}, "plan": {"gpu": "h100-80g"}}
+    small, large = (
+        own_plan(run_of(**layout, **servers, sglang={"colocated": True, "memory_fraction": share}))
+        for share in (0.4, 0.6)
+    )
+    assert small.metrics == large.metrics and small.metrics
+    whole = own_plan(run_of(**layout, **servers)).metrics["plan/update_mb"]
+    halves = own_plan(run_of(**layout, **servers, parallel={"pipeline": 2})).metrics["plan/update_mb"]
+    assert halves > 0.5 * whole
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80g"),
+        ("NVIDIA H100 80GB HBM3", "h100-80g"),
+        ("NVIDIA H200", "h200-141g"),
+        ("NVIDIA B200", "b200-180g"),
+        ("NVIDIA A100-SXM4-40GB", None),
+        ("NVIDIA L40S", None),
+    ],
+)
+def test_kinds_of_gpus_by_the_names_that_drivers_have(name: str, found: str | None) -> None:
+    if found:
+        assert named(name).name == found
+    else:
+        with pytest.raises(ConfigError, match=f"nothing is known of {name}"):
+            named(name)
+
+
+def test_memory_kept_for_backward_is_counted_once_and_let_go() -> None:
+    weight = torch.ones(100, 100, requires_grad=True)
+    count = SavedForBackward()
+    with count.counting([weight.untyped_storage()]):
+        x = torch.ones(50, 100)
+        first = x @ weight  # keeps x, and not the weight
+        assert count.take_peak() == 4 * 5000
+        second = (first * first[:]).sum()  # keeps what both factors look into, once
+        assert count.take_peak() == 2 * 4 * 5000
+        second.backward()
+    del first, second
+    assert count.take_peak() == 2 * 4 * 5000 and count.take_peak() == 0
+
+
+def test_medians_leave_the_first_steps_out_and_memory_is_the_largest() -> None:
+    rows = [
+        {"plan/step_s": 3.0, "plan/update_mb": 7.0, "time/step_s": float(n), "memory/update_peak_mb": float(m)}
+        for n, m in ((100, 9), (90, 1), (4, 2), (1, 3), (2, 4))
+    ]
+    found = {each.name: (each.planned, each.measured) for each in planned_and_measured(rows)}
+    assert found == {"step": (3.0, 2.0), "memory in update": (7.0, 9.0)}
+    assert planned_and_measured([]) == planned_and_measured([{"time/step_s": 1.0}]) == []
