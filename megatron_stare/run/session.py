@@ -240,6 +240,7 @@ class Session:
         """
         makes_steps(self.config.checkpoint.grace_s)
         self._held.stepping = True
+        self.limit.begin_steps()
         self._evaluate_if_due()  # of a resumed run, where it ended between a checkpoint and this
         for step in range(self.state.step + 1, self.config.run.steps + 1):
             raise_if_received()
