@@ -13,6 +13,7 @@ from types import TracebackType
 from megatron_stare.black_box.driver_side import BlackBox
 from megatron_stare.config.engines_alone import evaluation_engines
 from megatron_stare.data.prompt_queue import PromptQueue
+from megatron_stare.data.prompt_source import dropped
 from megatron_stare.errors import GuardError, NonFiniteError, RollBack, UserError
 from megatron_stare.heap import freeze, frozen_heap
 from megatron_stare.interruption import (
@@ -174,9 +175,7 @@ class Session:
             self.trainer = PolicyTrainer(
                 config, self.ranks, self.state, agreement, self.phase, dump, texts, self.guards, events
             )
-            left_out = [
-                f"data: {n} prompts left out: {why}" for why, n in getattr(inputs.source, "dropped", {}).items()
-            ]
+            left_out = [f"data: {n} prompts left out: {why}" for why, n in dropped(inputs.source).items()]
             self.dir.record_placement(runner.notes())
             for line in [*notices(config), *left_out, *runner.notes(), *self.ranks.notes()]:
                 self.monitor.note(line)
