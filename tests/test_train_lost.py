@@ -111,7 +111,7 @@ IN_ORDER = {step: list(range(PROMPTS * (step - 1), PROMPTS * step)) for step in 
 
 @pytest.mark.sglang
 @pytest.mark.skipif(servers.MISSING is not None, reason=str(servers.MISSING))
-@pytest.mark.parametrize(("runner", "process"), [("inline", "server"), ("ray", "driver")])
+@pytest.mark.parametrize(("runner", "process"), [("inline", "server"), ("inline", "driver"), ("ray", "driver")])
 def test_with_servers_every_prompt_is_trained_on_once(tmp_path: Path, runner: str, process: str) -> None:
     """The only server is killed, which the driver sees to, or the driver. Every token is of the newest weights, as the
     trainer's own log-probs of it say."""
