@@ -71,7 +71,7 @@ def crowded() -> dict[str, Any]:
         tempfile.TemporaryDirectory() as folder,
         HungRun(Path(folder), **settings, **{"black_box.floor_s": 0.5}) as run,
     ):
-        found = loaded(run, slower=3.0, steps=20)
+        found = loaded(run, slower=3.0, steps=10)
         bundles = list(run.dir.glob("blackbox/*"))
     return {
         "exit": found.code,  # of Ctrl-C, after more steps
