@@ -3,7 +3,7 @@
 Each run has Ray, two tensor-parallel ranks over gloo, an engine and verifiers on this machine's CPUs, and is hung after
 some steps by hanging a real part of it (tests/support/hangs.py). `limit_s` is the limit of the phase at that moment,
 `from_hang_to_screen_s` the time until all processes were looked at, their stacks taken and the bundle written. A run
-whose verifier takes five times as long in one step must say nothing.
+whose verifier takes five times as long in one step must say nothing, nor one whose machine others take for a while.
 
     python benchmarks/hangs.py [--only PATTERN]
 """
@@ -21,8 +21,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from machine import machine
-from support.hangs import HANGS, HungRun, hung, now, sentence_of
+from support.hangs import HANGS, HungRun, hung, loaded, now, sentence_of
 
+CROWDED = "the machine taken by others for some steps"
 SLOW = "one step five times as long"
 RESULT = Path(__file__).parent / "results/hangs.json"
 
@@ -63,6 +64,25 @@ def undisturbed() -> dict[str, Any]:
     return {"exit": code, "bundles": len(bundles), "floor_s": 2}
 
 
+def crowded() -> dict[str, Any]:
+    """A run beside processes that want all of its machine, begun and ended in its middle, which must not be told of."""
+    settings = {"batch.prompts": 16, "batch.samples_per_prompt": 8}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        HungRun(Path(folder), **settings, **{"black_box.floor_s": 0.5}) as run,
+    ):
+        found = loaded(run, slower=3.0, steps=10)
+        bundles = list(run.dir.glob("blackbox/*"))
+    return {
+        "exit": found.code,  # of Ctrl-C, after more steps
+        "bundles": len(bundles),
+        "floor_s": 0.5,
+        "busy processes": found.busy,
+        "step_s": {"before": round(found.usual_s, 2), "beside them": [round(s, 2) for s in found.loaded_s]},
+        "longest phase_s": {name: round(seconds, 2) for name, seconds in found.longest.items()},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="pattern of the runs that are made; the others' results are kept")
@@ -72,6 +92,8 @@ def main() -> None:
             keep("hangs", name, named(name))
     if re.search(args.only, SLOW):
         keep("undisturbed", SLOW, undisturbed())
+    if re.search(args.only, CROWDED):
+        keep("undisturbed", CROWDED, crowded())
 
 
 def keep(kind: str, name: str, found: dict[str, Any]) -> None:

@@ -137,8 +137,13 @@ def draw(seed: int, runners: list[str]) -> tuple[str, str, float]:
     return runner, drawn.choice(PROCESSES[runner]), drawn.random()
 
 
-def run(runner: str, process: str | None = None, at_s: float = 0.0) -> Outcome:
-    """A supervised run of which a process is killed; None: none is."""
+def run(runner: str, process: str | None = None, at_s: float = 0.0, after: int = 0) -> Outcome:
+    """A supervised run of which a process is killed; None: none is.
+
+    Args:
+        at_s: seconds from its start at which, or as soon as
+        after: steps are in its record.
+    """
     outcome, traces = Outcome(runner, process, at_s), Traces()
     settings = {**SMALL, **RUNNERS[runner]}
     arguments = [str(ROOT / "configs/quickstart.yaml"), *(f"{key}={value}" for key, value in settings.items())]
@@ -158,6 +163,8 @@ def run(runner: str, process: str | None = None, at_s: float = 0.0) -> Outcome:
             if process is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     supervisor.wait(at_s)
+                while max(recorded(directory), default=0) < after and supervisor.poll() is None:
+                    time.sleep(LOOK_S)
                 traces.look()
                 outcome.killed_s = kill(process, supervisor, begun)
                 outcome.step = max(recorded(directory), default=0)

@@ -26,6 +26,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import torch.distributed as dist
 from machine import machine
+from pairs import spread
 from tiny import GROUP, ragged_batch, save_tiny
 
 from megatron_stare.algorithms.method import Method, TokenTerms
@@ -185,21 +186,6 @@ def now() -> float:
     """When all ranks are here."""
     dist.barrier()
     return time.perf_counter()
-
-
-def spread(one: list[float], other: list[float]) -> dict[str, Any]:
-    """Ratios pair by pair: their median, the order statistics that enclose the true median with 95 %, their quartiles;
-    and the ratio of the two quickest steps."""
-    ratios = sorted(a / b for a, b in zip(one, other, strict=True))
-    count = len(ratios)
-    outer = max(int(count / 2 - 0.98 * count**0.5), 0)
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return {
-        "median": round(middle, 4),
-        "median_95": [round(ratios[outer], 4), round(ratios[count - 1 - outer], 4)],
-        "quartiles": [round(low, 4), round(high, 4)],
-        "quickest": round(min(one) / min(other), 4),
-    }
 
 
 if __name__ == "__main__":

@@ -45,6 +45,11 @@ class TimeLimit:
         self._steps: deque[float] = deque(maxlen=_NEWEST)
         self._step_begun: float | None = None
 
+    def begin_steps(self) -> None:
+        """A session comes to its steps. What was between them and the last step of a session before is no step: that
+        step was lost, and the run was opened again."""
+        self._step_begun = None
+
     def begin_step(self) -> None:
         """The step before, with all that came after it, is over."""
         now = self._clock()

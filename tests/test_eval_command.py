@@ -21,6 +21,7 @@ from support.runs import ROOT, SMALL, TIMEOUT_S, environment
 from megatron_stare.cli import main
 from megatron_stare.config.load import load_config
 from megatron_stare.errors import UserError
+from megatron_stare.observability.heartbeat import FOLDER_VARIABLE, read_heartbeat
 from megatron_stare.run import offline_evaluation
 from megatron_stare.run.offline_evaluation import default_out, read, run
 
@@ -158,6 +159,16 @@ def test_what_is_written(whole: tuple[Path, dict[str, Any]]) -> None:
         **{k: task[k] for k in ("temperature", "top_p", "max_new_tokens", "seed")},
         "samples": 3,
     }
+
+
+def test_an_evaluation_is_watched(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """By a process that says so in the evaluation's folder, tells nothing of one that gets on, and ends with it."""
+    beat = read_heartbeat(whole[0])
+    assert beat is not None and (beat.pid, beat.phase, beat.process) == (os.getpid(), "closing", "ended")
+    assert not (whole[0] / "blackbox").exists()
+    assert FOLDER_VARIABLE not in os.environ
+    evaluated(tmp_path / "out", "eval.prompts=1", "black_box.enabled=false")
+    assert read_heartbeat(tmp_path / "out") is None
 
 
 # the verifier of the quickstart, which waits for ever at its twentieth answer while there is a gate

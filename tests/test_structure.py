@@ -25,6 +25,7 @@ LEVELS = {
     "quiet": 0,
     "time_limit": 1,
     "shipped": 0,
+    "whole_words": 0,
     "batch": 0,
     "records": 1,
     "models": 1,

@@ -72,6 +72,26 @@ def test_the_longest_of_the_newest_steps_counts() -> None:
     assert not limit.passed_before_another(0.0)
 
 
+def test_what_a_loss_takes_is_no_step() -> None:
+    """Steps of 10 s. One is lost after 5, and the run is open again 400 s later: the next takes 10 s as ever."""
+    clock = Clock()
+    limit = TimeLimit(2000.0, begun=0.0, clock=clock)
+    limit.begin_steps()
+    for _ in range(3):
+        limit.begin_step()
+        clock.now += 10.0
+    clock.now += 395.0
+    limit.begin_steps()
+    for _ in range(2):
+        limit.begin_step()
+        clock.now += 10.0
+    limit.begin_step()
+    clock.now = 1978.0  # 1.1 * 10 + 10 s are needed
+    assert not limit.passed_before_another(0.0)
+    clock.now = 1980.0  # what was known before the loss is known still
+    assert limit.passed_before_another(0.0)
+
+
 def test_before_the_first_step_only_what_is_left_counts() -> None:
     clock = Clock()
     for now, passed in ((989.0, False), (991.0, True)):

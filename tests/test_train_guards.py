@@ -21,6 +21,7 @@ from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.observability.monitor import Monitor
 from megatron_stare.orchestration.guarded_batches import read_guarded, step_folder
 from megatron_stare.run_state import RunState
+from megatron_stare.time_limit import TimeLimit
 from megatron_stare.train import train
 
 pytestmark = pytest.mark.distributed
@@ -48,11 +49,11 @@ SETTINGS = {
 }
 
 
-def run(where: Path, *overrides: str, resume: bool = False) -> Path:
+def run(where: Path, *overrides: str, resume: bool = False, limit: TimeLimit | None = None) -> Path:
     """In this process, whose torch has one thread."""
     settings = [f"{key}={value}" for key, value in SETTINGS.items()]
     config = load_config(ROOT / "configs/quickstart.yaml", [*settings, model(), f"run.dir={where}", *overrides])
-    return train(config, resume=resume)
+    return train(config, resume=resume, limit=limit)
 
 
 def weights(run_dir: Path) -> bytes:
@@ -97,7 +98,9 @@ def test_a_spike_stops_a_run_or_sends_it_back_past_its_batch(
         assert torch.allclose(each.log_probs, each.rollout_log_probs, atol=1e-4)
         assert len(each.tokens) == len(each.log_probs) and each.prompt_tokens
 
-    assert run(stopped, "guards.grad_norm.action=rollback", resume=True) == stopped
+    # opening the run again takes 1000 s of 1500, and is not what a step takes, of which the next would be too many
+    limit = TimeLimit(1500.0, clock=lambda: 1000.0 * sum("goes back" in note for note in notes))
+    assert run(stopped, "guards.grad_norm.action=rollback", resume=True, limit=limit) == stopped
     (rollback,) = json.loads((stopped / "rollbacks.json").read_text())
     assert (rollback["step"], rollback["prompts"]) == (SPIKE, [first, first + 1])
     assert any(f"step {SPIKE}: the gradient norm" in note and "goes back" in note for note in notes)

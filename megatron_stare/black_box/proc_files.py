@@ -86,6 +86,18 @@ def below(roots: Iterable[int], processes: dict[int, Status]) -> set[int]:
     return found
 
 
+def waited_for_cpu(pid: int) -> dict[int, float]:
+    """Seconds that each of its threads was ready to run and did not, since it began (schedstat); {} where the kernel
+    does not tell."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(PROC / str(pid) / "task"):
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                line = (PROC / str(pid) / "task" / thread / "schedstat").read_text()
+                found[int(thread)] = int(line.split()[1]) / 1e9
+    return found
+
+
 def waits_in(pid: int) -> str:
     """The kernel's function that it sleeps in; "" where that is not told."""
     with contextlib.suppress(OSError):

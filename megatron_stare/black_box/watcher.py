@@ -31,6 +31,7 @@ from megatron_stare.black_box import bundle, flight, node_facts, proc_files
 from megatron_stare.black_box.hang_facts import Facts, ProcessFacts, ReplicaFacts, RequestFacts, ServerFacts
 from megatron_stare.black_box.node_link import Nodes
 from megatron_stare.black_box.one_screen import STATES, screen
+from megatron_stare.black_box.starvation import Starvation, of_the_run
 from megatron_stare.black_box.verdict import Verdict, verdict
 from megatron_stare.black_box.vigil import Vigil
 from megatron_stare.observability.heartbeat import (
@@ -77,7 +78,7 @@ class Watcher:
     def __init__(self, settings: Settings) -> None:
         self._settings, self._folder = settings, Path(settings.folder)
         self._run_dir = Path(settings.run_dir)
-        self._vigil = Vigil(settings.tick_s)
+        self._vigil, self._starvation = Vigil(settings.tick_s), Starvation()
         self._nodes = Nodes(settings.token, settings.ports, self._folder) if settings.token else None
         self._copier = _Copier(self._run_dir / HEARTBEAT_FILE)
         self._copied = -COPY_S
@@ -91,7 +92,7 @@ class Watcher:
                 continue
             if time.monotonic() - self._copied >= COPY_S:
                 self._copy(beat)
-            if self._vigil.hangs(beat, time.monotonic()):
+            if self._vigil.hangs(beat, time.monotonic(), self._starved(beat)):
                 self._tell(beat)
         beat = read_beat(beat_file(self._folder, DRIVER))
         if beat is not None:
@@ -102,6 +103,13 @@ class Watcher:
         """Waits for one tick at most."""
         ready, _, _ = select.select([sys.stdin], [], [], self._settings.tick_s)
         return bool(ready) or os.getppid() != self._settings.driver
+
+    def _starved(self, beat: Beat) -> float:
+        """Seconds since the last tick that the run waited for a CPU; looked at once it matters."""
+        if not self._vigil.near(beat, time.monotonic()):
+            self._starvation.forget()
+            return 0.0
+        return self._starvation.since(of_the_run(self._folder))
 
     def _copy(self, beat: Beat) -> None:
         self._copied = time.monotonic()

@@ -5,6 +5,7 @@ The driver takes prompts here, one batch of groups a step, and saves `state()` w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from megatron_stare.batch import Prompt
@@ -24,7 +25,8 @@ SOURCES = {
 class PromptSource(Protocol):
     """An endless, resumable stream of prompts.
 
-    A class of the user's own is built as `cls(config, tokenizer, split)`, like ours.
+    A class of the user's own is built as `cls(config, tokenizer, split)`, like ours. One that leaves records out may
+    say so: see `dropped`.
     """
 
     problems: int | None
@@ -59,6 +61,12 @@ def make_source(config: Config, tokenizer: Any, split: Split) -> PromptSource:
     if not callable(factory):
         raise ConfigError(f"{config.data.source!r} is not a class", where="data.source")
     return factory(config, tokenizer, split)
+
+
+def dropped(source: PromptSource) -> Mapping[str, int]:
+    """The records that a source left out, by reason, as its attribute `dropped` says; without one, none."""
+    found: Mapping[str, int] = getattr(source, "dropped", {})
+    return found
 
 
 def held_out(config: Config, tokenizer: Any, wanted: int | None) -> list[Prompt]:

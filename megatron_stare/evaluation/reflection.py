@@ -1,14 +1,14 @@
 """Words by which a chain of thought looks back at itself, counted by category. Pure; docs/evaluation.md has the lists.
 
 The categories are three of the four behaviours of Gandhi et al. (arXiv 2503.01307), as far as single words show them;
-the words are ours. Counted are occurrences in any case, whole words alone, the longest phrase where several begin at a
-place: "double-check" counts once, under verification.
+the words are ours. They are counted as whole_words.py says: "double-check" counts once, under verification.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
+
+from megatron_stare.whole_words import finder
 
 CATEGORIES: dict[str, tuple[str, ...]] = {
     "verification": (
@@ -26,14 +26,10 @@ CATEGORIES: dict[str, tuple[str, ...]] = {
 }
 
 _CATEGORY = {word: category for category, words in CATEGORIES.items() for word in words}
-_WORDS = re.compile(
-    r"(?<![A-Za-z])(?:" + "|".join(map(re.escape, sorted(_CATEGORY, key=len, reverse=True))) + r")(?![A-Za-z])",
-    re.IGNORECASE,
-)
+_found = finder(_CATEGORY)
 
 
 def reflection_counts(text: str) -> dict[str, int]:
     """How often words of each category stand in a text, every category included."""
-    plain = text.replace("\u2019", "'")
-    found = Counter(_CATEGORY[match.group().lower()] for match in _WORDS.finditer(plain))
+    found = Counter(_CATEGORY[word] for word in _found(text))
     return {category: found[category] for category in CATEGORIES}

@@ -3,11 +3,11 @@ and from there to the report."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_stare.metric import Metric
+from megatron_stare.whole_words import finder
 
 if TYPE_CHECKING:
     from megatron_stare.records.trajectory import Trajectory
@@ -27,10 +27,9 @@ def reflections(samples: Sequence[Trajectory], words: Sequence[str]) -> dict[str
     """`response/reflections`: occurrences of any of the words a response, mean over the step's samples.
 
     Args:
-        words: counted in any case, whole words alone; where several begin at one place, the longest. None: no metric.
+        words: counted as whole_words.py says. None: no metric.
     """
     if not words:
         return {}
-    longest_first = sorted(map(re.escape, words), key=len, reverse=True)
-    pattern = re.compile(rf"(?<!\w)(?:{'|'.join(longest_first)})(?!\w)", re.IGNORECASE)
-    return {"response/reflections": sum(len(pattern.findall(s.text)) for s in samples) / len(samples)}
+    found = finder(words)
+    return {"response/reflections": sum(len(found(s.text)) for s in samples) / len(samples)}

@@ -5,6 +5,7 @@
     responses.jsonl   a line a response, written when it has its verdict
     problems.jsonl    a line a problem
     results.json      the record of every task that is done
+    heartbeat.json    what the evaluation is at; and blackbox/, where it hung (docs/black_box.md)
 
 A process that is killed leaves a folder that the same command goes on with: a response is in it whole or not at all.
 """

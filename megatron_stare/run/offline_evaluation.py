@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from megatron_stare.black_box.watched import Watched
 from megatron_stare.config.engines_alone import engines_alone
 from megatron_stare.config.load import dump_yaml, with_absolute_paths
 from megatron_stare.config.schema import Config
@@ -25,12 +26,13 @@ from megatron_stare.interruption import ClosingStack
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.orchestration.engines_alone_runner import make_engines
 from megatron_stare.orchestration.folder_weights import FolderWeights
-from megatron_stare.process_settings import check_environment, check_ports
+from megatron_stare.process_settings import check_environment, check_ports, port_share
 from megatron_stare.rewards.known_answers import open_pool
 from megatron_stare.rewards.verifier_pool import VerifierPool
 from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.model_folder import load_tokenizer, stop_token_ids
 from megatron_stare.rollout.replicas import replica_count, replica_nodes
+from megatron_stare.rollout.rollout_source import Progress
 from megatron_stare.run.evaluation_folder import EvaluationFolder
 from megatron_stare.run.evaluator import Evaluator
 from megatron_stare.run.preflight import check_checkpoint_of, check_task
@@ -43,7 +45,7 @@ from megatron_stare.workers import Handle
 
 OWN_TASK = "held-out"  # what a run's own task is called where it has to have a name
 WEIGHTS = "weights"  # a distributed checkpoint as a Hugging Face folder, while it is needed
-Shown = Callable[[str], Callable[[int, int], None]]  # of a task, what is told responses done and wanted
+Shown = Callable[[str], Progress]  # of a task, what is told responses done and wanted
 
 
 @dataclass(frozen=True)
@@ -150,22 +152,36 @@ def run(opened: Opened, out: Path, shown: Shown, note: Callable[[str], None]) ->
         missing = {name: _missing(folder, name, each) for name, each in opened.evaluations.items()}
         if kept := sum(each.wanted for each in missing.values()) - sum(each.left for each in missing.values()):
             note(f"{kept} responses are in {out} already")
+        watched = Watched(config, out, step, port_share(config, 0, replica_count(config)))
+        stack.callback(watched.close)
         engines: EnginePool | None = None
         if any(each.left for each in missing.values()):
-            runner = make_engines(config)
+            with watched.phase("start"):
+                runner = make_engines(config)
             stack.callback(runner.close)
             for line in runner.notes():
                 note(line)
             engines = runner.engines
-            _load(opened, engines, runner.share, out / WEIGHTS)
+            _load(opened, engines, runner.share, out / WEIGHTS, watched)
+        stack.callback(watched.last_phase, "closing")
         evaluator = Evaluator(engines, pools, config.reward, opened.stop_ids)
         for name, evaluation in opened.evaluations.items():
-            found = evaluator.evaluate(evaluation, step, step, shown(name), folder.task(name))
+            told = _both(shown(name), watched.progress)
+            with watched.phase("eval"):
+                found = evaluator.evaluate(evaluation, step, step, told, folder.task(name))
             found.record["decoding"] = evaluation.task.decoding() | {"seed": config.eval.seed}
             folder.finish(name, found)
             records[name] = found.record
     shutil.rmtree(out / WEIGHTS, ignore_errors=True)
     return records
+
+
+def _both(one: Progress, other: Progress) -> Progress:
+    def told(done: int, wanted: int) -> None:
+        one(done, wanted)
+        other(done, wanted)
+
+    return told
 
 
 @dataclass(frozen=True)
@@ -185,16 +201,20 @@ def _missing(folder: EvaluationFolder, name: str, evaluation: Evaluation) -> _Mi
     return _Missing(wanted, left)
 
 
-def _load(opened: Opened, engines: EnginePool, share: Callable[[Any], Handle], converted: Path) -> None:
+def _load(
+    opened: Opened, engines: EnginePool, share: Callable[[Any], Handle], converted: Path, watched: Watched
+) -> None:
     """Gives the engines the weights, and has them prove that they arrived."""
     folder, config = opened.checkpoint.path, opened.config
     if opened.checkpoint.distributed:
         if not converted.exists():  # else of an evaluation that was killed; it is there whole or not at all
-            megatron_to_hf(folder, converted, Path(config.model.path), Options())
+            with watched.phase("conversion"):
+                megatron_to_hf(folder, converted, Path(config.model.path), Options())
         folder = converted
     dtype = getattr(torch, config.model.dtype)
     weights = FolderWeights(folder, opened.shape, dtype, config.rollout.sync_bucket_mb * 10**6, share)
-    engines.update_weights(opened.checkpoint.step, weights)
+    with watched.phase("sync"):
+        engines.update_weights(opened.checkpoint.step, weights)
 
 
 def _chosen(config: Config, names: Sequence[str]) -> dict[str, Task]:

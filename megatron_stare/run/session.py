@@ -13,6 +13,7 @@ from types import TracebackType
 from megatron_stare.black_box.driver_side import BlackBox
 from megatron_stare.config.engines_alone import evaluation_engines
 from megatron_stare.data.prompt_queue import PromptQueue
+from megatron_stare.data.prompt_source import dropped
 from megatron_stare.errors import GuardError, NonFiniteError, RollBack, UserError
 from megatron_stare.heap import freeze, frozen_heap
 from megatron_stare.interruption import (
@@ -175,9 +176,7 @@ class Session:
             self.trainer = PolicyTrainer(
                 config, self.ranks, self.state, agreement, self.phase, dump, texts, self.guards, events
             )
-            left_out = [
-                f"data: {n} prompts left out: {why}" for why, n in getattr(inputs.source, "dropped", {}).items()
-            ]
+            left_out = [f"data: {n} prompts left out: {why}" for why, n in dropped(inputs.source).items()]
             self.dir.record_placement(runner.notes())
             told = () if held.restarted or held.went_back else held.plan.notes
             for line in [*notices(config), *told, *left_out, *runner.notes(), *self.ranks.notes()]:
@@ -242,6 +241,7 @@ class Session:
         """
         makes_steps(self.config.checkpoint.grace_s)
         self._held.stepping = True
+        self.limit.begin_steps()
         self._evaluate_if_due()  # of a resumed run, where it ended between a checkpoint and this
         for step in range(self.state.step + 1, self.config.run.steps + 1):
             raise_if_received()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
 from support.cluster import FAKE, simulated
-from support.hangs import HANGS, HungRun, hung, sentence_of
+from support.hangs import HANGS, HungEvaluation, HungRun, hung, loaded, sentence_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 MOUNTS = os.geteuid() == 0 and os.access("/dev/fuse", os.R_OK | os.W_OK)
@@ -46,17 +48,22 @@ def test_a_driver_whose_interpreter_is_held_is_named(tmp_path: Path) -> None:
         assert "wait for the driver, which is at HeldInterpreter.step (stalling.py:" in sentence_of(screen)
 
 
-def test_a_run_that_is_to_be_ended_ends_by_the_loss_of_who_held_it_up(tmp_path: Path) -> None:
-    """Its own error, as of any rank that is lost: what begins it again sees nothing new."""
+def test_a_run_whose_hung_rank_is_killed_opens_itself_again(tmp_path: Path) -> None:
+    """After a loss like any other: who it was is told, and the run goes on from what it has."""
     layout = {"parallel.tensor": 1, "parallel.data": 2, "algorithm": "support.stalling.StoppedRank"}
-    with HungRun(tmp_path, **layout, **{"black_box.end_run": True}) as run:
+    with HungRun(tmp_path, **layout, **{"black_box.end_run": True, "recovery.back_off_s": 0.1}) as run:
         run.step(3)
         run.stall.touch()
         run.told()
-        said = run.process.stderr.read()
+        run.stall.unlink()
+        run.step(8)
+        run.process.send_signal(signal.SIGINT)
+        said = run.process.communicate()[1]
+        assert run.process.returncode == 130, said
         assert re.search(r"black_box.end_run: killing trainer rank 1 \(pid \d+\)", said)
         assert "a trainer rank process died" in said
-        assert run.process.wait() == 2
+        (restart,) = [json.loads(line) for line in (run.dir / "restarts.jsonl").read_text().splitlines()]
+        assert restart["by"] == "driver" and restart["step"] >= 3
 
 
 def test_other_nodes_are_looked_at_by_agents_of_their_own(tmp_path: Path) -> None:
@@ -77,6 +84,20 @@ def test_other_nodes_are_looked_at_by_agents_of_their_own(tmp_path: Path) -> Non
             assert len({each["node"] for each in facts["processes"] if each["role"] == "raylet"}) >= 2
 
 
+def test_an_evaluation_that_hangs_is_told_of_like_a_run(tmp_path: Path) -> None:
+    """Of two tasks the second, once the first has said how long one takes; into the evaluation's own folder."""
+    tasks = "eval.tasks=[{name: first, prompts: 16}, {name: second, prompts: 1000}]"
+    with HungEvaluation(tmp_path, tasks, **{"rollout.max_batch": 16}) as run:
+        run.answered("first")
+        run.stop(run.beats()["rollout engine 0"].pid)
+        screen, facts = run.told()
+        assert "the driver waits for engine 0, which is stopped (SIGSTOP)" in sentence_of(screen)
+        assert facts["beat"]["phase"] == "eval"
+        assert {"driver", "rollout engine 0", "verifier"} <= {each["role"] for each in facts["processes"]}
+        assert [each.name for each in run.dir.glob("blackbox/*")] == ["step_000000_eval"]
+        assert run.process.poll() is None
+
+
 def test_a_step_five_times_as_long_as_usual_says_nothing(tmp_path: Path) -> None:
     settings = {"reward.verifier": "support.stalling_verifier.slow", "reward.workers": 1, "black_box.floor_s": 0.5}
     with HungRun(tmp_path, **{**settings, "run.steps": 8}) as run:
@@ -88,3 +109,16 @@ def test_a_step_five_times_as_long_as_usual_says_nothing(tmp_path: Path) -> None
         assert run.process.wait() == 0
         assert list(run.dir.glob("blackbox/*")) == []
         assert "the black box" not in run.process.stderr.read()
+
+
+def test_a_machine_that_others_take_says_nothing(tmp_path: Path) -> None:
+    """Steps become several times as long from one to the next, longer than a phase's limit would be without its factor;
+    that is ten medians. The run is left alone, too, where it is to be ended."""
+    settings = {"batch.prompts": 16, "batch.samples_per_prompt": 8, "black_box.end_run": True}
+    with HungRun(tmp_path, **settings, **{"black_box.floor_s": 0.5}) as run:
+        found = loaded(run, slower=3.0)
+        assert sum(seconds >= 3.0 * found.usual_s for seconds in found.loaded_s) == 5
+        assert max(found.longest.values()) > 0.5  # the floor alone would have told of it
+        assert found.code == 130, found.said
+        assert list(run.dir.glob("blackbox/*")) == [] and "the black box" not in found.said
+        assert not (run.dir / "restarts.jsonl").exists()

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_stare.black_box.driver_beats import DriverBeats
+from megatron_stare.black_box.starvation import Starvation, of_the_run
 from megatron_stare.black_box.vigil import MOST, Vigil
 from megatron_stare.config.black_box_section import BlackBoxConfig
 from megatron_stare.observability.heartbeat import (
@@ -174,6 +179,75 @@ def test_time_in_which_the_watcher_did_not_run_is_not_the_run_s() -> None:
     assert looks(vigil, BEAT, 101.0, 102.0, 500.0, 501.0) == []
     assert vigil.without_s(BEAT, 501.0) == pytest.approx(501 - 100 - 397)
     assert looks(vigil, BEAT, *(502.0 + n for n in range(20))) == [508.0]
+
+
+def test_time_in_which_others_had_the_cpus_is_not_the_run_s_for_a_while() -> None:
+    """It waits for a CPU three quarters of the time, from half of its limit on: it is told of when the rest of the time
+    is more than the limit. A run that waits all the time is, when nine limits have been given it."""
+    vigil = Vigil(1.0)
+    assert not vigil.near(BEAT, 105.0)  # nothing was looked at yet
+    for now in range(101, 106):
+        assert not vigil.hangs(BEAT, now) and not vigil.near(BEAT, now)
+    assert vigil.near(BEAT, 105.5) and not vigil.near(replace(BEAT, moved=105.2), 111.0)
+    told = [now for now in range(106, 300) if vigil.hangs(BEAT, now, starved_s=0.75)]
+    assert told == [126]  # 5 s, and a quarter of 21 s, are more than 10
+
+    vigil = Vigil(1.0)
+    told = [now for now in range(101, 400) if vigil.hangs(BEAT, now, starved_s=7.0)]  # of processes together
+    assert told == [201]  # 10 limits: no tick counts as more than it took
+    later = replace(BEAT, since=203.0, moved=203.0)
+    assert looks(vigil, later, *(204.0 + n for n in range(20))) == [214.0]  # what it was given is another phase's
+
+
+def test_a_process_waits_for_a_cpu_where_others_have_it_and_not_where_it_sleeps(tmp_path: Path) -> None:
+    """Two programs on one CPU, which neither leaves; and one that waits for nothing to be said."""
+    cpu = min(os.sched_getaffinity(0))
+    words = [sys.executable, "-c", f"import os; os.sched_setaffinity(0, [{cpu}]); print(flush=True)\nwhile True: pass"]
+    asleep = [sys.executable, "-c", "print(flush=True); input()"]
+    processes = [
+        subprocess.Popen(each, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for each in (words, words, asleep)
+    ]
+    try:
+        for each in processes:
+            each.stdout.readline()
+        together, sleeping = Starvation(), Starvation()
+        pids = [each.pid for each in processes]
+        assert together.since(pids[:2]) == 0.0  # of the past nothing counts
+        sleeping.since(pids[2:])
+        waited = 0.0
+        while waited < 0.1:
+            waited += together.since(pids[:2])
+        assert sleeping.since(pids[2:]) < 0.01
+        processes[1].kill()
+        processes[1].wait()
+        together.since(pids[:2])  # one that is gone waits for nothing
+        together.forget()
+        assert together.since(pids[:1]) == 0.0
+    finally:
+        for each in processes:
+            each.kill()
+            each.communicate()
+
+
+def test_who_may_need_a_cpu_for_a_phase_to_end(tmp_path: Path) -> None:
+    """The driver, workers in a call or not yet, and what a worker has started; not what else the driver has."""
+    program = "import subprocess; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
+    words = [sys.executable, "-c", program]
+    workers = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    children = [int(each.stdout.readline()) for each in workers]
+    try:
+        for each, role, phase in zip(workers, ("rollout engine 0", "trainer rank 0"), ("advance", IDLE), strict=True):
+            write_beat(beat_file(tmp_path, role), replace(BEAT, role=role, pid=each.pid, phase=phase))
+        write_beat(beat_file(tmp_path, DRIVER), replace(BEAT, pid=os.getpid()))
+        beside = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)  # the driver's, as Ray's processes are
+        workers.append(beside)
+        children.append(int(beside.stdout.readline()))
+        assert of_the_run(tmp_path) == {os.getpid(), *(each.pid for each in workers[:2]), *children[:2]}
+    finally:
+        for pid in (*children, *(each.pid for each in workers)):
+            os.kill(pid, signal.SIGKILL)
+        for each in workers:
+            each.communicate()
 
 
 def test_a_run_whose_limits_are_wrong_does_not_fill_the_disk() -> None:

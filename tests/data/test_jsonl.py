@@ -8,7 +8,7 @@ import pytest
 from support.char_tokenizer import CHAT_TEMPLATE, char_tokenizer, ids
 
 from megatron_stare.config.load import validate
-from megatron_stare.data.prompt_source import held_out, make_source
+from megatron_stare.data.prompt_source import dropped, held_out, make_source
 from megatron_stare.errors import ConfigError, DataError
 
 TOKENIZER = char_tokenizer()
@@ -195,3 +195,10 @@ def test_a_source_of_the_users_own_says_how_many_problems_it_has():
     assert asked("Endless") == list(range(9))
     with pytest.raises(ConfigError, match="there is no end of the problems"):
         asked("Endless", None)
+
+
+def test_a_source_of_the_users_own_need_not_say_what_it_left_out(tmp_path):
+    assert dropped(Endless(None, None, "train")) == {}
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+1+1+1+1=", "answer": "5"}\n')
+    assert dropped(source(path, limit=4, truncate="drop")) == {"longer than rollout.max_prompt_tokens": 1}

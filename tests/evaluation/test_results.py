@@ -93,6 +93,7 @@ def test_words_of_reflection_are_whole_and_counted_once() -> None:
         "backtracking": 3,
         "alternatives": 1,
     }
+    assert set(reflection_counts("wait_ errors2 \u00e9error").values()) == {0}  # parts of other words
     words = [word for words in CATEGORIES.values() for word in words]
     assert len(words) == len(set(words)) and all(word == word.lower() for word in words)
     for category, listed in CATEGORIES.items():

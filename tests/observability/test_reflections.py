@@ -34,6 +34,7 @@ def test_the_mean_of_a_response() -> None:
         ("hold on, hold", ["hold", "hold on"], 2),  # the longer one, once
         ("a.b axb", ["a.b"], 1),  # words, not patterns
         ("wait wait", ["wait"], 2),
+        ("Let\u2019s try", ["let's"], 1),
     ],
 )
 def test_whole_words_in_any_case(text: str, words: list[str], found: int) -> None:

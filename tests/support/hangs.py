@@ -12,7 +12,9 @@ import os
 import re
 import signal
 import socket
+import statistics
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,12 +23,17 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from support.runs import command, environment, model
+from support.interrupts import interruptible
+from support.runs import ROOT, SMALL, command, environment, model
 from support.stalling import STALL
 
 from megatron_stare.observability.heartbeat import Beat, beats_of
+from megatron_stare.observability.json_lines import read_jsonl
 
+MODEL = ROOT / "assets/tiny-adder"
 PATIENCE_S = 280.0  # of a test with a run that says nothing
+QUIET_STEPS, MORE_AFTER = 6, 3  # of a run beside which others are started, and as many again, where that slows little
+BUSY = ["nice", "-n", "10", sys.executable, "-c", "while True: pass"]
 QUICKLY = {"eval.prompts": 0, "run.steps": 200, "run.checkpoint_every": 0, "black_box.floor_s": 6}
 
 
@@ -37,15 +44,20 @@ class HungRun:
         self.dir, self.stall = folder / "run", folder / "stall"
         self._closing = contextlib.ExitStack()
         self.process = subprocess.Popen(
-            command(model(), f"run.dir={self.dir}", *overrides, **{**QUICKLY, **settings}),
+            self.words(*overrides, **{**QUICKLY, **settings}),
             cwd=folder,
             env={**environment(), STALL: str(self.stall)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=interruptible,
         )
         self._given_up = threading.Timer(PATIENCE_S, self.process.kill)
         self._given_up.start()
+
+    def words(self, *overrides: str, **settings: Any) -> list[str]:
+        """Of its command line."""
+        return command(model(), f"run.dir={self.dir}", *overrides, **settings)
 
     def step(self, number: int) -> None:
         """Waits for the line of the step."""
@@ -62,6 +74,10 @@ class HungRun:
         """The run's process of this name."""
         (found,) = (each for each in self.tree if each.name() == name)
         return found
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Its record so far."""
+        return list(read_jsonl(self.dir / "metrics.jsonl"))
 
     def beats(self) -> dict[str, Beat]:
         """Those of all processes, by role."""
@@ -101,6 +117,71 @@ class HungRun:
                     process.kill()
         self.process.communicate()
         psutil.wait_procs(every, timeout=20)
+
+
+class HungEvaluation(HungRun):
+    """`megatron-stare eval` of the model that ships, into the folder `dir`."""
+
+    def words(self, *overrides: str, **settings: Any) -> list[str]:
+        """See HungRun."""
+        python, *_, config = command()[:5]
+        small = [f"{key}={value}" for key, value in {**SMALL, **settings}.items()]
+        asked = [f"--checkpoint={MODEL}", f"--out={self.dir}"]
+        return [python, "-m", "megatron_stare.cli", "eval", config, *small, model(), *overrides, *asked]
+
+    def answered(self, task: str) -> None:
+        """Waits until all of its responses are there."""
+        ended = re.compile(rf"{task}: (\d+) of \1 responses")
+        seen = []
+        for line in self.process.stderr:
+            seen.append(line)
+            if ended.match(line):
+                return
+        raise AssertionError(seen)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a run with too little of its machine came to. Seconds of whole steps, and the longest of a phase.
+
+    longest: by phase, of all steps.
+    """
+
+    usual_s: float
+    loaded_s: tuple[float, ...]
+    busy: int  # processes beside it at last
+    longest: dict[str, float]
+    code: int
+    said: str
+
+
+def loaded(run: HungRun, slower: float, steps: int = 5) -> Loaded:
+    """Lets a run make some steps, starts processes beside it that want all of the machine, until as many steps have
+    taken so much longer than usual; ends them, lets it make some more, and ends it as Ctrl-C does. What is started goes
+    before Ray's workers, whose niceness is 15, and behind most else."""
+    run.step(QUIET_STEPS)
+    usual = statistics.median(row["time/step_s"] for row in run.rows()[1:])
+    number, slow = QUIET_STEPS, 0
+    busy: list[subprocess.Popen[bytes]] = []
+    try:
+        while slow < steps:
+            if (number - QUIET_STEPS) % MORE_AFTER == 0 and slow * 2 <= number - QUIET_STEPS:
+                at_once = 3 * (os.cpu_count() or 1)
+                busy += [subprocess.Popen(BUSY) for _ in range(at_once)]
+            number += 1
+            run.step(number)
+            slow += run.rows()[-1]["time/step_s"] >= slower * usual
+    finally:
+        for each in busy:
+            each.kill()
+            each.wait()
+    run.step(number + QUIET_STEPS)
+    run.process.send_signal(signal.SIGINT)
+    said = run.process.communicate()[1]
+    rows = run.rows()
+    under_load = [row["time/step_s"] for row in rows if QUIET_STEPS < row["step"] <= number]
+    longest = {name: max(row[f"time/{name}_s"] for row in rows) for name in ("rollout", "log_probs", "update", "sync")}
+    return Loaded(usual, tuple(under_load), len(busy), longest, run.process.returncode, said)
 
 
 def stall_file_system(place: Path) -> Callable[[], None]:

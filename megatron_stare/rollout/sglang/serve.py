@@ -10,7 +10,6 @@ never written to: its end, whatever ended the starter, is the order to go.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import select
 import shutil
@@ -58,10 +57,10 @@ def main() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends this process and SGLang's ranks, for which the interpreter would wait: they wait for requests."""
+    """Ends this process, and with it its group (see `_guard`); the interpreter would wait for SGLang's ranks, which
+    wait for requests."""
+    # once the ranks are gone nobody knows whose it was, and they may be before the guard comes to it
     remove_shared_memory(os.getpgid(0))
-    for rank in multiprocessing.active_children():
-        rank.kill()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
