@@ -48,7 +48,8 @@ METRICS = (
             f"plan/{phase}_mb",
             "MB",
             f"10^6 bytes: tensors of the fullest rank that it predicts of the phase {phase}, in full micro-batches",
-            f"at least memory/{phase}_live_mb, on GPUs memory/{phase}_peak_mb, and not over twice that",
+            f"at least memory/{phase}_live_mb, on GPUs memory/{phase}_peak_mb, and not over twice that; of batches "
+            "below a micro-batch less; performance.keep_graph keeps more in log_probs",
         )
         for phase in MEMORY
     ),

@@ -31,6 +31,7 @@ from megatron_stare.orchestration.placed import Spot, check_ranks, check_replica
 from megatron_stare.orchestration.placement import Awaited, Demand, PlacementError, plan
 from megatron_stare.orchestration.ray import Reservation, WorkerLostError, cluster_nodes, start_actors
 from megatron_stare.orchestration.ray_runner import planned, reserve
+from megatron_stare.resolved import resolve_run
 from megatron_stare.rollout.beside import Beside
 from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.rollout_source import Rollouts
@@ -49,7 +50,7 @@ def two_nodes() -> Iterator[Nodes]:
 
 
 def config(**runtime: object) -> Config:
-    given = [f"runtime.{name}={value}" for name, value in runtime.items()]
+    given = [model(), *(f"runtime.{name}={value}" for name, value in runtime.items())]
     return load_config(str(ROOT / "configs/quickstart.yaml"), given)
 
 
@@ -201,6 +202,30 @@ def test_a_run_that_was_on_gpus_is_not_put_on_nodes_without_any(two_nodes: Nodes
     assert reserve(config()) is None and reserve(config(), Awaited(0, False, said.append)) is None
     with pytest.raises(PlacementError, match="none of the nodes that are left has GPUs"):
         reserve(config(), Awaited(0, True, said.append))
+
+
+def test_a_node_that_is_lost_once_more_is_a_loss_once_more(monkeypatch) -> None:
+    """While ranks are placed again; at the first start it is said, and ends the run, as ever."""
+
+    class Reserved:
+        def release(self) -> None:
+            """Nothing was."""
+
+    def lose(*_: object) -> None:
+        raise PlacementError("lost: node b")
+
+    for name, stand_in in (
+        ("start_ray", lambda _: None),
+        ("leave_ray", lambda: None),
+        ("reserve", lambda *_: Reserved()),
+    ):
+        monkeypatch.setattr(ray_runner, name, stand_in)
+    monkeypatch.setattr(ray_runner.RayRunner, "_placed", lose)
+    run = resolve_run(config())
+    with pytest.raises(PlacementError, match="lost: node b"):
+        ray_runner.RayRunner(run)
+    with pytest.raises(WorkerLostError, match="lost: node b"):
+        ray_runner.RayRunner(run, Awaited(WAIT_S, True, print))
 
 
 @pytest.mark.slow
