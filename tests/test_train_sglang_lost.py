@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -14,6 +15,8 @@ import pytest
 from support import sglang_servers as servers
 from support.runs import metrics, model, train
 from test_train_sglang import LIMIT, SGLANG, Run, is_step
+
+from megatron_stare.observability.heartbeat import beat_file, read_beat
 
 pytestmark = [
     pytest.mark.sglang,
@@ -59,6 +62,45 @@ def test_a_run_goes_on_though_a_server_is_killed(tmp_path: Path) -> None:
     steps = json.loads((run.dir / "cursors.json").read_text())
     used = [cursor for number in range(1, 17) for cursor in steps[str(number)]]
     assert used == list(range(16 * 4))
+    assert run.traces.left() == []
+
+
+def test_a_server_that_hangs_in_a_weight_sync_costs_what_the_black_box_waits_for(tmp_path: Path) -> None:
+    """All of its processes are stopped once a rank sends, which would wait for limits.collective_s. The server is named
+    and killed, the sync is made by the same call, and the run goes on with the other."""
+    run = Run(
+        tmp_path,
+        *("parallel.tensor=2", "rollout.engines=2", "sglang.sync=distributed", f"sglang.agreement_limit={LIMIT}"),
+        *("black_box.end_run=true", "black_box.floor_s=5", "recovery.attempts=0"),
+        **{"run.steps": 8},
+    )
+    try:
+        lines = []
+        for line in run.lines():
+            lines.append(line)
+            if is_step(line, 4):
+                assert run.traces.look() == 2
+                marked = list(run.traces._marked())
+                (beats,) = (p.cmdline()[-1] for p in marked if "megatron_stare.black_box.watcher" in p.cmdline())
+                group = min(p.pid for p in marked if SERVE in p.cmdline() and os.getpgid(p.pid) == p.pid)
+                sender = beat_file(Path(beats), "trainer rank 0")
+                while (beat := read_beat(sender)) is None or beat.phase != "send_weights":
+                    pass
+                os.killpg(group, signal.SIGSTOP)
+        assert run.process.wait() == 0, run.errors()
+        screen = run.errors()
+        assert re.search(r"waits for the server of rollout engine \d.*which are\s+stopped", screen, re.DOTALL), screen
+        assert re.search(r"trainer rank 0 .* send_weights, ", screen), screen
+        assert "black_box.end_run: killing server of rollout engine" in screen
+    finally:
+        run.process.kill()
+        run.process.wait()
+        run.log.close()
+    rows = metrics(run.dir)
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert sum(row["engine/dead"] for row in rows) == 1
+    assert all(row["agreement/max"] <= LIMIT for row in rows)
+    assert any("is dead" in line and "the server ended with -9" in line for line in lines)
     assert run.traces.left() == []
 
 
