@@ -55,6 +55,9 @@ GRPO = {
 }
 SETTINGS = {"stare": STARE, "grpo": STARE | GRPO}
 STOPPED = "rank stopped"
+# Ray gives its workers way to everything else on the machine (nice 15): beside other work they would hardly run
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "RAY_worker_niceness": "0"}
+CONTINUED = (75, 130, 143)  # exit codes of a run that somebody has told to end, and that goes on by the same command
 LOOK_S = 0.05
 SAMPLES_EVERY, SAMPLE_AT = 10, 5  # steps; saves are begun at multiples of 20
 TAIL_BYTES = 64_000  # of the record, more than two lines
@@ -131,7 +134,7 @@ class LongRun:
     def make(self) -> None:
         """Goes on until the run has ended; nothing where it has."""
         done = read_jsonl(self._events)
-        if any(each["event"] == "ended" for each in done):
+        if any(each["event"] == "ended" and each["code"] not in CONTINUED for each in done):
             return
         for each in done:
             if each["event"] == "started":
@@ -160,7 +163,7 @@ class LongRun:
             supervisor = subprocess.Popen(
                 [*own, *command] if has_own else command,
                 cwd=ROOT,
-                env=traces.environment({**os.environ, "PYTHONPATH": str(ROOT)}),
+                env=traces.environment({**os.environ, **ENVIRONMENT}),
                 stdout=said,
                 stderr=said,
                 preexec_fn=_die_with_parent,
