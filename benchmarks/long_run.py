@@ -41,11 +41,12 @@ from long_run_figures import figures, judged
 from machine import machine
 from support.leftovers import Traces
 
+from megatron_stare.black_box.driver_side import PREFIX
 from megatron_stare.observability.json_lines import read_jsonl, to_line
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results/long_run.json"
-STARE = {"run.checkpoint_every": 20, "black_box.end_run": True}
+STARE = {"run.checkpoint_every": 20, "black_box.end_run": True, "rollout.threads": 1}
 # what STARE is compared with differs from it in nothing but weights and gate: scripts/quickstart.sh
 GRPO = {
     "algorithm": "grpo",
@@ -55,6 +56,7 @@ GRPO = {
 }
 SETTINGS = {"stare": STARE, "grpo": STARE | GRPO}
 STOPPED = "rank stopped"
+STARTING = "starting"  # a worker that has been asked nothing yet
 # Ray gives its workers way to everything else on the machine (nice 15): beside other work they would hardly run
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "RAY_worker_niceness": "0"}
 CONTINUED = (75, 130, 143)  # exit codes of a run that somebody has told to end, and that goes on by the same command
@@ -253,7 +255,10 @@ class LongRun:
     def _kind(self, process: psutil.Process, supervisor: int) -> str:
         """Of kill_anywhere.PROCESSES, or another, as its command says; each process is asked once."""
         if process not in self._kinds:
-            self._kinds[process] = _named(process, supervisor)
+            found = _named(process, supervisor)
+            if found == STARTING:
+                return found
+            self._kinds[process] = found
         return self._kinds[process]
 
     def _note(self, event: str, **more: Any) -> None:
@@ -272,17 +277,29 @@ def _named(process: psutil.Process, supervisor: int) -> str:
     with contextlib.suppress(psutil.Error, OSError):
         if process.pid == supervisor:
             return "supervisor"
-        command = " ".join(process.cmdline())
-        parent = process.parent()
-        if parent is not None and command == " ".join(parent.cmdline()) and "ray::Actor" in command:
-            return "writer"  # of a checkpoint: a fork of a rank
+        command = process.cmdline()
+        if command[:1] and command[0].startswith("ray::Actor"):
+            parent = process.parent()
+            if parent is not None and parent.cmdline()[:1] == command[:1]:
+                return "writer"  # of a checkpoint: a fork of a rank
+            return _role(process.pid, supervisor)
         if found := kind_of(process, supervisor):
             return found
-        if "megatron_stare.black_box" in command:
+        if "megatron_stare.black_box.watcher" in command:
             return "watcher"
-        if "ray" in command:
+        if any("ray" in word for word in command):
             return "ray"
     return "other"
+
+
+def _role(pid: int, supervisor: int) -> str:
+    """Of a worker, by its beats: ranks and engines have one thread each."""
+    for beat in Path(f"/proc/{supervisor}/root/dev/shm").glob(f"{PREFIX}*/beat_*.json"):
+        with contextlib.suppress(OSError, ValueError):  # it is replaced
+            found = json.loads(beat.read_text())
+            if found["pid"] == pid:
+                return "rank" if "rank" in found["role"] else "engine"
+    return STARTING
 
 
 def _die_with_parent() -> None:

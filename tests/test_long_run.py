@@ -173,11 +173,11 @@ def test_each_line_is_judged_by_itself(line: str, stare: dict[str, Any], grpo: d
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_short_one_that_is_itself_killed(tmp_path: Path) -> None:
-    """40 steps, of which a rank is stopped and the control store killed; the command is killed in between, its run ends
-    with it, and the same command goes on and does nothing again."""
+    """40 steps, in which the engine and the driver are killed; in between the command is, its run ends with it, and the
+    same command goes on and does nothing again."""
     out = tmp_path / "out.json"
-    small = ["batch.prompts=4", "batch.samples_per_prompt=4", "eval.prompts=0", "black_box.floor_s=8"]
-    which = ["--only=stare", "--steps=40", "--faults=2", "--seed=1", f"--runs={tmp_path}", f"--out={out}"]
+    small = ["batch.prompts=4", "batch.samples_per_prompt=4", "eval.prompts=0"]
+    which = ["--only=stare", "--steps=40", "--faults=2", "--seed=3", f"--runs={tmp_path}", f"--out={out}"]
     command = [sys.executable, str(ROOT / "benchmarks/long_run.py"), *which, *small]
     first = subprocess.Popen(command, env=environment())
     until = time.monotonic() + SECONDS
@@ -191,9 +191,9 @@ def test_a_short_one_that_is_itself_killed(tmp_path: Path) -> None:
     found = json.loads(out.read_text())["runs"]["stare"]
     assert (found["code"], found["left"], found["steps"], found["steps_once"]) == (0, [], 40, True)
     assert found["commands"] == 2
-    assert sorted(each["kind"] for each in found["faults"]) == sorted(f.kind for f in long_run.draw(1, 2, 40))
+    assert sorted(each["kind"] for each in found["faults"]) == sorted(f.kind for f in long_run.draw(3, 2, 40))
     assert all(each["seconds"] > 0 for each in found["faults"])
-    assert sum(found["restarts"].values()) == sum(each["kind"] != "verifier" for each in found["faults"])
+    assert found["restarts"] == {"driver": 1, "supervisor": 1}
     again = subprocess.run(command, env=environment(), timeout=SECONDS, capture_output=True, text=True)
     assert json.loads(out.read_text())["runs"]["stare"] == found, again.stderr  # nothing is run a third time
 
