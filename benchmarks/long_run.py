@@ -285,7 +285,7 @@ def _named(process: psutil.Process, supervisor: int) -> str:
             return _role(process.pid, supervisor)
         if found := kind_of(process, supervisor):
             return found
-        if "megatron_stare.black_box.watcher" in command:
+        if any(word.startswith("megatron_stare.black_box.") for word in command):
             return "watcher"
         if any("ray" in word for word in command):
             return "ray"
