@@ -53,6 +53,9 @@ GRPO = {
     "algorithm.aggregation": "token_mean",
     "algorithm.clip_high": 0.28,
     "algorithm.dual_clip": 10,
+    # nothing is done to it, so one process does: its numbers are those of two ranks on Ray, to rounding
+    "runtime.runner": "inline",
+    "parallel.tensor": 1,
 }
 SETTINGS = {"stare": STARE, "grpo": STARE | GRPO}
 STOPPED = "rank stopped"
@@ -91,7 +94,7 @@ def main() -> None:
     for name in [args.only] if args.only else SETTINGS:
         faults = draw(args.seed, args.faults, args.steps) if name == "stare" else []
         LongRun(name, args.runs.absolute(), args.steps, args.overrides, faults).make()
-    found: dict[str, Any] = {"machine": machine(), "steps": args.steps, "settings": SETTINGS, "runs": {}}
+    found: dict[str, Any] = {"machine": machine(), "steps": args.steps, "runs": {}}
     for name in SETTINGS:
         if (args.runs / name / "metrics.jsonl").exists():
             found["runs"][name] = figures(args.runs / name, read_jsonl(events_of(args.runs, name)))
@@ -129,7 +132,7 @@ class LongRun:
     def __init__(self, name: str, runs: Path, steps: int, overrides: list[str], faults: list[Fault]) -> None:
         self._dir, self._events, self._faults = runs / name, events_of(runs, name), faults
         self._said = runs / f"{name}.log"
-        settings = {**SETTINGS[name], "run.name": name, "run.steps": steps, "run.dir": self._dir}
+        settings = {**SETTINGS[name], "run.name": name, "run.steps": steps}
         self._settings = [*(f"{key}={value}" for key, value in settings.items()), *overrides]
         self._kinds: dict[psutil.Process, str] = {}
 
@@ -158,7 +161,8 @@ class LongRun:
     def _start(self, traces: Traces, again: bool) -> subprocess.Popen[bytes]:
         resume = ["--resume"] if again and (self._dir / "config.yaml").exists() else []
         config = str(ROOT / "configs/quickstart.yaml")
-        command = [sys.executable, "-m", "megatron_stare.cli", "train", config, *self._settings, *resume, "--supervise"]
+        command = [sys.executable, "-m", "megatron_stare.cli", "train", config, f"run.dir={self._dir}", *self._settings]
+        command += [*resume, "--supervise"]
         own = ["unshare", "--mount", "--", "sh", "-c", OWN_SHM, "sh"]
         has_own = subprocess.run([*own, "true"], capture_output=True).returncode == 0
         with self._said.open("ab") as said:
@@ -171,7 +175,9 @@ class LongRun:
                 preexec_fn=_die_with_parent,
             )
         created = psutil.Process(supervisor.pid).create_time()
-        self._note("started", pid=supervisor.pid, created=created, own_shm=has_own, package=package(), again=again)
+        self._note(
+            "started", pid=supervisor.pid, created=created, own_shm=has_own, package=package(), settings=self._settings
+        )
         return supervisor
 
     def _wait_for_the_end_of(self, pid: int, created: float) -> None:
