@@ -190,16 +190,12 @@ class LongRun:
     def _watch(self, supervisor: subprocess.Popen[bytes], todo: list[Fault], traces: Traces) -> None:
         """Does what is to be done to the run, and looks at it, until it ends."""
         seen, beyond = 0, self._newest()[0]  # the step last looked at; the furthest before the last fault
-        lost = False
         while supervisor.poll() is None:
             step, seconds = self._newest()
-            if lost and step > beyond:
-                lost = False
-                self._note("onward", step=step)
             if todo and step >= max(todo[0].step, beyond + 1):
                 time.sleep(todo[0].share * seconds)
                 if self._inject(todo[0], supervisor):
-                    lost, beyond = True, max(step, self._newest()[0])
+                    beyond = max(step, self._newest()[0])
                     todo.pop(0)
             elif step % SAMPLES_EVERY == SAMPLE_AT and step != seen:
                 seen = step

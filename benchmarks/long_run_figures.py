@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from kill_anywhere import PROCESSES
 
 from megatron_stare.observability.json_lines import read_jsonl
@@ -17,11 +19,12 @@ from megatron_stare.recovery import RESTARTS_FILE
 TARGET, BAND = 0.12, 0.25  # nats, of configs/quickstart.yaml; share of it
 HELD_AFTER, HELD_SHARE = 300, 0.9  # steps, of the others
 LEVEL_AFTER, MEMORY_SHARE = 200, 0.05  # steps; growth over all that come after, of the mean
-SETTLED = 50  # steps after a fault, until allocators and caches of new processes are what they will be
+SETTLED = 100  # steps after a fault, in which the heaps of new processes grow into what they will be
 SAVE_EVERY, SAVE_SHARE = 20, 0.03  # steps; of wall time
 WRITTEN = 7  # steps after a save in which its writers may still be at work beside training
 LAST = 100  # steps that say where a run ended
 FAULTS = 10
+SETTINGS = ("parallel", "batch", "rollout", "runtime", "algorithm", "optimizer", "checkpoint", "black_box", "recovery")
 Sample = dict[str, Any]
 
 
@@ -32,7 +35,13 @@ def figures(run_dir: Path, events: Sequence[Mapping[str, Any]]) -> dict[str, Any
     ended = [each for each in events if each["event"] == "ended"]
     starts = [each for each in events if each["event"] == "started"]
     evaluations = {each["step"]: each for each in read_jsonl(run_dir / "eval.jsonl")}
+    sessions = [
+        (time.mktime(time.strptime(each["date"][:19], "%Y-%m-%dT%H:%M:%S")), each["step"])
+        for each in read_jsonl(run_dir / "starts.jsonl")
+    ]
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
     return {
+        "settings": {section: config[section] for section in SETTINGS},
         "code": ended[-1]["code"] if ended else None,
         "left": ended[-1]["left"] if ended else None,
         "commands": len(starts),
@@ -46,7 +55,7 @@ def figures(run_dir: Path, events: Sequence[Mapping[str, Any]]) -> dict[str, Any
         "entropy": entropy(rows),
         "step_s": round(statistics.median(row["time/step_s"] for row in rows), 3),
         "saves": saves(rows),
-        "faults": faults(events),
+        "faults": faults(events, sessions),
         "restarts": dict(Counter(each["by"] for each in read_jsonl(run_dir / RESTARTS_FILE))),
         "memory": growth(samples, events, _pss) | {"by_kind": by_kind(samples, events)},
         "descriptors": growth(samples, events, lambda sample: _sum(sample, "descriptors")),
@@ -133,20 +142,25 @@ def saves(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def faults(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each with the seconds until the run had come further than it was."""
+def faults(events: Sequence[Mapping[str, Any]], starts: Sequence[tuple[float, int]]) -> list[dict[str, Any]]:
+    """Each with the seconds until workers were started again for it, and the step that was gone back to.
+
+    Args:
+        starts: of the run's sessions, as seconds of the clock, whole ones, and the step after which they go on.
+    """
+    those = [event for event in events if event["event"] == "fault"]
     found = []
-    for at, event in enumerate(events):
-        if event["event"] == "fault":
-            onward = next((each for each in events[at:] if each["event"] == "onward"), None)
-            found.append(
-                {
-                    "kind": event["fault"]["kind"],
-                    "drawn": event["fault"]["step"],
-                    "after_step": event["step"],
-                    "seconds": None if onward is None else round(onward["at"] - event["at"], 1),
-                }
-            )
+    for event, until in zip(those, [*(each["at"] for each in those[1:]), float("inf")], strict=True):
+        again = next(((at, step) for at, step in starts if event["at"] < at < until), None)
+        found.append(
+            {
+                "kind": event["fault"]["kind"],
+                "drawn": event["fault"]["step"],
+                "after_step": event["step"],
+                "back_to_step": None if again is None else again[1],
+                "seconds": None if again is None else round(again[0] - event["at"]),
+            }
+        )
     return found
 
 

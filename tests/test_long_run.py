@@ -81,24 +81,24 @@ def rise(noted: list[dict[str, Any]]) -> dict[str, Any]:
 
 def test_memory_is_a_slope_between_faults() -> None:
     """One byte every two steps in each stretch; the levels of stretches are others, what comes before step 200 and in
-    the 50 steps after a fault falls."""
+    the 100 steps after a fault falls."""
     noted = events(
         ("sample", 100, 9000),
         ("sample", 200, 8000),
         *(("sample", step, 1000 + step / 2) for step in range(210, 400, 10)),
         ("fault", 400, 0),
         ("sample", 385, 50000),
-        ("sample", 450, 50000),
-        *(("sample", step, 500 + step / 2) for step in range(460, 1201, 10)),
+        ("sample", 500, 50000),
+        *(("sample", step, 500 + step / 2) for step in range(510, 1201, 10)),
     )
     found = rise(noted)
     assert found["rise"] == pytest.approx(500.0)  # over the 1,000 steps after step 200
     first, second = found["levels"]
-    assert (first["steps"], second["steps"]) == ([210, 390], [460, 1200])
-    assert (first["median"], second["median"], second["most"]) == (1150.0, 915.0, 1100.0)
-    mean = (19 * 1150 + 75 * 915) / 94
+    assert (first["steps"], second["steps"]) == ([210, 390], [510, 1200])
+    assert (first["median"], second["median"], second["most"]) == (1150.0, 927.5, 1100.0)
+    mean = (19 * 1150 + 70 * 927.5) / 89
     assert found["over_the_run"] == pytest.approx(500 / mean, abs=1e-5)
-    assert found["over_the_run_unsettled"] < 0.0  # the fall of the 50 steps
+    assert found["over_the_run_unsettled"] < 0.0  # the fall of those 100 steps
     kinds = judge.by_kind([each for each in noted if each["event"] == "sample"], noted)
     assert (kinds["rank"]["rise_mb"], kinds["driver"]["rise_mb"]) == (0.0, 0.0)  # bytes
 
@@ -108,10 +108,11 @@ def test_a_run_too_short_for_a_slope_has_none() -> None:
     assert found["over_the_run"] is None and found["levels"] == []
 
 
-def test_seconds_of_a_fault_end_when_the_run_has_come_further() -> None:
-    noted = events(("fault", 7, 0), ("sample", 5, 1.0), ("onward", 8, 0), ("fault", 9, 0))
-    found = judge.faults(noted)
-    assert [each["seconds"] for each in found] == [2.0, None]
+def test_a_fault_lasts_until_workers_are_started_again_for_it() -> None:
+    """The first start is the run's; the second fault needs none."""
+    noted = events(("sample", 5, 1.0), ("fault", 7, 0), ("sample", 5, 1.0), ("fault", 9, 0), ("fault", 11, 0))
+    found = judge.faults(noted, [(-5.0, 0), (2.5, 4), (6.0, 8)])
+    assert [(each["seconds"], each["back_to_step"]) for each in found] == [(2, 4), (None, None), (2, 8)]
 
 
 def run(**more: Any) -> dict[str, Any]:
@@ -181,7 +182,7 @@ def test_a_short_one_that_is_itself_killed(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks/long_run.py"), *which, *small]
     first = subprocess.Popen(command, env=environment())
     until = time.monotonic() + SECONDS
-    while not any(each["event"] == "onward" for each in noted(tmp_path)):
+    while not any(each["event"] == "fault" for each in noted(tmp_path)):
         assert first.poll() is None and time.monotonic() < until
         psutil.wait_procs([psutil.Process(first.pid)], timeout=0.2)
     first.send_signal(signal.SIGKILL)
@@ -192,7 +193,7 @@ def test_a_short_one_that_is_itself_killed(tmp_path: Path) -> None:
     assert (found["code"], found["left"], found["steps"], found["steps_once"]) == (0, [], 40, True)
     assert found["commands"] == 2
     assert sorted(each["kind"] for each in found["faults"]) == sorted(f.kind for f in long_run.draw(3, 2, 40))
-    assert all(each["seconds"] > 0 for each in found["faults"])
+    assert all(each["back_to_step"] < each["after_step"] for each in found["faults"])
     assert found["restarts"] == {"driver": 1, "supervisor": 1}
     again = subprocess.run(command, env=environment(), timeout=SECONDS, capture_output=True, text=True)
     assert json.loads(out.read_text())["runs"]["stare"] == found, again.stderr  # nothing is run a third time
