@@ -34,7 +34,7 @@ from megatron_stare.network import LOOPBACK, Listener, free_port, interface_addr
 from megatron_stare.observability.heartbeat import CallBeats
 from megatron_stare.orchestration.placed import Spot
 from megatron_stare.orchestration.placement import Node, Plan, lost_node, still_pending
-from megatron_stare.orchestration.ray_processes import ended, loss_behind, nothing_left
+from megatron_stare.orchestration.ray_processes import ended, half_started, loss_behind, nothing_left, undo
 from megatron_stare.workers import Handle, WorkerLostError, Workers, WorkerSilentError
 
 LEFT_S = 10.0  # that workers are given to close at the end of a run
@@ -285,16 +285,14 @@ def _init(what: str, where: str, fix: str, **settings: Any) -> None:
         with uninterrupted(), own_sigterm():  # half a start is more than Ray can shut down
             ray.init(**settings)
     except Exception as error:  # Ray raises bare Exceptions where a node does not come up in time
-        gone = ended(_own_node())
+        half = None if _own_node() else half_started(error)
+        gone = ended(half or _own_node())
         leave_ray()
+        undo(half)
         if gone is not None:
-            raise WorkerLostError(gone) from error
+            raise WorkerLostError(gone, fix=fix) from error
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"{what}: {first_line}",
-            where=where,
-            fix=fix,
-        ) from error
+        raise UserError(f"{what}: {first_line}", where=where, fix=fix) from error
     raise_if_received()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,6 +30,14 @@ def ended(node: Any) -> str | None:
     return next((f"Ray's {NEEDED[kind]} on this machine has ended" for kind, _ in dead if kind in NEEDED), None)
 
 
+def half_started(error: BaseException) -> Any:
+    """Ray's own record of what it had started when its start ended in this error, which nothing but the frames of that
+    start holds; None: it had come to none. Ray leaves those processes there until this one ends."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    owners = (frame.f_locals.get("self") for frame in frames)
+    return next((each for each in owners if hasattr(each, "dead_processes")), None)
+
+
 @contextlib.contextmanager
 def nothing_left(node: Any) -> Iterator[None]:
     """While open, Ray is shut down. Where one of its processes was lost before, nobody tells its workers to end, and
@@ -46,6 +55,13 @@ def nothing_left(node: Any) -> Iterator[None]:
         with contextlib.suppress(psutil.Error):
             process.kill()
     psutil.wait_procs(left, timeout=LEFT_S)
+
+
+def undo(half: Any) -> None:
+    """Ends what is there of a start that failed, as Ray's own record says it; None: nothing was started."""
+    if half is not None:
+        with nothing_left(half):
+            half.kill_all_processes(check_alive=False, wait=True)
 
 
 def loss_behind(error: Exception, node: Any, died: Callable[[], int | None], what: str) -> WorkerLostError | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -65,6 +66,33 @@ def test_a_ray_of_ours_that_is_broken_is_noticed_ended_whole_and_started_again(k
     finally:
         on_ray.leave_ray()
     assert still_there(pids) == []
+    on_ray.start_ray(config)
+    try:
+        assert len(workers().call("pid")) == 2
+    finally:
+        on_ray.leave_ray()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["raylet", "gcs_server"])
+def test_a_ray_that_breaks_while_it_starts_is_a_loss_and_nothing_of_it_stays(kind: str) -> None:
+    """Ray waits for half a minute, speaks of a node that is late, and leaves the others where they are."""
+    config = validate({"model": {"path": "m"}, "runtime": {"object_store_mb": 100}}, "a.yaml")
+    started: list[int] = []
+
+    def kill() -> None:
+        while not (found := [each for each in psutil.Process().children() if each.name() == kind]):
+            pass
+        started.extend(each.pid for each in psutil.Process().children(recursive=True))
+        found[0].kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(WorkerLostError, match="on this machine has ended"):
+        on_ray.start_ray(config)
+    killer.join()
+    assert still_there(started) == []
+    assert psutil.Process().children() == []
     on_ray.start_ray(config)
     try:
         assert len(workers().call("pid")) == 2
