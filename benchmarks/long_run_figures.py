@@ -24,6 +24,7 @@ SAVE_EVERY, SAVE_SHARE = 20, 0.03  # steps; of wall time
 WRITTEN = 5  # steps after a save beside which its writers may still be at work; at the sixth processes are looked at
 LAST = 100  # steps that say where a run ended
 FAULTS = 10
+COUNTED = ("descriptors", "processes", "shm")  # the entries of the last
 SETTINGS = ("parallel", "batch", "rollout", "runtime", "algorithm", "optimizer", "checkpoint", "black_box", "recovery")
 Sample = dict[str, Any]
 
@@ -60,7 +61,7 @@ def figures(run_dir: Path, events: Sequence[Mapping[str, Any]]) -> dict[str, Any
         "memory": growth(samples, events, _pss) | {"by_kind": by_kind(samples, events)},
         "descriptors": growth(samples, events, lambda sample: _sum(sample, "descriptors")),
         "processes": growth(samples, events, lambda sample: _sum(sample, "number")),
-        "shm_entries": growth(samples, events, lambda sample: sample["shm"]["entries"]),
+        "shm": growth(samples, events, lambda sample: sample["shm"]["entries"]),
     }
 
 
@@ -75,9 +76,8 @@ def judged(runs: Mapping[str, Mapping[str, Any]], steps: int) -> dict[str, bool]
         "twin_completes": bool(twin) and _whole(twin, steps),
         "twin_outside": bool(twin) and not _inside(twin["entropy"]["end"]),
         "memory_level": bool(stare) and stare["memory"]["over_the_run"] is not None,
-        "descriptors_level": bool(stare) and _level(stare["descriptors"]),
-        "processes_level": bool(stare) and _level(stare["processes"]),
-        "shm_level": bool(stare) and _level(stare["shm_entries"]),
+        **{f"{what}_level": bool(stare) and _level(stare[what]) for what in COUNTED},
+        **{f"{what}_level_over_restarts": bool(stare) and _level_over_restarts(stare[what]) for what in COUNTED},
         "saves_cheap": bool(stare) and stare["saves"]["share"] < SAVE_SHARE,
     }
     if found["memory_level"]:
@@ -95,9 +95,14 @@ def _injected(found: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _level(found: Mapping[str, Any]) -> bool:
-    """Whether a number neither rises between faults, by one over the run, nor from the first to the last of them."""
+    """Whether a number does not rise between faults, by one over the run."""
+    return found["rise"] is not None and found["rise"] < 1.0
+
+
+def _level_over_restarts(found: Mapping[str, Any]) -> bool:
+    """Whether it is no larger after the last fault than before the first."""
     levels = found["levels"]
-    return bool(levels) and found["rise"] < 1.0 and levels[-1]["median"] <= levels[0]["median"]
+    return bool(levels) and levels[-1]["median"] <= levels[0]["median"]
 
 
 def entropy(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
