@@ -155,7 +155,7 @@ def faults(events: Sequence[Mapping[str, Any]], starts: Sequence[tuple[float, in
     """
     those = [event for event in events if event["event"] == "fault"]
     found = []
-    for event, until in zip(those, [*(each["at"] for each in those[1:]), float("inf")], strict=True):
+    for event, until in zip(those, [*(each["at"] for each in those), float("inf")][1:], strict=True):
         again = next(((at, step) for at, step in starts if event["at"] < at < until), None)
         found.append(
             {

@@ -113,6 +113,7 @@ def test_a_fault_lasts_until_workers_are_started_again_for_it() -> None:
     noted = events(("sample", 5, 1.0), ("fault", 7, 0), ("sample", 5, 1.0), ("fault", 9, 0), ("fault", 11, 0))
     found = judge.faults(noted, [(-5.0, 0), (2.5, 4), (6.0, 8)])
     assert [(each["seconds"], each["back_to_step"]) for each in found] == [(2, 4), (None, None), (2, 8)]
+    assert judge.faults(events(("sample", 5, 1.0)), [(-5.0, 0)]) == []
 
 
 def run(**more: Any) -> dict[str, Any]:
