@@ -126,6 +126,12 @@ def test_what_is_saved_is_the_last_whole_step_and_it_goes_on_from_there(
     continued(run, whole)
 
 
+def test_what_a_save_took_is_logged_with_the_step_after_it(tmp_path: Path) -> None:
+    assert main(typed(tmp_path / "run", **{"run.steps": 3, "run.checkpoint_every": 2})) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["perf/save_s"] > 0.0 for row in rows] == [False, False, True]
+
+
 def test_an_evaluation_is_not_waited_for_and_made_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

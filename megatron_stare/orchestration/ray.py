@@ -273,6 +273,8 @@ def start_ray(config: Config) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the coming default, whose notice Ray prints
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # idle workers would take memory from ours
+    # its control store would keep a record of the last hundred thousand calls, and grow for days
+    os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     store = config.runtime.object_store_mb * 2**20
     fix = "is the machine very busy or out of memory? Its logs are in /tmp/ray/session_latest/logs"
     # not one that happens to run on this machine, which Ray would join where it is told nothing

@@ -131,6 +131,7 @@ class Session:
             self.monitor.gauges.append(memory.take)
             self.monitor.gauges += [held.metrics, lambda: held.plan.metrics]
             self.checkpoints = Checkpoints(config, self.ranks, self.dir, self.monitor.note)
+            self.monitor.gauges.append(self.checkpoints.metrics)
             stack.push(self._close_checkpoints)
             agreement = AgreementWatch(inputs.run, self.ranks, self.engines)
             agreement.restore(self.monitor.resumed)

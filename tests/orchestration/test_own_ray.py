@@ -1,0 +1,44 @@
+"""A Ray that a run starts for itself."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import ray
+from support.runs import ROOT
+from support.waiting_worker import WaitingWorker
+
+from megatron_stare.config.load import validate
+from megatron_stare.orchestration import ray as on_ray
+
+RECORDED = "RAY_task_events_report_interval_ms"
+SECONDS = 60.0
+
+
+def seconds_until_calls_are_kept(at_most: float) -> float | None:
+    """Of a Ray that is started for it; None: they were not."""
+    on_ray.start_ray(validate({"model": {"path": "m"}, "runtime": {"object_store_mb": 100}}, "a.yaml"))
+    try:
+        workers = on_ray.start_actors([{}], 1, "rank", SECONDS)
+        workers.build(WaitingWorker, [()])
+        begun = time.monotonic()
+        while time.monotonic() - begun < at_most:
+            workers.call("pid")
+            if ray.timeline():
+                return time.monotonic() - begun
+        return None
+    finally:
+        on_ray.leave_ray()
+
+
+@pytest.mark.slow
+def test_its_control_store_keeps_no_record_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In three times as long as it takes to see that it does where it is told to."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+    monkeypatch.setenv(RECORDED, "1000")
+    seconds = seconds_until_calls_are_kept(SECONDS)
+    assert seconds is not None
+    monkeypatch.delenv(RECORDED)
+    assert seconds_until_calls_are_kept(3 * seconds) is None
