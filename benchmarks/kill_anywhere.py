@@ -11,8 +11,8 @@ its processes and files in /dev/shm none may be left. Local engine, synchronous,
     python benchmarks/kill_anywhere.py --seeds 20 --first-seed 20          # goes on; what is recorded is left
 
 Results are added to benchmarks/results/kill_anywhere.json, seed by seed. Where the package has changed since, the
-undisturbed run is made again. Where it computes other numbers now, the undisturbed run of before is kept under `before`:
-each seed was held against the code that it was killed with.
+undisturbed run is made again; where it computes other numbers now, that of before is kept under `before`: each seed was
+held against the code that it was killed with.
 """
 
 from __future__ import annotations
