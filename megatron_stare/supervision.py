@@ -244,6 +244,11 @@ def _tell(line: str) -> None:
             os.write(_pipe, f"{line}\n".encode())
 
 
+def supervised() -> bool:
+    """Whether this driver has a supervisor."""
+    return _pipe is not None
+
+
 def restarted() -> bool:
     """Whether this driver was started in the place of one that was lost."""
     return _restarts > 0

@@ -38,12 +38,13 @@ class BlackBox:
 
     Args:
         ports: that it may listen on for its agents on other nodes; None: any.
+        supervised: the driver has somebody who starts it again.
 
     Raises:
         UserError: the watcher cannot be started.
     """
 
-    def __init__(self, config: Config, run_dir: Path, ports: Sequence[int] | None) -> None:
+    def __init__(self, config: Config, run_dir: Path, ports: Sequence[int] | None, *, supervised: bool = False) -> None:
         where = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
         forget_left(where)
         self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=where))
@@ -54,6 +55,7 @@ class BlackBox:
             str(run_dir.resolve()),
             os.getpid(),
             end_run=rule.end_run,
+            supervised=supervised,
             urls=config.sglang.urls,
             token=secrets.token_hex(16) if self._joined else "",
             ports=list(ports or ()),

@@ -6,12 +6,10 @@ calls the watcher, looks at the run's processes here when it is asked to, and en
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -68,8 +66,7 @@ def _kill(folder: Path, pid: int) -> None:
     """Of the run's own processes alone, and of what they have started."""
     every = proc_files.everything()
     if pid in proc_files.below([beat.pid for beat in beats_of(folder)], every):
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+        proc_files.kill(pid)
 
 
 def main(folder: str, node: str) -> None:

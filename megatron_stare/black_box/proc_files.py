@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,14 @@ def below(roots: Iterable[int], processes: dict[int, Status]) -> set[int]:
             found.add(pid)
             left += children.get(pid, [])
     return found
+
+
+def kill(pid: int) -> None:
+    """Ends a process and all that it has started. A child that hangs itself would keep the sockets that it was forked
+    with, and whoever waits for its parent's end would not be told of it."""
+    for each in (pid, *below([pid], everything())):
+        with contextlib.suppress(OSError):
+            os.kill(each, signal.SIGKILL)
 
 
 def waited_for_cpu(pid: int) -> dict[int, float]:

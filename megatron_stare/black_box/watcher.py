@@ -57,6 +57,7 @@ class Settings:
     """What the driver tells its watcher.
 
     Args:
+        supervised: the driver has somebody who starts it again.
         urls: of servers that the run uses and has not started, by engine.
         token: that agents of other nodes show; "": there are none.
         ports: that it may listen on for them; empty: any.
@@ -66,6 +67,7 @@ class Settings:
     run_dir: str
     driver: int
     end_run: bool = False
+    supervised: bool = False
     urls: Sequence[str] = ()
     token: str = ""
     ports: Sequence[int] = ()
@@ -167,20 +169,21 @@ class Watcher:
         )
 
     def _end(self, beat: Beat, found: Verdict) -> None:
-        """Kills who holds the run up; if that does not bring it on, the driver: asked first, then killed."""
+        """Kills who holds the run up; if that does not bring it on, the driver: asked first, then killed. One that has
+        a supervisor is killed at once, for a run that ends as it was asked to is not started again."""
         names = ", ".join(f"{p.role} (pid {p.pid})" for p in found.culprits) or "nobody"
         say(f"black_box.end_run: killing {names}")
         for process in found.culprits:
             if process.role == DRIVER:
                 continue
             if process.node == node_facts.here():
-                with contextlib.suppress(OSError):
-                    os.kill(process.pid, signal.SIGKILL)
+                proc_files.kill(process.pid)
             elif self._nodes is not None:
                 self._nodes.kill(process.node, process.pid)
-        for number in (signal.SIGTERM, signal.SIGKILL):
+        signals = (signal.SIGKILL,) if self._settings.supervised else (signal.SIGTERM, signal.SIGKILL)
+        for number in signals:
             deadline = time.monotonic() + LET_GO_S
-            if found.culprits and found.culprits[0].role == DRIVER and number == signal.SIGTERM:
+            if found.culprits and found.culprits[0].role == DRIVER and number == signals[0]:
                 deadline = 0.0
             while time.monotonic() < deadline:
                 if self._driver_ended():

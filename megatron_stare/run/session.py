@@ -55,6 +55,7 @@ from megatron_stare.run.preflight import notices
 from megatron_stare.run.prompt_inputs import prompt_inputs, refuse_other_inputs
 from megatron_stare.run.resuming import offering_older, resume_point
 from megatron_stare.run_state import RunState
+from megatron_stare.supervision import supervised
 from megatron_stare.time_limit import TimeLimit
 from megatron_stare.workers import WorkerLostError
 
@@ -110,7 +111,7 @@ class Session:
             sinks = dict(inputs.sinks)
             if config.black_box.enabled:
                 ports = port_share(config, 0, replica_count(config) * replica_nodes(config))
-                self.black_box = BlackBox(config, self.dir.path, ports)
+                self.black_box = BlackBox(config, self.dir.path, ports, supervised=supervised())
                 stack.callback(self.black_box.close)
                 sinks["black_box"] = self.black_box.beats
             self.monitor = Monitor(sinks, RunOutline(self.dir.path, config), inputs.metrics)

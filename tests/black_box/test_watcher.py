@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,11 +21,12 @@ import pytest
 from support.hangs import sentence_of, silent_server, stall_file_system
 from support.runs import environment
 
-from megatron_stare.black_box import watcher
+from megatron_stare.black_box import node_facts, proc_files, watcher
 from megatron_stare.black_box.driver_side import PREFIX, forget_left
-from megatron_stare.black_box.hang_facts import ServerFacts
-from megatron_stare.black_box.watcher import LOCK
-from megatron_stare.observability.heartbeat import FOLDER_VARIABLE, REQUESTS, read_heartbeat
+from megatron_stare.black_box.hang_facts import ProcessFacts, ServerFacts
+from megatron_stare.black_box.verdict import Verdict
+from megatron_stare.black_box.watcher import LOCK, Settings, Watcher
+from megatron_stare.observability.heartbeat import DRIVER, FOLDER_VARIABLE, REQUESTS, Beat, read_heartbeat
 from megatron_stare.rollout.requests_page import RequestsPage
 
 STAND_IN = Path(__file__).parents[1] / "support" / "stand_in_run.py"
@@ -207,3 +209,28 @@ def test_the_watcher_and_its_agents_import_neither_torch_nor_ray() -> None:
     code = f"import sys, {names}; print(*sorted({{'torch', 'ray', 'numpy', 'pydantic'}} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+@pytest.mark.parametrize(("supervised", "number"), [(False, signal.SIGTERM), (True, signal.SIGKILL)])
+def test_a_driver_that_somebody_starts_again_is_not_asked_to_end(
+    tmp_path: Path, supervised: bool, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would end as by its user's wish, and the run with it."""
+    monkeypatch.setattr(Watcher, "_driver_ended", lambda self: True)
+    driver = subprocess.Popen(["sleep", "600"])
+    settings = Settings(str(tmp_path), str(tmp_path), driver.pid, end_run=True, supervised=supervised)
+    hangs = ProcessFacts(node_facts.here(), driver.pid, DRIVER, "S")
+    beat = Beat(role=DRIVER, pid=driver.pid, phase="update", since=0.0, moved=0.0, limit_s=1.0)
+    Watcher(settings)._end(beat, Verdict("driver", "the driver hangs", (hangs,)))
+    assert driver.wait(30) == -number
+
+
+def test_what_a_process_started_is_killed_with_it() -> None:
+    """A child that hangs keeps its parent's sockets, so nobody would be told of the parent's end."""
+    parent = subprocess.Popen(["bash", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    proc_files.kill(parent.pid)
+    assert parent.wait(30) == -signal.SIGKILL
+    _, left = psutil.wait_procs([child], timeout=30)
+    assert left == [] or child.status() == psutil.STATUS_ZOMBIE
