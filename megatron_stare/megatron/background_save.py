@@ -6,6 +6,7 @@ change meanwhile; what lies on a GPU is first copied to the host. They die with 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import multiprocessing as mp
@@ -30,6 +31,8 @@ from megatron_stare.weights.manifest import SHARD, Sum, SummedFile, sums_of
 
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 _WAIT_S = 10
+_BEGIN_S, _FORKS = 10.0, 3  # that a writer is given to begin, seconds; forks of it that are tried
+_libc = ctypes.CDLL(None)  # looked up here: loading takes a lock, which a fork may find taken
 
 
 class BackgroundSave:
@@ -48,14 +51,32 @@ class BackgroundSave:
             return  # nothing of it is this rank's
         with backend():
             self._staged = request.preload_fn() if request.preload_fn else request.async_fn_args[1]
-        context = mp.get_context("fork")
         for number, bucket in enumerate(self._staged):
+            self._writers.append(self._begun(request.async_fn.args[0], number, bucket))
+
+    def _begun(self, transforms: Sequence[Any], number: int, bucket: Any) -> tuple[Any, Connection]:
+        """A writer that has begun, and the pipe that its result will come through. A fork has this process's locks and
+        none of its other threads: one that waits for a lock that such a thread had taken will never begin, and another
+        is forked in its place.
+
+        Raises:
+            UserError: none of them began.
+        """
+        context = mp.get_context("fork")
+        for _ in range(_FORKS):
             here, there = context.Pipe(duplex=False)
-            arguments = (there, os.getpid(), request.async_fn.args[0], number, bucket)
-            writer = context.Process(target=_write, args=arguments, daemon=False)
+            writer = context.Process(target=_write, args=(there, os.getpid(), transforms, number, bucket), daemon=False)
             writer.start()
             there.close()  # so that a writer that dies is noticed
-            self._writers.append((writer, here))
+            if here.poll(_BEGIN_S):
+                with contextlib.suppress(EOFError):  # it was killed, which its result will say
+                    here.recv()
+                return writer, here
+            writer.kill()
+            writer.join()
+            here.close()
+        self.drop()
+        raise UserError("the checkpoint could not be written (its writers do not begin)", where=self._folder)
 
     def written(self) -> bool:
         """Whether this rank's part is on disk, or failed to get there."""
@@ -126,9 +147,10 @@ def _write(pipe: Connection, parent: int, transforms: Sequence[Any], number: int
     gc.disable()  # it would free the parent's CUDA tensors
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(signum, signal.SIG_IGN)  # of the whole terminal; the parent decides
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # it was killed before
+    pipe.send(None)  # it has begun
     results: queue.SimpleQueue = queue.SimpleQueue()
     counted: queue.Queue = queue.Queue()
     counted.put(number)

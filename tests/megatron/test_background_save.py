@@ -59,6 +59,7 @@ def test_a_writer_collects_no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = context.Pipe(duplex=False)
     writer = context.Process(target=background_save._write, args=(there, os.getpid(), [], 0, "bucket"))
     writer.start()
+    assert here.recv() is None  # it has begun
     assert here.recv() == ((False, signal.SIG_IGN, "bucket"), {})
     writer.join()
     assert gc.isenabled()
@@ -184,6 +185,47 @@ def test_training_goes_on_while_it_is_written(writers: RankPool, tmp_path: Path)
     (tmp_path / "saved").mkdir()
     (found,) = writers.run(saved_by_a_writer_that_waits, 1, config_of(tmp_path), str(tmp_path / "saved"))
     assert found == ([False, False, False, True], True)
+
+
+def saved_by_forks_that_hang(rank: int, init: str, config: Config, folder: str, hanging: int) -> tuple[str, int, bool]:
+    """What is said of a save whose first forks never begin; processes that are left of it; and whether what is loaded
+    is what was saved."""
+    trainer = Trainer(resolve_run(config), rank, init)
+    take_step(trainer, random_batch(1, size=8))
+    want = trainer.export()
+    forks = iter(range(hanging))
+    before, turn = os.getpid(), [False]
+
+    def first() -> None:
+        turn[0] = next(forks, None) is not None
+
+    def hang() -> None:
+        while turn[0] and os.getppid() == before:
+            signal.pause()
+
+    os.register_at_fork(before=first, after_in_child=hang)
+    said = ""
+    with substituted(background_save, "_BEGIN_S", 1.0):
+        try:
+            trainer.save(folder)
+            trainer.finish_save()
+            trainer.load(folder)
+        except UserError as error:
+            said = str(error)
+    got, left = trainer.export(), len(mp.active_children())
+    trainer.close()
+    return said, left, all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("hanging", [2, 3])
+def test_a_fork_that_never_begins_is_made_again(writers: RankPool, tmp_path: Path, hanging: int) -> None:
+    """Two are; a third is an error, and nothing is left of it."""
+    save_model(tmp_path / "model", "qwen2_tied")
+    (tmp_path / "saved").mkdir()
+    arguments = (config_of(tmp_path), str(tmp_path / "saved"), hanging)
+    ((said, left, equal),) = writers.run(saved_by_forks_that_hang, 1, *arguments)
+    assert (left, equal) == (0, True)
+    assert said == "" if hanging == 2 else "its writers do not begin" in said
 
 
 def saved_onto_a_full_disk(rank: int, init: str, config: Config, folder: str) -> str:
