@@ -141,7 +141,7 @@ def test_the_nearest_changes_that_fit_are_named_and_no_others():
         Fit(60 * GB).require(run_of(memory={"offload": "none"}))
     assert "memory.offload=all; or" in str(refused.value)
     with pytest.raises(ConfigError) as refused:
-        Fit(60 * GB).require(run_of(model={"recompute": "none"}))
+        Fit(56 * GB).require(run_of(model={"recompute": "none"}))
     assert "too small for the phases update\n" in str(refused.value)
     assert "fix: model.recompute=full; or" in str(refused.value)
 
