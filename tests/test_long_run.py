@@ -81,26 +81,35 @@ def rise(noted: list[dict[str, Any]]) -> dict[str, Any]:
 
 def test_memory_is_a_slope_between_faults() -> None:
     """One byte every two steps in each stretch; the levels of stretches are others, what comes before step 200 and in
-    the 100 steps after a fault falls."""
+    the 200 steps after a fault falls."""
     noted = events(
         ("sample", 100, 9000),
         ("sample", 200, 8000),
         *(("sample", step, 1000 + step / 2) for step in range(210, 400, 10)),
         ("fault", 400, 0),
         ("sample", 385, 50000),
-        ("sample", 500, 50000),
-        *(("sample", step, 500 + step / 2) for step in range(510, 1201, 10)),
+        ("sample", 600, 50000),
+        *(("sample", step, 500 + step / 2) for step in range(610, 1201, 10)),
     )
     found = rise(noted)
     assert found["rise"] == pytest.approx(500.0)  # over the 1,000 steps after step 200
     first, second = found["levels"]
-    assert (first["steps"], second["steps"]) == ([210, 390], [510, 1200])
-    assert (first["median"], second["median"], second["most"]) == (1150.0, 927.5, 1100.0)
-    mean = (19 * 1150 + 70 * 927.5) / 89
+    assert (first["steps"], second["steps"]) == ([210, 390], [610, 1200])
+    assert (first["median"], second["median"], second["most"]) == (1150.0, 952.5, 1100.0)
+    mean = (19 * 1150 + 60 * 952.5) / 79
     assert found["over_the_run"] == pytest.approx(500 / mean, abs=1e-5)
-    assert found["over_the_run_unsettled"] < 0.0  # the fall of those 100 steps
+    assert found["over_the_run_unsettled"] < 0.0  # the fall of those 200 steps
     kinds = judge.by_kind([each for each in noted if each["event"] == "sample"], noted)
     assert (kinds["rank"]["rise_mb"], kinds["driver"]["rise_mb"]) == (0.0, 0.0)  # bytes
+
+
+def test_a_start_by_hand_parts_stretches_as_a_fault_does() -> None:
+    started = [{"event": "started", "at": 0.0}]
+    before = events(*(("sample", step, 1000.0) for step in range(210, 400, 10)))
+    after = events(*(("sample", step, 2000.0) for step in range(400, 800, 10)))
+    found = rise([*started, *before, *started, *after])
+    assert found["rise"] == 0.0
+    assert [each["steps"] for each in found["levels"]] == [[210, 390], [600, 790]]
 
 
 def test_a_run_too_short_for_a_slope_has_none() -> None:
@@ -118,7 +127,7 @@ def test_a_fault_lasts_until_workers_are_started_again_for_it() -> None:
 
 def run(**more: Any) -> dict[str, Any]:
     """That has shown all that is asked for."""
-    level = {"rise": 0.9, "over_the_run": 0.049, "levels": [{"median": 7.0}, {"median": 7.0}]}
+    level = {"over_the_run": 0.0099, "levels": [{"median": 7.0}, {"median": 7.0}]}
     faults = [{"kind": kind} for kind in [*sorted(KINDS), *["rank"] * 4]]
     return {
         "code": 0,
@@ -127,7 +136,7 @@ def run(**more: Any) -> dict[str, Any]:
         "steps": 2000,
         "steps_once": True,
         "entropy": {"held": 0.9, "end": 0.12},
-        "memory": level,
+        "memory": {"over_the_run": 0.049},
         "descriptors": level,
         "processes": level,
         "shm": level,
@@ -161,10 +170,14 @@ def test_everything_is_shown() -> None:
         ("twin_outside", {}, {"entropy": {"end": 0.0901}}),
         ("memory_level", {"memory": {"over_the_run": 0.05}}, {}),
         ("memory_level", {"memory": {"over_the_run": None}}, {}),
-        ("descriptors_level", {"descriptors": {"rise": 1.0, "levels": [{"median": 7}, {"median": 7}]}}, {}),
-        ("processes_level", {"processes": {"rise": None, "levels": [{"median": 7}, {"median": 7}]}}, {}),
-        ("processes_level_over_restarts", {"processes": {"rise": 0.0, "levels": [{"median": 7}, {"median": 8}]}}, {}),
-        ("shm_level_over_restarts", {"shm": {"rise": 0.0, "levels": []}}, {}),
+        ("descriptors_level", {"descriptors": {"over_the_run": 0.01, "levels": [{"median": 7}, {"median": 7}]}}, {}),
+        ("processes_level", {"processes": {"over_the_run": None, "levels": [{"median": 7}, {"median": 7}]}}, {}),
+        (
+            "processes_level_over_restarts",
+            {"processes": {"over_the_run": 0.0, "levels": [{"median": 7}, {"median": 8}]}},
+            {},
+        ),
+        ("shm_level_over_restarts", {"shm": {"over_the_run": 0.0, "levels": []}}, {}),
         ("saves_cheap", {"saves": {"share": 0.03}}, {}),
     ],
 )
