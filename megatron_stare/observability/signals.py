@@ -97,28 +97,28 @@ def length_reward_correlation(samples: Sequence[Trajectory]) -> float:
 
 def repetition(responses: Sequence[Tensor], n: int = NGRAM) -> float:
     """Share of the n-grams of token ids ([.] each response's) that stood earlier in the same response; NaN where there
-    are none."""
-    total = repeated = 0
-    for tokens in responses:
-        grams = len(tokens) - n + 1
-        if grams > 0:
-            total += grams
-            repeated += grams - _distinct_grams(tokens, n)
-    return repeated / total if total else math.nan
+    are none.
 
-
-def _distinct_grams(tokens: Tensor, n: int) -> int:
-    """Every n-gram becomes one int64, in the number system whose digits are token ids; numpy sorts these in a tenth of
-    torch's time."""
-    ids = tokens.numpy().astype(np.int64)
-    grams, base = len(ids) - n + 1, int(ids.max()) + 1
-    numbers, end = ids[:grams], base  # numbers are below `end`
-    for i in range(1, n):
+    Every n-gram becomes one int64, in the number system whose digits are token ids, behind the number of its response;
+    numpy sorts these in a tenth of torch's time.
+    """
+    columns = [tokens.numpy() for tokens in responses]
+    lengths = np.array([len(column) for column in columns], dtype=np.int64)
+    grams = np.maximum(lengths - n + 1, 0)  # of each response
+    total = int(grams.sum())
+    if not total:
+        return math.nan
+    ids = np.concatenate(columns).astype(np.int64)
+    within = np.arange(total) - np.repeat(np.cumsum(grams) - grams, grams)
+    starts, base = np.repeat(np.cumsum(lengths) - lengths, grams) + within, int(ids.max()) + 1
+    numbers, end = np.repeat(np.arange(len(lengths)), grams), len(lengths)  # numbers are below `end`
+    for i in range(n):
         if end * base > INT64_MAX:  # there is no room for one more digit, but for that of a number's rank there is
-            numbers, end = np.unique(numbers, return_inverse=True)[1], grams
-        numbers, end = numbers * base + ids[i : i + grams], end * base
+            numbers, end = np.unique(numbers, return_inverse=True)[1], total
+        numbers, end = numbers * base + ids[starts + i], end * base
     ordered = np.sort(numbers)
-    return 1 + int(np.count_nonzero(ordered[1:] != ordered[:-1]))
+    distinct = 1 + int(np.count_nonzero(ordered[1:] != ordered[:-1]))
+    return (total - distinct) / total
 
 
 def tokens_before_answer(sample: Trajectory) -> float:

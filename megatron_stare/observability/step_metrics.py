@@ -147,8 +147,7 @@ def step_metrics(
 def degenerate_share(batch: RolloutBatch) -> float:
     """Share of prompt groups whose rewards are all equal, and so teach nothing."""
     groups = int(batch.groups.max()) + 1
-    flat = 0
-    for group in range(groups):
-        rewards = batch.rewards[(batch.groups == group) & batch.verified]
-        flat += int(rewards.unique().numel() <= 1)
-    return flat / groups
+    rewards, of = batch.rewards[batch.verified], batch.groups[batch.verified]
+    least = rewards.new_full((groups,), torch.inf).scatter_reduce_(0, of, rewards, "amin")
+    most = rewards.new_full((groups,), -torch.inf).scatter_reduce_(0, of, rewards, "amax")
+    return int((most <= least).sum()) / groups

@@ -1,6 +1,7 @@
 """The signals of reward hacking against numbers worked out by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from megatron_stare.observability.signals import (
     repetition,
     tokens_before_answer,
 )
+from megatron_stare.observability.step_metrics import degenerate_share
+from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import sampled_trajectory
 
 
@@ -100,3 +103,20 @@ def test_a_verifier_that_does_not_say_where_the_answer_stands():
 def test_nothing_was_scored():
     signals = hacking_signals([sample(3, None, status="crash")])
     assert all(math.isnan(value) for value in signals.values())
+
+
+def test_groups_that_teach_nothing():
+    """Of four: one reward for all; two rewards; two of which only one counts, the other having no verdict; no verdict
+    at all."""
+    rewards = {0: [1.0, 1.0], 1: [0.0, 1.0], 2: [0.0, 1.0], 3: [0.0, 1.0]}
+    unknown = {(2, 1), (3, 0), (3, 1)}
+    batch = RolloutBatch.from_trajectories(
+        replace(
+            sample(reward=reward, status="timeout" if (cursor, index) in unknown else "ok"),
+            prompt=Prompt(cursor, str(cursor), "", ""),
+            sample_index=index,
+        )
+        for cursor, group in rewards.items()
+        for index, reward in enumerate(group)
+    )
+    assert degenerate_share(batch) == 3 / 4
