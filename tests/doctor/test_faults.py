@@ -271,7 +271,9 @@ def test_a_port_that_is_taken() -> None:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        assert f"{port} among them" in wrong([check_ports([port - 1, port + 1])])["ports"].seen
+        # the first that is in use is named: from this one on, so that nobody else's comes before it
+        assert f"of 3 are in use, {port} among them" in wrong([check_ports([port, port + 2])])["ports"].seen
+        assert " of 2 are in use" in wrong([check_ports([port - 1, port])])["ports"].seen
     assert NodeProbe().ports([]).level == "ok"
 
 
