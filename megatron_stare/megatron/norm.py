@@ -50,6 +50,6 @@ class _RmsNorm(torch.autograd.Function):
         normed, r, weight = ctx.saved_tensors
         hidden, wide, weights = weight.numel(), grad.to(normed.dtype), weight.to(normed.dtype)
         of_weight = wide * normed
-        mean = (of_weight.view(-1, hidden) @ weights).div_(hidden).view(r.shape)
+        mean = (of_weight.reshape(-1, hidden) @ weights).div_(hidden).view(r.shape)
         of_x = torch.addcmul(wide * weights, normed, mean, value=-1).mul_(r)
-        return of_x.to(grad.dtype), of_weight.view(-1, hidden).sum(0).to(weight.dtype), None
+        return of_x.to(grad.dtype), of_weight.reshape(-1, hidden).sum(0).to(weight.dtype), None
