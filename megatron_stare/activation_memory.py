@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from megatron_stare.config.schema import Config
 from megatron_stare.models.shape import ModelShape
 
+WHOLE_UP_TO = 64  # positions: up to here float32 scores are held whole on a CPU; from 128 on the kernel is as quick
+
 
 @dataclass(frozen=True)
 class ActivationMemory:
@@ -47,14 +49,14 @@ def activation_memory(
     if parallel.first_stage_layers is not None:
         layers = (shape.layers - parallel.first_stage_layers) // (parallel.pipeline - 1)
     hidden = shape.hidden / (parallel.tensor if parallel.sequence else 1)
-    whole = sum(layer_parts(config, shape, rows).values())
+    whole = sum(layer_parts(config, shape, rows, longest).values())
     kept, again = layers * whole, 0.0
     if model.recompute == "full":
         uniform, number = model.recompute_method == "uniform", min(model.recompute_layers, layers)
         kept = layers // number * hidden if uniform else number * hidden + (layers - number) * whole
         again = (number if uniform else 1) * whole
     elif model.recompute == "selective":
-        parts = layer_parts(config, shape, rows, recomputed=frozenset(model.recompute_modules))
+        parts = layer_parts(config, shape, rows, longest, recomputed=frozenset(model.recompute_modules))
         kept, again = layers * sum(parts.values()), whole - sum(parts.values())
     last_norm = hidden + 1
     angles = 4 * longest * shape.head_dim if model.recompute == "full" else 0  # float32, an argument of every layer
@@ -64,7 +66,7 @@ def activation_memory(
 
 
 def layer_parts(
-    config: Config, shape: ModelShape, rows: int, recomputed: frozenset[str] = frozenset()
+    config: Config, shape: ModelShape, rows: int, longest: int, recomputed: frozenset[str] = frozenset()
 ) -> dict[str, float]:
     """How many numbers a token each part of a layer keeps on a rank."""
     parallel, packed = config.parallel, config.batch.packed
@@ -74,6 +76,8 @@ def layer_parts(
     product = q + 2 * k  # of hidden states and the weights of all three projections; kept whole where a view of it is
     if "core_attn" in recomputed:
         attention = product + q + k + q  # arguments, values being a view, and the output
+    elif longest <= WHOLE_UP_TO and config.model.dtype == "float32" and parallel.context == 1:
+        attention = q + 2 * k + heads * longest + q  # arguments laid anew, what became of the scores, the output
     elif packed:  # gathered arguments, output before and after it is scattered, the sum of each row
         attention = q + 2 * k + 2 * q + heads
     else:

@@ -1,4 +1,5 @@
-"""Core attention for the local layer spec, over torch's scaled_dot_product_attention.
+"""Core attention for the local layer spec, over torch's scaled_dot_product_attention; over ours for short sequences on
+a CPU.
 
 The stock local one builds the whole s x s matrix and knows neither causal kernels nor packed sequences. Padding stands
 on the right, so causality alone keeps it from real tokens and no mask is needed. Under context parallelism a rank has
@@ -19,8 +20,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_stare.activation_memory import WHOLE_UP_TO
 from megatron_stare.megatron.batching.packing import PackedSequences
 from megatron_stare.megatron.batching.zigzag import Zigzag
+from megatron_stare.megatron.short_attention import short_attention
 
 MASK_ENTRIES = 2**24  # of a mask by positions that is held at a time: 64 MB once torch has made it float32
 
@@ -101,6 +104,9 @@ class SdpaCoreAttention(nn.Module):
             positions: [b, m] int64 on the host, where each query stands among the s keys; None: m is s.
         """
         if positions is None:
+            short = query.shape[1] <= WHOLE_UP_TO and query.device.type == "cpu" and query.dtype == torch.float32
+            if short:
+                return short_attention(query, key, value, self.softmax_scale)
             return self._sdpa(query, key, value, None)
         step = max(1, MASK_ENTRIES // (key.shape[0] * key.shape[1]))
         if step >= query.shape[1]:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from megatron_stare.batch import SamplingParams
 from megatron_stare.errors import NonFiniteError
 from megatron_stare.models import family_named
+from megatron_stare.rollout import decode_attention
 from megatron_stare.rollout.decode import Decoded, decode_batch
 from megatron_stare.rollout.engine import Engine, GenerateRequest, GenerateResult, ModelInfo
 from megatron_stare.rollout.ledger import WeightLedger
@@ -53,7 +54,7 @@ class LocalEngine(Engine):
         self._max_batch = max_batch
         with torch.random.fork_rng(devices=[]):  # random initial weights must not move the trainer's generator
             self._model: nn.Module | None = AutoModelForCausalLM.from_config(
-                config, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+                config, dtype=getattr(torch, dtype), attn_implementation=decode_attention.NAME
             )
         self._model.eval().requires_grad_(False)
         family = family_named(config.model_type, model_path)

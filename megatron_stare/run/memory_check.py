@@ -120,7 +120,7 @@ class Fit:
         """Of a micro-batch, and numbers a token that one layer makes. Experts' are not known before: none of either."""
         config, shape = run.config, run.shape
         kept = activation_memory(config, shape, tokens, longest, rows)
-        return kept, 0.0 if shape.experts else sum(layer_parts(config, shape, rows).values())
+        return kept, 0.0 if shape.experts else sum(layer_parts(config, shape, rows, longest).values())
 
     def served(self, run: ResolvedRun) -> ServedMemory | None:
         """What a server's rank keeps."""

@@ -111,34 +111,6 @@ def test_the_parts_of_an_engine_are_on_several_nodes(two_nodes: Nodes) -> None:
         until_free(FAKE, 4)
 
 
-@pytest.mark.slow
-def test_an_engine_of_eight_gpus_on_nodes_of_four() -> None:
-    """Beside a trainer of four; with one GPU taken it is refused, and every node named with what it has."""
-    layout = ("parallel.tensor=4", "rollout.engine=sglang", "sglang.tensor_parallel=8", "sglang.device=cuda")
-    asked = load_config(
-        str(ROOT / "configs/quickstart.yaml"), [*layout, "sglang.nodes=2", f"runtime.gpu_resource={FAKE}"]
-    )
-    with simulated(3, 4) as nodes, joined(nodes):
-        found = planned(asked, 0)
-        assert found is not None and len(set(found.parts)) == 2 and set(found.ranks).isdisjoint(found.parts)
-        reserved = Reservation(found, FAKE, WAIT_S)
-        try:
-            workers = start_actors([reserved.part(part) for part in range(2)], 1, "engine", WAIT_S)
-            check_replicas(found, [Spot(node.id) for node in found.ranks], reserved.spots(workers, WAIT_S))
-            workers.close()
-        finally:
-            reserved.release()
-            until_free(FAKE, 12)
-        taken = ray.util.placement_group([{FAKE: 1}])
-        assert taken.wait(WAIT_S)
-        (busy,) = (node for node in cluster_nodes(FAKE) if node.free == 3)
-        with pytest.raises(PlacementError, match="1 engine of 8 GPUs over 2 nodes") as refused:
-            planned(asked, 0)
-        assert f"{busy} has 3 of 4 free" in str(refused.value)
-        with pytest.raises(ConfigError, match=r"lay it over 2 nodes \(sglang.nodes\)"):
-            planned(load_config(str(ROOT / "configs/quickstart.yaml"), [*layout, f"runtime.gpu_resource={FAKE}"]), 0)
-
-
 def until_free(resource: str, gpus: int) -> None:
     """What was given back is counted again a moment later."""
     deadline = time.monotonic() + WAIT_S
@@ -372,3 +344,31 @@ def test_a_run_on_six_nodes_of_which_one_gpu_is_taken(tmp_path: Path) -> None:
         assert "a tensor-parallel group of 4 GPUs is larger than a node: the largest has 2" in too_large.stderr
         own = train(model(), f"run.dir={tmp_path / 'own'}", cwd=tmp_path, **{"run.steps": 1, "eval.prompts": 0})
         assert own.returncode == 0, own.stderr
+
+
+@pytest.mark.slow
+def test_an_engine_of_eight_gpus_on_nodes_of_four() -> None:
+    """After all that are on the two nodes, as this one leaves them. Beside a trainer of four; with one GPU taken it is refused, and every node named with what it has."""
+    layout = ("parallel.tensor=4", "rollout.engine=sglang", "sglang.tensor_parallel=8", "sglang.device=cuda")
+    asked = load_config(
+        str(ROOT / "configs/quickstart.yaml"), [*layout, "sglang.nodes=2", f"runtime.gpu_resource={FAKE}"]
+    )
+    with simulated(3, 4) as nodes, joined(nodes):
+        found = planned(asked, 0)
+        assert found is not None and len(set(found.parts)) == 2 and set(found.ranks).isdisjoint(found.parts)
+        reserved = Reservation(found, FAKE, WAIT_S)
+        try:
+            workers = start_actors([reserved.part(part) for part in range(2)], 1, "engine", WAIT_S)
+            check_replicas(found, [Spot(node.id) for node in found.ranks], reserved.spots(workers, WAIT_S))
+            workers.close()
+        finally:
+            reserved.release()
+            until_free(FAKE, 12)
+        taken = ray.util.placement_group([{FAKE: 1}])
+        assert taken.wait(WAIT_S)
+        (busy,) = (node for node in cluster_nodes(FAKE) if node.free == 3)
+        with pytest.raises(PlacementError, match="1 engine of 8 GPUs over 2 nodes") as refused:
+            planned(asked, 0)
+        assert f"{busy} has 3 of 4 free" in str(refused.value)
+        with pytest.raises(ConfigError, match=r"lay it over 2 nodes \(sglang.nodes\)"):
+            planned(load_config(str(ROOT / "configs/quickstart.yaml"), [*layout, f"runtime.gpu_resource={FAKE}"]), 0)
