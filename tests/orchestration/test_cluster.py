@@ -348,7 +348,8 @@ def test_a_run_on_six_nodes_of_which_one_gpu_is_taken(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_engine_of_eight_gpus_on_nodes_of_four() -> None:
-    """After all that are on the two nodes, as this one leaves them. Beside a trainer of four; with one GPU taken it is refused, and every node named with what it has."""
+    """Beside a trainer of four; with one GPU taken it is refused, and every node named with what it has. It leaves the
+    two nodes, so it stands after all tests on them."""
     layout = ("parallel.tensor=4", "rollout.engine=sglang", "sglang.tensor_parallel=8", "sglang.device=cuda")
     asked = load_config(
         str(ROOT / "configs/quickstart.yaml"), [*layout, "sglang.nodes=2", f"runtime.gpu_resource={FAKE}"]
