@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from megatron_stare.batch import MicroBatchPlan
 from megatron_stare.device_rules import check_device
 from megatron_stare.errors import DataError
+from megatron_stare.heap import keep_freed
 from megatron_stare.megatron import checkpoint, routing_replay
 from megatron_stare.megatron.adam_step import adam_name
 from megatron_stare.megatron.background_save import BackgroundSave
@@ -66,6 +67,7 @@ class Trainer:
         config, shape = run.config, run.shape
         if not torch.cuda.is_available():
             torch.set_num_threads(config.runtime.trainer_threads)
+            keep_freed()
         self.config, self.method = config, run.method
         check_device(config, experts=shape.experts > 0)
         check_device_performance(config.performance)

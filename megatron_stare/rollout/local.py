@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_stare.batch import SamplingParams
 from megatron_stare.errors import NonFiniteError
+from megatron_stare.heap import keep_freed
 from megatron_stare.models import family_named
 from megatron_stare.rollout import decode_attention
 from megatron_stare.rollout.decode import Decoded, decode_batch
@@ -47,6 +48,7 @@ class LocalEngine(Engine):
             raise ValueError(f"max_batch must be at least 1, not {max_batch}")
         if threads is not None:
             torch.set_num_threads(threads)
+        keep_freed()
         config = read_model_config(model_path)
         self._vocab_size = int(config.vocab_size)
         self._context_length = int(config.max_position_embeddings)
