@@ -127,7 +127,8 @@ def predict(folder: Path) -> Run:
     fit = [sys.executable, "-m", "megatron_stare.cli", "plan", str(folder / "fitted/config.yaml"), "--gpu", "cpu-core"]
     fit += ["--calibrate", str(folder / "fitted"), "--coefficients", str(coefficients)]
     subprocess.run(fit, check=True, stdout=subprocess.DEVNULL, env=environment())
-    found: Run = {"coefficients": json.loads(coefficients.read_text()), "memory": {}, "seconds": {}}
+    (fitted,) = json.loads(coefficients.read_text()).values()
+    found: Run = {"coefficients": fitted["coefficients"], "memory": {}, "seconds": {}}
     for name, run in MEMORY.items():
         plan = prediction(run, folder, coefficients)
         found["memory"][name] = {"predicted": round(plan["plan/update_mb"], 3)}
