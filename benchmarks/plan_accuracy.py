@@ -87,13 +87,28 @@ MEMORY = {
     "tensor 2, pipeline 2": run_of(hidden=256, parallel__tensor=2, parallel__pipeline=2),
     "pipeline 2 of 2 chunks": run_of(parallel__pipeline=2, parallel__virtual_pipeline=2),
 }
-FITTED = run_of(batch__prompts=16, sequences=32)
-SECONDS = {
-    "twice the prompts": run_of(batch__prompts=32, sequences=32),
-    "longer responses": run_of(response=79, batch__prompts=16, sequences=16),
-    "a wider model": run_of(hidden=192, batch__prompts=16, sequences=32),
-    "a deeper model": run_of(layers=8, batch__prompts=16, sequences=32),
+# of each the run that coefficients are fitted to, and those that they then speak of
+FITS: dict[str, tuple[Run, dict[str, Run]]] = {
+    "hidden 128": (
+        run_of(batch__prompts=16, sequences=32),
+        {
+            "twice the prompts": run_of(batch__prompts=32, sequences=32),
+            "longer responses": run_of(response=79, batch__prompts=16, sequences=16),
+            "a wider model": run_of(hidden=192, batch__prompts=16, sequences=32),
+            "a deeper model": run_of(layers=8, batch__prompts=16, sequences=32),
+        },
+    ),
+    "hidden 256": (
+        run_of(hidden=256, sequences=32),
+        {
+            "twice the prompts": run_of(hidden=256, batch__prompts=16, sequences=32),
+            "longer responses": run_of(hidden=256, response=79, sequences=16),
+            "a wider model": run_of(hidden=384, sequences=32),
+            "a deeper model": run_of(hidden=256, layers=8, sequences=32),
+        },
+    ),
 }
+PHASES = ("rollout", "log_probs", "update", "sync", "step")
 
 
 def main() -> None:
@@ -103,42 +118,48 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
+        found: Run = json.loads(args.out.read_text()) if args.out.exists() else {"machine": machine()}
         if args.stage == "predict":
-            if args.out.exists():
-                sys.exit(f"{args.out} has predictions; they are not made again")
-            found: Run = {"machine": machine(), **predict(Path(folder))}
+            predict(found, Path(folder))
         else:
-            found = json.loads(args.out.read_text())
-            for kind, runs in (("memory", MEMORY), ("seconds", SECONDS)):
-                for name in runs if args.only in (None, kind) else ():
-                    if "measured" not in found[kind][name]:
-                        found[kind][name] |= measured(kind, runs[name], Path(folder))
+            kinds = {"memory": (MEMORY, found["memory"])}
+            kinds |= {fit: (runs, found["fits"][fit]["seconds"]) for fit, (_, runs) in FITS.items()}
+            for kind, (runs, known) in kinds.items():
+                for name in runs if args.only is None or (args.only == "memory") == (kind == "memory") else ():
+                    if "measured" not in known[name]:
+                        known[name] |= measured(kind, runs[name], Path(folder))
                         found["verdict"] = verdict(found)
                         args.out.write_text(json.dumps(found, indent=1) + "\n")
-                        print(kind, name, json.dumps(found[kind][name]), flush=True)
+                        print(kind, name, json.dumps(known[name]), flush=True)
             print(json.dumps(found.get("verdict")))
         args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def predict(folder: Path) -> Run:
-    """Coefficients of one run, and what they and the layouts say of all others."""
-    coefficients = folder / "coefficients.json"
-    train(FITTED, STEPS["seconds"], folder / "fitted")
-    fit = [sys.executable, "-m", "megatron_stare.cli", "plan", str(folder / "fitted/config.yaml"), "--gpu", "cpu-core"]
-    fit += ["--calibrate", str(folder / "fitted"), "--coefficients", str(coefficients)]
-    subprocess.run(fit, check=True, stdout=subprocess.DEVNULL, env=environment())
-    (fitted,) = json.loads(coefficients.read_text()).values()
-    found: Run = {"coefficients": fitted["coefficients"], "memory": {}, "seconds": {}}
+def predict(found: Run, folder: Path) -> None:
+    """Adds the predictions that are not there yet: coefficients of one run, and what they say of all others."""
+    found.setdefault("memory", {})
+    fits = found.setdefault("fits", {})
+    for name, (fitted, runs) in FITS.items():
+        if name in fits:
+            continue
+        coefficients, run_dir = folder / f"{len(fits)}.json", folder / f"fitted-{len(fits)}"
+        train(fitted, STEPS["seconds"], run_dir)
+        fit = [sys.executable, "-m", "megatron_stare.cli", "plan", str(run_dir / "config.yaml"), "--gpu", "cpu-core"]
+        fit += ["--calibrate", str(run_dir), "--coefficients", str(coefficients)]
+        subprocess.run(fit, check=True, stdout=subprocess.DEVNULL, env=environment())
+        (known,) = json.loads(coefficients.read_text()).values()
+        plans = {each: prediction(run, folder, coefficients) for each, run in runs.items()}
+        fits[name] = {
+            "coefficients": known["coefficients"],
+            "seconds": {
+                each: {"predicted": {phase: round(plan[f"plan/{phase}_s"], 4) for phase in PHASES}}
+                for each, plan in plans.items()
+            },
+        }
     for name, run in MEMORY.items():
-        plan = prediction(run, folder, coefficients)
-        found["memory"][name] = {"predicted": round(plan["plan/update_mb"], 3)}
-    for name, run in SECONDS.items():
-        plan = prediction(run, folder, coefficients)
-        found["seconds"][name] = {"predicted": {phase: round(plan[f"plan/{phase}_s"], 4) for phase in PHASES}}
-    return found
-
-
-PHASES = ("rollout", "log_probs", "update", "sync", "step")
+        if name not in found["memory"]:
+            plan = prediction(run, folder, folder / "none.json")
+            found["memory"][name] = {"predicted": round(plan["plan/update_mb"], 3)}
 
 
 def prediction(run: Run, folder: Path, coefficients: Path) -> dict[str, float]:
@@ -148,10 +169,11 @@ def prediction(run: Run, folder: Path, coefficients: Path) -> dict[str, float]:
 
 
 def measured(kind: str, run: Run, folder: Path) -> Run:
-    """Of the run itself; `error` is the measurement by the prediction, less one."""
+    """Of the run itself."""
+    memory = kind == "memory"
     with tempfile.TemporaryDirectory(dir=folder) as run_dir:
-        rows = train(run, STEPS[kind], Path(run_dir) / "run")
-    if kind == "memory":
+        rows = train(run, STEPS["memory" if memory else "seconds"], Path(run_dir) / "run")
+    if memory:
         return {"measured": round(max(row["memory/update_live_mb"] for row in rows), 3)}
     kept = rows[LEFT_OUT:]
     return {
@@ -160,23 +182,21 @@ def measured(kind: str, run: Run, folder: Path) -> Run:
 
 
 def verdict(found: Run) -> Run:
-    """The largest errors, as shares of what was measured, and how many are within the bound."""
-    memory = {
-        name: each["predicted"] / each["measured"] - 1 for name, each in found["memory"].items() if "measured" in each
-    }
-    seconds = {
-        name: each["predicted"]["step"] / each["measured"]["step"] - 1
-        for name, each in found["seconds"].items()
-        if "measured" in each
-    }
-    return {
-        kind: {
-            "errors": {name: round(error, 4) for name, error in errors.items()},
-            "within": sum(abs(error) <= bound for error in errors.values()),
-            "of": len(errors),
-        }
-        for kind, errors, bound in (("memory", memory, MEMORY_WITHIN), ("seconds", seconds, SECONDS_WITHIN))
-    }
+    """Errors, as shares of what was measured, and how many are within the bound; of seconds those of a whole step."""
+    kinds = {"memory": (found["memory"], MEMORY_WITHIN)}
+    kinds |= {name: (fit["seconds"], SECONDS_WITHIN) for name, fit in found["fits"].items()}
+    said: Run = {}
+    for kind, (known, bound) in kinds.items():
+        done = {name: each for name, each in known.items() if "measured" in each}
+        errors = {name: _whole(each["predicted"]) / _whole(each["measured"]) - 1 for name, each in done.items()}
+        within = sum(abs(error) <= bound for error in errors.values())
+        said[kind] = {"errors": {name: round(error, 4) for name, error in errors.items()}, "within": within}
+        said[kind] |= {"of": len(errors)}
+    return said
+
+
+def _whole(value: Any) -> float:
+    return value["step"] if isinstance(value, dict) else value
 
 
 def train(run: Run, steps: int, run_dir: Path) -> list[dict[str, Any]]:
