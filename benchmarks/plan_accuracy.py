@@ -86,6 +86,8 @@ MEMORY = {
     "context 2": run_of(response=119, parallel__context=2),
     "tensor 2, pipeline 2": run_of(hidden=256, parallel__tensor=2, parallel__pipeline=2),
     "pipeline 2 of 2 chunks": run_of(parallel__pipeline=2, parallel__virtual_pipeline=2),
+    # predicted after the one above had been measured, which found a wrong count of chunks under way
+    "pipeline 2 of 3 chunks": run_of(layers=6, parallel__pipeline=2, parallel__virtual_pipeline=3),
 }
 WIDE = {
     "twice the prompts": run_of(hidden=256, batch__prompts=16, sequences=32),

@@ -19,7 +19,7 @@ WHOLE_UP_TO = 64  # positions: up to here float32 scores are held whole on a CPU
 class ActivationMemory:
     """Of one micro-batch on one rank.
 
-    kept: bytes from forward to backward; a pipeline's first stage holds as many micro-batches as there are stages.
+    kept: bytes from forward to backward; a pipeline's stage holds several micro-batches (run/memory_check.py).
     again: bytes of the largest part that backward computes again, which live beside `kept` meanwhile.
     """
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megatron_stare.config.schema import Config
+from megatron_stare.config.schema import Config, ParallelConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.memory_budget import PROCESS_BYTES, Needs, budget
 from megatron_stare.resolved import ResolvedRun, resolve_run
-from megatron_stare.run.memory_check import Fit, check_memory, device_bytes
+from megatron_stare.run.memory_check import Fit, check_memory, device_bytes, micro_batches_held
 
 GB = 10**9
 QWEN_32B = str(Path(__file__).parent.parent / "assets" / "architectures" / "qwen2.5-32b")
@@ -174,3 +174,32 @@ def test_the_size_of_a_gpu_is_asked_for_or_given(tmp_path: Path, monkeypatch: py
 def test_offload_without_servers_on_the_device_is_refused():
     with pytest.raises(ConfigError, match=r"memory\.offload: nothing has to leave"):
         check_memory(run_of(sglang={"colocated": False}, memory={"offload": "all"}))
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "held"),
+    [
+        (1, 1, [1]),
+        (4, 1, [4, 3, 2, 1]),
+        # of chunks: 2 for each stage that follows, one of every other chunk for each stage, and the one that is begun
+        (2, 2, [(2 + 2 + 1) / 2, (0 + 2 + 1) / 2]),
+        (4, 2, [(6 + 4 + 1) / 2, (4 + 4 + 1) / 2, (2 + 4 + 1) / 2, (0 + 4 + 1) / 2]),
+        (2, 3, [(2 + 4 + 1) / 3, (0 + 4 + 1) / 3]),
+    ],
+)
+def test_micro_batches_that_a_stage_holds(stages: int, chunks: int, held: list[float]) -> None:
+    parallel = ParallelConfig(pipeline=stages, virtual_pipeline=chunks)
+    assert [micro_batches_held(parallel, stage) for stage in range(stages)] == held
+
+
+def test_a_stage_in_chunks_is_budgeted_for_more() -> None:
+    """The second of two chunks waits for the first one's micro-batches: 5 halves against 2."""
+
+    def activations(chunks: int) -> list[int]:
+        parallel = {"tensor": 8, "pipeline": 2, "virtual_pipeline": chunks}
+        given = {"model": {"path": QWEN_32B}, "parallel": parallel, "algorithm": {"name": "grpo"}}
+        return [each.activations for each in Fit(10**12).needs(resolve_run(Config.model_validate(given)))]
+
+    (first, last), (plain_first, plain_last) = activations(2), activations(1)
+    assert first / plain_first == pytest.approx(2.5 / 2, rel=0.01)
+    assert last / plain_last == pytest.approx(1.5, rel=0.01)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_stare.activation_memory import ActivationMemory, activation_memory, layer_parts
-from megatron_stare.config.schema import Config
+from megatron_stare.config.schema import Config, ParallelConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.megatron.head_choice import largest_logits
 from megatron_stare.megatron.planned_rank import plan_rank
@@ -107,7 +107,7 @@ class Fit:
                 reference=nbytes["parameters"] if run.method.needs_reference else 0,
                 reference_moves=config.model.reference_offload,
                 forward=round(layer * tokens * _BYTES[config.model.dtype]),
-                activations=kept.kept * (stages - stage) + kept.again if kept else 0,
+                activations=round(kept.kept * micro_batches_held(config.parallel, stage)) + kept.again if kept else 0,
                 logits=logits_bytes(config, shape) if stage == stages - 1 else 0,
                 buckets=BUCKETS * config.rollout.sync_bucket_mb * 2**20,
                 served=served.weights if served else 0,
@@ -155,6 +155,19 @@ class Fit:
         while "activations" in items and half >= longest_sequence(config):
             yield _with(run, "batch.micro_batch_tokens", half)
             half //= 2
+
+
+def micro_batches_held(parallel: ParallelConfig, stage: int) -> float:
+    """Micro-batches whose activations a stage of the pipeline holds at once, from their forwards to their backwards.
+
+    One forward, one backward (D. Narayanan et al., arXiv 2104.04473, section 2.2); where a stage has its layers in
+    chunks, as megatron-core's interleaved schedule warms up: two chunks for each stage that follows, all chunks but
+    the last for as many micro-batches as there are stages, and the one that is begun.
+    """
+    stages, chunks = parallel.pipeline, parallel.virtual_pipeline
+    if chunks == 1:
+        return stages - stage
+    return (2 * (stages - stage - 1) + (chunks - 1) * stages + 1) / chunks
 
 
 def logits_bytes(config: Config, shape: ModelShape) -> int:

@@ -208,7 +208,7 @@ def test_an_engine_whose_process_is_killed_is_brought_back_where_it_was(two_node
     nodes = [node for node in cluster_nodes(resource) if node.total]
     reserved = Reservation(plan(Demand(1, replicas=2, replica_gpus=1), nodes), resource, WAIT_S)
     asked = Config.model_validate({"model": {"path": str(adder)}, "rollout": {"max_new_tokens": 4}})
-    engines = start_actors([reserved.replica(number) for number in range(2)], 1, "rollout engine", WAIT_S)
+    engines = start_actors([reserved.part(number) for number in range(2)], 1, "rollout engine", WAIT_S)
     try:
         before = reserved.spots(engines, WAIT_S)
         engines.build(EngineWorker, [(asked, number) for number in range(2)])
