@@ -31,8 +31,8 @@ def attend(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """query [b, n, 1, d], key and value [b, g, L, d], mask [b, 1, 1, L] bool -> [b, 1, n, d]; the arguments are those
-    that transformers gives any attention."""
+    """query [b, n, 1, d], key [b, g, L, d], value [b, g, L, v], mask [b, 1, 1, L] bool -> [b, 1, n, v] (v is d but in
+    models with latent attention); the arguments are those that transformers gives any attention."""
     special = any(others.get(name) is not None for name in ("softcap", "position_bias", "cache", "s_aux"))
     ours = query.shape[2] == 1 and query.device.type == "cpu" and query.dtype == torch.float32
     if special or dropout or not ours:
@@ -45,7 +45,7 @@ def attend(
     scores = queries @ key.transpose(-1, -2)  # [b, g, r, L]
     if attention_mask is not None:
         scores.masked_fill_(~attention_mask, -torch.inf)
-    return (scores.softmax(-1) @ value).reshape(rows, 1, heads, width), None
+    return (scores.softmax(-1) @ value).reshape(rows, 1, heads, value.shape[-1]), None
 
 
 AttentionInterface.register(NAME, attend)

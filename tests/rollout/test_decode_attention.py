@@ -29,10 +29,10 @@ def drawn(*shape: int, seed: int) -> Tensor:
 
 
 def by_the_formula(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """A row and a head at a time, [b, 1, n, d] float64."""
-    rows, heads, _, width = query.shape
+    """A row and a head at a time, [b, 1, n, v] float64."""
+    rows, heads = query.shape[:2]
     shared = heads // key.shape[1]
-    out = torch.zeros(rows, 1, heads, width, dtype=torch.float64)
+    out = torch.zeros(rows, 1, heads, value.shape[-1], dtype=torch.float64)
     for row in range(rows):
         for head in range(heads):
             seen = slice(None) if mask is None else mask[row, 0, 0]
@@ -53,6 +53,14 @@ def test_it_is_the_formula(heads: int, groups: int, scaling: float | None, maske
     torch.testing.assert_close(
         out.double(), by_the_formula(query, key, value, mask, scaling or 8**-0.5), atol=1e-6, rtol=1e-5
     )
+
+
+def test_values_may_be_of_another_width_than_keys() -> None:
+    """As in models with latent attention."""
+    query = drawn(3, 1, 4, 8, seed=1).transpose(1, 2)
+    key, value = drawn(3, 2, 7, 8, seed=2), drawn(3, 2, 7, 6, seed=3)
+    out, _ = decode_attention.attend(Layer(2), query, key, value, None)
+    torch.testing.assert_close(out.double(), by_the_formula(query, key, value, None, 8**-0.5), atol=1e-6, rtol=1e-5)
 
 
 def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
