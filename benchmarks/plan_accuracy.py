@@ -3,10 +3,11 @@
 Predictions come first and are committed before anything they speak of is run; `measure` adds what the runs took and
 never changes a prediction. Memory: the fullest rank's tensors in the update (`plan/update_mb` and
 `memory/update_live_mb`).
-Seconds: medians of a step's, in configurations that the coefficients were not fitted to; the fit is of one other run.
+Seconds: medians of a step's, in configurations that the coefficients were not fitted to; the fit is of one other run,
+or of two of other widths.
 Responses all have the longest length, so that micro-batches are full, as the plan's are.
 
-    python benchmarks/plan_accuracy.py predict          # runs the one run that coefficients are fitted to
+    python benchmarks/plan_accuracy.py predict          # runs those that coefficients are fitted to
     git add benchmarks/results/plan_accuracy.json && git commit
     python benchmarks/plan_accuracy.py measure          # resumable
 
@@ -95,10 +96,10 @@ WIDE = {
     "a wider model": run_of(hidden=384, sequences=32),
     "a deeper model": run_of(hidden=256, layers=8, sequences=32),
 }
-# of each the run that coefficients are fitted to, and those that they then speak of
-FITS: dict[str, tuple[Run, dict[str, Run]]] = {
+# of each the runs that coefficients are fitted to, and those that they then speak of
+FITS: dict[str, tuple[list[Run], dict[str, Run]]] = {
     "hidden 128": (
-        run_of(batch__prompts=16, sequences=32),
+        [run_of(batch__prompts=16, sequences=32)],
         {
             "twice the prompts": run_of(batch__prompts=32, sequences=32),
             "longer responses": run_of(response=79, batch__prompts=16, sequences=16),
@@ -106,11 +107,16 @@ FITS: dict[str, tuple[Run, dict[str, Run]]] = {
             "a deeper model": run_of(layers=8, batch__prompts=16, sequences=32),
         },
     ),
-    "hidden 256": (run_of(hidden=256, sequences=32), WIDE),
+    "hidden 256": ([run_of(hidden=256, sequences=32)], WIDE),
     # this machine's speed moves by a fifth from one minute to another: the run of the middle of three
-    "hidden 256, of three runs": (run_of(hidden=256, sequences=32), WIDE),
+    "hidden 256, of three runs": ([run_of(hidden=256, sequences=32)], WIDE),
+    # what does not grow with a model's products shows in runs of other widths and batches
+    "hidden 128 and 256, of three runs each": (
+        [run_of(batch__prompts=16, sequences=32), run_of(hidden=256, sequences=32)],
+        WIDE,
+    ),
 }
-REPEATS = {"hidden 256, of three runs": 3}
+REPEATS = {"hidden 256, of three runs": 3, "hidden 128 and 256, of three runs each": 3}
 PHASES = ("rollout", "log_probs", "update", "sync", "step")
 
 
@@ -145,14 +151,18 @@ def predict(found: Run, folder: Path) -> None:
     for name, (fitted, runs) in FITS.items():
         if name in fits:
             continue
-        coefficients, took = folder / f"{len(fits)}.json", {}
-        for again in range(REPEATS.get(name, 1)):
-            run_dir = folder / f"fitted-{len(fits)}-{again}"
-            rows = train(fitted, STEPS["seconds"], run_dir)
-            took[run_dir] = statistics.median(row["time/step_s"] for row in rows[LEFT_OUT:])
-        run_dir = sorted(took, key=took.__getitem__)[len(took) // 2]
-        fit = [sys.executable, "-m", "megatron_stare.cli", "plan", str(run_dir / "config.yaml"), "--gpu", "cpu-core"]
-        fit += ["--calibrate", str(run_dir), "--coefficients", str(coefficients)]
+        coefficients, took, middle = folder / f"{len(fits)}.json", {}, []
+        for number, run in enumerate(fitted):
+            seconds = {}
+            for again in range(REPEATS.get(name, 1)):
+                run_dir = folder / f"fitted-{len(fits)}-{number}-{again}"
+                rows = train(run, STEPS["seconds"], run_dir)
+                seconds[run_dir] = statistics.median(row["time/step_s"] for row in rows[LEFT_OUT:])
+            middle.append(sorted(seconds, key=seconds.__getitem__)[len(seconds) // 2])
+            took |= seconds
+        fit = [sys.executable, "-m", "megatron_stare.cli", "plan", str(middle[0] / "config.yaml"), "--gpu", "cpu-core"]
+        fit += [word for run_dir in middle for word in ("--calibrate", str(run_dir))]
+        fit += ["--coefficients", str(coefficients)]
         subprocess.run(fit, check=True, stdout=subprocess.DEVNULL, env=environment())
         (known,) = json.loads(coefficients.read_text()).values()
         plans = {each: prediction(run, folder, coefficients) for each, run in runs.items()}

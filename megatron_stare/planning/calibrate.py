@@ -1,9 +1,11 @@
-"""Coefficients of the time model from what a run took."""
+"""Coefficients of the time model from what runs took."""
 
 from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_stare.config.load import load_recorded
@@ -19,6 +21,7 @@ from megatron_stare.planning.phase_times import (
     sync_work,
     update_work,
 )
+from megatron_stare.planning.two_terms import Seen, solve
 from megatron_stare.resolved import resolve_run
 from megatron_stare.run_state import CONFIG
 
@@ -26,46 +29,76 @@ WARM_UP = 2  # steps left out, in which kernels are compiled and caches filled
 LEAST = 5  # steps that a median is taken of
 
 
-def calibrate(run_dir: Path, gpu: Gpu, start: Coefficients, prompt: float | None) -> Fitted:
-    """Medians of the run's steps, put into the model's sums and solved for its coefficients.
+def calibrate(run_dirs: Sequence[Path], gpu: Gpu, start: Coefficients, prompt: float | None) -> Fitted:
+    """Medians of the runs' steps, put into the model's sums and solved for its coefficients. One run gives every phase
+    its rate; runs of several sizes also what of it does not grow with products.
 
     Args:
-        prompt: mean tokens of a prompt, which metrics do not have; None: as the run's section `plan` has it.
+        prompt: mean tokens of a prompt, which metrics do not have; None: as each run's section `plan` has it.
 
     Raises:
-        UserError: it is no run, has too few steps, or took less than the model's least.
+        UserError: one is no run, has too few steps, or took less than the model's least.
     """
-    metrics = medians(run_dir)
+    seen: dict[str, list[Seen]] = {phase: [] for phase in ("log_probs", "update", "sync", "rollout")}
+    beside = []
+    for run_dir in run_dirs:
+        metrics = medians(run_dir)
+        spent = 0.0
+        for phase, part in _parts(run_dir, metrics, gpu, start, prompt).items():
+            seen[phase].append(part)
+            spent += metrics[f"time/{phase}_s"]
+        beside.append(max(metrics["time/step_s"] - spent, 0.0))
+    found = {"fixed_s": statistics.median(beside)}
+    for phase, share, moves in (
+        ("log_probs", "log_prob_mfu", "log_prob_moves"),
+        ("update", "update_mfu", "update_moves"),
+    ):
+        if seen[phase]:
+            inverse, found[moves] = solve(seen[phase], 1.0)
+            found[share] = 1 / inverse
+    if seen["sync"]:
+        found["sync_bytes_s"] = 1 / solve(seen["sync"], 0.0)[0]
+    if seen["rollout"]:
+        # what bounds decoding is not seen, so both its rates are taken to be off by one factor
+        rates = {name: getattr(start, name) for name in ("decode_efficiency", "prefill_mfu")}
+        inverse, found["decode_layer_s"] = solve(seen["rollout"], max(rates.values()))
+        found |= {name: rate / inverse for name, rate in rates.items()}
+    return Fitted(changed(start, found), ", ".join(str(run_dir) for run_dir in run_dirs))
+
+
+def _parts(
+    run_dir: Path, metrics: dict[str, float], gpu: Gpu, start: Coefficients, prompt: float | None
+) -> dict[str, Seen]:
+    """Of the phases that took time. Raises ConfigError where one took less than the links alone would."""
     config = load_recorded(run_dir / CONFIG)
     lengths = Lengths.of(config, prompt, metrics["response/length_mean"])
     run = resolve_run(config)
     fit = PlannedFit(gpu.memory)
     nbytes = max(fit.stages(run), key=lambda each: sum(each.values()))
-    works: dict[str, tuple[str, Work]] = {
-        "log_prob_mfu": ("log_probs", log_prob_work(run, gpu, start, lengths)),
-        "update_mfu": ("update", update_work(config, run.shape, gpu, start, lengths, nbytes)),
-        "sync_bytes_s": ("sync", sync_work(config, run.shape, nbytes)),
+    works: dict[str, Work] = {
+        "log_probs": log_prob_work(run, gpu, start, lengths),
+        "update": update_work(config, run.shape, gpu, start, lengths, nbytes),
+        "sync": sync_work(config, run.shape, nbytes),
     }
-    found, spent = {}, 0.0
-    for name, (phase, work) in works.items():
+    if not config.rollout.staleness:  # ahead of training, a rollout's time is what training waited for
+        at_rates, with_one = (
+            rollout_seconds(config, run.shape, gpu, replace(start, decode_layer_s=each), lengths, fit.served(run))
+            for each in (0.0, 1.0)
+        )
+        works["rollout"] = Work(at_rates, moved=with_one - at_rates)
+    found = {}
+    for phase, work in works.items():
         seconds = metrics.get(f"time/{phase}_s", 0.0)
-        spent += seconds
-        if seconds and work.ideal:
-            if seconds <= work.fixed:
-                raise ConfigError(
-                    f"{phase} took {seconds:.3g} s, and links alone would take {work.fixed:.3g} s of this GPU's node",
-                    where="--calibrate",
-                    fix="check --gpu",
-                )
-            found[name] = work.ideal / (seconds - work.fixed)
-    if (seconds := metrics.get("time/rollout_s", 0.0)) and not config.rollout.staleness:
-        # what bounds decoding is not seen, so both its rates are taken to be off by one factor; ahead of training, a
-        # rollout's time is what training waited for
-        spent += seconds
-        factor = rollout_seconds(config, run.shape, gpu, start, lengths, fit.served(run)) / seconds
-        found |= {name: getattr(start, name) * factor for name in ("decode_efficiency", "prefill_mfu")}
-    found["fixed_s"] = max(metrics["time/step_s"] - spent, 0.0)
-    return Fitted(changed(start, found), str(run_dir))
+        if not (seconds and work.ideal):
+            continue
+        if seconds <= work.fixed:
+            raise ConfigError(
+                f"{phase} took {seconds:.3g} s, and links alone would take {work.fixed:.3g} s of this GPU's node",
+                where=f"--calibrate {run_dir}",
+                fix="check --gpu",
+            )
+        found[phase] = Seen(work.ideal, work.moved, seconds - work.fixed)
+    return found
 
 
 def medians(run_dir: Path) -> dict[str, float]:

@@ -14,9 +14,12 @@ from megatron_stare.errors import ConfigError, DataError
 class Coefficients:
     """What of a device's peak is reached, and what comes on top.
 
-    log_prob_mfu, update_mfu: share of the peak that a rank reaches while it computes.
+    log_prob_mfu, update_mfu: share of the peak that a rank reaches in matrix products.
+    log_prob_moves, update_moves: hidden states that a token moves through memory in a layer at its full bandwidth, of
+        all that is not a matrix product; 0: it is within the shares above, whatever the model's width.
     prefill_mfu: likewise, of servers that read prompts, and of decoding where arithmetic bounds it.
     decode_efficiency: share of the memory's bandwidth that decoding reaches.
+    decode_layer_s: seconds of a token step and layer, however many responses it is for; 0: within the shares.
     link_efficiency: of links' bandwidth that collectives reach.
     sync_bytes_s: of a whole weight sync, gather and load included, bytes a second.
     fixed_s: seconds of a step beside its phases.
@@ -25,8 +28,11 @@ class Coefficients:
 
     log_prob_mfu: float = 0.4
     update_mfu: float = 0.4
+    log_prob_moves: float = 0.0
+    update_moves: float = 0.0
     prefill_mfu: float = 0.4
     decode_efficiency: float = 0.6
+    decode_layer_s: float = 0.0
     link_efficiency: float = 0.7
     sync_bytes_s: float = 2e9 * 355 / 48
     fixed_s: float = 5.0
@@ -36,8 +42,11 @@ class Coefficients:
 SOURCES = {
     "log_prob_mfu": "assumed; Megatron-LM's README reports 41 to 48 % of pretraining on H100",
     "update_mfu": "assumed, likewise",
+    "log_prob_moves": "assumed to be within the share; fitted to runs of several widths",
+    "update_moves": "assumed, likewise",
     "prefill_mfu": "assumed",
     "decode_efficiency": "assumed",
+    "decode_layer_s": "assumed to be within the shares; fitted to runs of several sizes",
     "link_efficiency": "assumed",
     "sync_bytes_s": "slime's 355B in 48 s, published; benchmarks/sync_model.py",
     "fixed_s": "the driver took 4.4 s at 8,192 replies of 16,384 tokens, benchmarks/driver.py",

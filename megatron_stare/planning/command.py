@@ -39,8 +39,10 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--calibrate",
         type=Path,
+        action="append",
         metavar="RUN_DIR",
-        help="first fit the model of time to what a run took on this GPU, and store that in --coefficients",
+        help="first fit the model of time to what a run took on this GPU, and store that in --coefficients; several "
+        "times: to several runs, of other widths and batches for what does not grow with a model's products",
     )
     plan.add_argument(
         "--coefficients",

@@ -27,6 +27,8 @@ ASSUMPTIONS = (
     "arithmetic, rewards that are not verified by the time the last response ends",
     "decoding reads a server's weights once a token step and each response's cache once a token, or is bound by "
     "arithmetic, whichever is longer; the longest response is max_new_tokens; prompts of a group are read once",
+    "what is not a matrix product is within the shares of the peak, and what a token step takes however few responses "
+    "it is for within that of the bandwidth, until runs of several sizes are calibrated with",
     "dynamic sampling takes one round; evaluations are not counted",
     "partial rollouts: lengths are exponential, cut at the longest; a round lasts as long as a response that grows by "
     "all of it; what is carried over is read again once, after the weight sync",
@@ -52,14 +54,15 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Work:
-    """What a phase takes: `ideal` seconds at the peak, which are divided by the share of it that is reached, and
-    `fixed` ones beside."""
+    """What a phase takes: `ideal` seconds at the peak, which are divided by the share of it that is reached; `moved`
+    ones for each hidden state that a token moves through memory in a layer; and `fixed` ones beside."""
 
     ideal: float
     fixed: float = 0.0
+    moved: float = 0.0
 
-    def seconds(self, share: float) -> float:
-        return self.ideal / share + self.fixed
+    def seconds(self, share: float, moves: float = 0.0) -> float:
+        return self.ideal / share + moves * self.moved + self.fixed
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,8 @@ def step_time(
     """Args: nbytes: of the fullest rank, by item. served: a server's rank's memory, where there is one."""
     config, shape = run.config, run.shape
     phases = {"rollout": rollout_seconds(config, shape, gpu, of, lengths, served)}
-    phases["log_probs"] = log_prob_work(run, gpu, of, lengths).seconds(of.log_prob_mfu)
-    phases["update"] = update_work(config, shape, gpu, of, lengths, nbytes).seconds(of.update_mfu)
+    phases["log_probs"] = log_prob_work(run, gpu, of, lengths).seconds(of.log_prob_mfu, of.log_prob_moves)
+    phases["update"] = update_work(config, shape, gpu, of, lengths, nbytes).seconds(of.update_mfu, of.update_moves)
     phases["sync"] = sync_work(config, shape, nbytes).seconds(of.sync_bytes_s)
     training = phases["log_probs"] + phases["update"]
     ahead = bool(config.rollout.staleness)
@@ -147,7 +150,8 @@ def log_prob_work(run: ResolvedRun, gpu: Gpu, of: Coefficients, lengths: Lengths
     sequences = passes * batch.prompts * batch.samples_per_prompt
     ideal = sequences * forward_flops(shape, *_of(lengths)) / (config.parallel.world_size * gpu.flops)
     idle = 1 + _bubble(config, lengths, batch.prompts)
-    return Work(ideal * idle, _tensor_seconds(config, shape, gpu, of, sequences, lengths, times=1))
+    exchanged = _tensor_seconds(config, shape, gpu, of, sequences, lengths, times=1)
+    return Work(ideal * idle, exchanged, _moved(config, shape, gpu, sequences, lengths) * idle)
 
 
 def update_work(
@@ -164,7 +168,8 @@ def update_work(
         traffic = nbytes["gradients"] + nbytes["parameters"] * (1 if config.optimizer.distributed else 0)
         reduced = batch.updates * traffic / (NETWORK * of.link_efficiency)
     exchanged = _tensor_seconds(config, shape, gpu, of, sequences, lengths, times=4 if full else 3)
-    return Work(sequences * flops * idle / (parallel.world_size * gpu.flops), exchanged + reduced)
+    ideal = sequences * flops / (parallel.world_size * gpu.flops)
+    return Work(ideal * idle, exchanged + reduced, _moved(config, shape, gpu, sequences, lengths) * idle)
 
 
 def rollout_seconds(
@@ -198,7 +203,7 @@ def rollout_seconds(
     prompt = body_flops(shape, lengths.prompt, 0)
     arithmetic = responses * (forward_flops(shape, lengths.prompt, lengths.response) - prompt)
     computed, prefill = (flops / (gpus * gpu.flops * of.prefill_mfu) for flops in (arithmetic, groups * prompt + again))
-    return max(read, computed) + prefill
+    return max(read, computed) + prefill + steps * shape.layers * of.decode_layer_s
 
 
 def flow_of(config: Config, lengths: Lengths) -> PartialFlow | None:
@@ -245,6 +250,12 @@ def _bubble(config: Config, lengths: Lengths, prompts: int) -> float:
     tokens = prompts * batch.samples_per_prompt * (lengths.prompt + lengths.response)
     micro_batches = max(math.ceil(tokens / (parallel.data * batch.micro_batch_tokens)), 1)
     return (parallel.pipeline - 1) / (parallel.virtual_pipeline * micro_batches)
+
+
+def _moved(config: Config, shape: ModelShape, gpu: Gpu, sequences: float, lengths: Lengths) -> float:
+    """Seconds of a hidden state of every token and layer through memory once, cut over all ranks."""
+    states = sequences * (lengths.prompt + lengths.response) * shape.layers * shape.hidden
+    return states * BYTES[config.model.dtype] / (config.parallel.world_size * gpu.bandwidth)
 
 
 def _tensor_seconds(

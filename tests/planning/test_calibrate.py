@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.runs import ROOT
 
+from megatron_stare.cli import main
 from megatron_stare.config.load import dump_yaml, validate
 from megatron_stare.errors import ConfigError, DataError
 from megatron_stare.planning.calibrate import calibrate
@@ -28,11 +29,16 @@ TRUE = Coefficients(
 
 
 def a_run(
-    folder: Path, steps: int = 9, metrics: Mapping[str, float] | None = None, rollout: Mapping[str, Any] | None = None
+    folder: Path,
+    steps: int = 9,
+    metrics: Mapping[str, float] | None = None,
+    rollout: Mapping[str, Any] | None = None,
+    true: Coefficients = TRUE,
+    model: str = "qwen3-32b",
 ) -> Path:
-    """A run on H100s whose phases took what the model says with TRUE, but for its first two steps."""
+    """A run on H100s whose phases took what the model says with these, but for its first two steps."""
     sections: dict[str, Any] = {
-        "model": {"path": str(ROOT / "assets/architectures/qwen3-32b"), "dtype": "bfloat16"},
+        "model": {"path": str(ROOT / f"assets/architectures/{model}"), "dtype": "bfloat16"},
         "parallel": {"tensor": 4, "sequence": True, "pipeline": 2, "data": 2},
         "rollout": {
             "engine": "sglang",
@@ -48,41 +54,75 @@ def a_run(
     config = validate(sections, "this test")
     run, fit = resolve_run(config), PlannedFit(GPU.memory)
     fullest = max(fit.stages(run), key=lambda each: sum(each.values()))
-    step = step_time(run, GPU, TRUE, Lengths(100, 1500), fullest, fit.served(run))
+    step = step_time(run, GPU, true, Lengths(100, 1500), fullest, fit.served(run))
     took = {f"time/{phase}_s": seconds for phase, seconds in step.phases.items()}
     found = {**took, "time/step_s": step.seconds, "response/length_mean": 1500.0, **(metrics or {})}
     lines = []
     for n in range(steps):  # updates lie evenly about the model's, but for the first two
         factor = 1e6 if n < 2 else 1 + 0.01 * (n - (steps + 1) / 2)
         lines.append(json.dumps({"step": n, **found, "time/update_s": found["time/update_s"] * factor}))
+    folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(dump_yaml(config))
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
 
 def test_a_runs_coefficients_are_found(tmp_path: Path) -> None:
-    found = calibrate(a_run(tmp_path), GPU, Coefficients(), None)
+    found = calibrate([a_run(tmp_path)], GPU, Coefficients(), None)
     assert found.run == str(tmp_path)
     assert asdict(found.coefficients) == pytest.approx(asdict(TRUE))
 
 
+def test_what_does_not_grow_with_products_is_found_in_runs_of_several_sizes(tmp_path: Path) -> None:
+    true = replace(TRUE, log_prob_moves=20.0, update_moves=50.0, decode_layer_s=3e-5)
+    folders = [
+        a_run(tmp_path / "a", true=true),
+        a_run(tmp_path / "b", true=true, model="qwen3-8b-base", metrics={"time/sync_s": 16e9 / TRUE.sync_bytes_s}),
+        a_run(tmp_path / "c", true=true, model="qwen3-1.7b-base", rollout={"staleness": 1}),
+    ]
+    for pair in (folders[:2], folders):
+        found = calibrate(pair, GPU, Coefficients(), None)
+        assert found.run == ", ".join(map(str, pair))
+        assert {**asdict(found.coefficients), "sync_bytes_s": 0, "fixed_s": 0} == pytest.approx(
+            {**asdict(true), "sync_bytes_s": 0, "fixed_s": 0}
+        )
+        assert found.coefficients.sync_bytes_s == pytest.approx(TRUE.sync_bytes_s, rel=0.05)
+    alone = calibrate(folders[1:2], GPU, Coefficients(), None).coefficients
+    assert (alone.log_prob_moves, alone.update_moves, alone.decode_layer_s) == (0, 0, 0)
+    assert alone.update_mfu < true.update_mfu
+
+
+def test_the_command_takes_several_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    true = replace(TRUE, log_prob_moves=20.0, update_moves=50.0, decode_layer_s=3e-5)
+    a_run(tmp_path / "a", true=true)
+    a_run(tmp_path / "b", true=true, model="qwen3-8b-base")
+    assert main(["plan", "a/config.yaml", "--calibrate", "a", "--calibrate", "b"]) in (0, 1)
+    assert "fitted to a, b: " in capsys.readouterr().out
+    (known,) = json.loads(Path("plan_coefficients.json").read_text()).values()
+    assert known["run"] == "a, b"
+    assert known["coefficients"]["update_moves"] == pytest.approx(50.0)
+
+
 def test_a_wait_for_a_batch_is_no_rollouts_time(tmp_path: Path) -> None:
     folder = a_run(tmp_path, rollout={"staleness": 1}, metrics={"time/rollout_s": 0.5})
-    found = calibrate(folder, GPU, Coefficients(), None).coefficients
+    found = calibrate([folder], GPU, Coefficients(), None).coefficients
     assert found.decode_efficiency == Coefficients().decode_efficiency
     assert found.update_mfu == pytest.approx(TRUE.update_mfu)
 
 
 def test_what_cannot_be_fitted_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="4 steps after the first 2"):
-        calibrate(a_run(tmp_path, steps=6), GPU, Coefficients(), None)
+        calibrate([a_run(tmp_path, steps=6)], GPU, Coefficients(), None)
     with pytest.raises(DataError, match="cannot be read"):
-        calibrate(tmp_path / "none", GPU, Coefficients(), None)
+        calibrate([tmp_path / "none"], GPU, Coefficients(), None)
     with pytest.raises(ConfigError, match="links alone"):
-        calibrate(a_run(tmp_path, metrics={"time/log_probs_s": 1e-9}), GPU, Coefficients(), None)
+        calibrate([a_run(tmp_path, metrics={"time/log_probs_s": 1e-9})], GPU, Coefficients(), None)
     slow = replace(GPU, flops=GPU.flops / 10)
     with pytest.raises(ConfigError, match="more than this GPU can do"):
-        calibrate(a_run(tmp_path), slow, Coefficients(), None)
+        calibrate([a_run(tmp_path)], slow, Coefficients(), None)
 
 
 def test_coefficients_are_kept_by_gpu(tmp_path: Path) -> None:

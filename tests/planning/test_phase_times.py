@@ -83,6 +83,21 @@ def test_phases_of_one_rank() -> None:
     assert found.mfu(GPU) == pytest.approx(4 * forward / (found.seconds * 2 * 1e6))
 
 
+def test_what_does_not_grow_with_products() -> None:
+    """80 tokens of two layers of 4 channels in bfloat16; twelve token steps of two layers."""
+    base = step(run_of()).phases
+    of = replace(OF, log_prob_moves=7, update_moves=11, decode_layer_s=0.25)
+    found = step_time(run_of(), GPU, of, Lengths(4, 6), HELD, None).phases
+    once = 80 * 2 * 4 * 2 / 1e4
+    assert found["log_probs"] - base["log_probs"] == pytest.approx(7 * once)
+    assert found["update"] - base["update"] == pytest.approx(11 * once)
+    assert found["rollout"] - base["rollout"] == pytest.approx(12 * 2 * 0.25)
+    piped = run_of(parallel__pipeline=2, parallel__tensor=2, batch__mini_batch_prompts=2)
+    with_it, without = (step_time(piped, GPU, each, Lengths(4, 6), HELD, None).phases for each in (of, OF))
+    assert with_it["log_probs"] - without["log_probs"] == pytest.approx(7 * once / 4 * (1 + 1 / 4))
+    assert with_it["update"] - without["update"] == pytest.approx(11 * once / 4 * (1 + 1 / 2))
+
+
 def test_recomputation_passes_and_epochs() -> None:
     base, forward = step(run_of()).phases, 8 * forward_flops(TINY, 4, 6)
     full = step(run_of(model__recompute="full")).phases
