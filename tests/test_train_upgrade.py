@@ -1,4 +1,7 @@
-"""What a release before formats left is continued as it would have continued it: its code runs here beside today's."""
+"""What a release before formats left is continued as it would have continued it: its code runs here beside today's.
+
+What it had recorded stays, to the bit; what is added differs by rounding alone: sums are made in another order since.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import subprocess
 import tarfile
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +35,17 @@ ALONE = {
     "model.path": "assets/tiny-adder",  # which was recorded as it is here
 }
 NEW_SINCE = {"update/empty"}  # among others
+
+
+def alike(new: Any, old: Any, exact: bool) -> bool:
+    """Whether each number of `old` is in `new`, to rounding or to the bit; whole numbers and words are equal."""
+    if isinstance(old, dict):
+        return all(key in new and alike(new[key], old[key], exact) for key in old)
+    if isinstance(old, list):
+        return len(new) == len(old) and all(alike(one, other, exact) for one, other in zip(new, old, strict=True))
+    if exact or not isinstance(old, float):
+        return bool(new == old)
+    return bool(new == pytest.approx(old, rel=1e-3, abs=1e-5))
 
 
 def records(file: Path) -> list[dict]:
@@ -75,14 +90,14 @@ def test_a_run_without_a_format_is_continued_to_the_same_end(home: Path, cut: Pa
     now, was = metrics(cut, former=True), metrics(home / "run", former=True)
     assert len(was) == 4
     for step, (new, old) in enumerate(zip(now, was, strict=True), start=1):
-        assert {key: new[key] for key in old} == old, step
+        assert alike(new, old, exact=step <= 2), step
         assert new.keys() - old.keys() >= NEW_SINCE if step > 2 else new.keys() == old.keys()
     for file in ("eval.jsonl", *(f"rollouts/step_{step:06d}.jsonl" for step in range(1, 5))):
-        before, after = records(home / "run" / file), records(cut / file)
-        assert [{k: new[k] for k in old} for new, old in zip(after, before, strict=True)] == before
+        assert alike(records(cut / file), records(home / "run" / file), exact=file[-7] in "12"), file
     weights, expected = (load_file(run / "hf/model.safetensors") for run in (cut, home / "run"))
     assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    for name in expected:
+        torch.testing.assert_close(weights[name], expected[name], rtol=0, atol=1e-5)  # of some 5e-4 that a step moves
     assert yaml.safe_load((cut / "config.yaml").read_text())["format"] == FORMAT
     assert json.loads((cut / "checkpoints/step_000004/run_state.json").read_text())["format"] == FORMAT
     assert "paired, 16 problems" in done.stdout

@@ -6,12 +6,9 @@ and not as an error. A norm is the same in any layout but for rounding in float6
 
 from __future__ import annotations
 
-import platform
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,20 +59,6 @@ def _state_sums(policy: Policy, reference: Sequence[nn.Module]) -> tuple[Sums, d
     if steps is not None:
         counts["steps of Adam"] = float(steps)
     return {name: (one, two) for name, (one, two) in found.items()}, counts
-
-
-def computes_on() -> str:
-    """The device of this process and the release of torch, in words: where they are alike, so are sums to the bit."""
-    if torch.cuda.is_available():
-        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    processor = re.search(r"^model name\s*:\s*(.+)$", _cpu_info(), re.MULTILINE)
-    name = processor[1] if processor else platform.machine()
-    return f"{name}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
-
-
-def _cpu_info() -> str:
-    file = Path("/proc/cpuinfo")
-    return file.read_text() if file.exists() else ""
 
 
 def _add(found: dict[str, list[float]], what: str, words: int, states: Iterable[Any]) -> None:

@@ -24,6 +24,7 @@ from megatron_stare.megatron.adam_step import adam_name
 from megatron_stare.megatron.background_save import BackgroundSave
 from megatron_stare.megatron.batching.microbatch import RankBatch
 from megatron_stare.megatron.batching.sequence_layout import sequence_layout
+from megatron_stare.megatron.computes_on import computes_on
 from megatron_stare.megatron.cpu_backend import device
 from megatron_stare.megatron.differences import Compared
 from megatron_stare.megatron.export import PolicyStream, export_hf
@@ -41,7 +42,7 @@ from megatron_stare.megatron.rank_memory import RankMemory
 from megatron_stare.megatron.reference import Reference
 from megatron_stare.megatron.stage_send import StageSend
 from megatron_stare.megatron.start import load_start
-from megatron_stare.megatron.state_sums import RankProof, computes_on, state_sums
+from megatron_stare.megatron.state_sums import RankProof, state_sums
 from megatron_stare.megatron.step import Policy, Step
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.performance import check_device_performance
@@ -69,6 +70,7 @@ class Trainer:
             torch.set_num_threads(config.runtime.trainer_threads)
             keep_freed()
         self.config, self.method = config, run.method
+        self._computes_on = computes_on()  # now: while it runs its files may be replaced
         check_device(config, experts=shape.experts > 0)
         check_device_performance(config.performance)
         timeout_s = config.limits.collective_limit(config.runtime.timeout_s)
@@ -378,7 +380,7 @@ class Trainer:
 
     def place(self) -> str:
         """What this rank computes on, and with."""
-        return computes_on()
+        return self._computes_on
 
     def prove(self, share: RankShare, plan: MicroBatchPlan) -> RankProof:
         """What this rank holds, in numbers: log-probs of a canary, and sums of tensors. All ranks must call it."""

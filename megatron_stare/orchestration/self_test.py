@@ -2,9 +2,10 @@
 
 With the weights are saved a few responses of the last step and their log-probs under these weights, of a reference
 policy that moves too, and two sums a tensor of weights and optimizer. After a load all of it is computed again. In the
-layout and on the kind of device that saved it log-probs must be equal bit for bit. Elsewhere sums are made in another
-order: in float32 that moves a log-prob by less than LARGEST, in 16 bits by as much as engine and trainer may differ,
-whose mean is bounded (rollout/agreement_limits.py; docs/diagnostics.md has where that is measured).
+layout, on the kind of device and with the libraries and the code of this package that saved it log-probs must be equal
+bit for bit. Elsewhere sums are made in another order: in float32 that moves a log-prob by less than LARGEST, in 16
+bits by as much as engine and trainer may differ, whose mean is bounded (rollout/agreement_limits.py;
+docs/diagnostics.md has where that is measured).
 
 Shape legend: N response positions of the canary.
 """

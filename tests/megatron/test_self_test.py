@@ -13,11 +13,12 @@ from support.ranks import RankPool
 from support.steps import take_step
 
 from megatron_stare.config.schema import Config
+from megatron_stare.errors import DataError
 from megatron_stare.megatron import checkpoint
 from megatron_stare.megatron.state_sums import RankProof
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.orchestration.groups import TrainerGroup, plan_rules
-from megatron_stare.orchestration.self_test import SelfTest, canary_of, differences
+from megatron_stare.orchestration.groups import StateProof, TrainerGroup, plan_rules
+from megatron_stare.orchestration.self_test import SelfTest, canary_of, differences, layout_of
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.resolved import resolve_run
 from megatron_stare.rollout.agreement import canary_batch
@@ -220,3 +221,22 @@ def test_a_reference_that_moved_and_was_not_restored(writers: RankPool, tmp_path
     assert test.proof.log_probs["policy"] != test.proof.log_probs["reference policy"]
     assert any("log-probs of the reference policy differ at" in line for line in found)
     assert all("reference policy" in line for line in found)
+
+
+def test_other_code_is_held_to_rounding_and_the_same_to_the_bit(tmp_path: Path) -> None:
+    """An upgrade of this package or of what it computes with makes sums in another order, in the same layout."""
+    save_model(tmp_path / "model", "qwen2_tied")
+    config = config_of(tmp_path, {})
+    moved = StateProof({"policy": [-1.0, -2.0]}, {}, {})
+
+    def told(place: str, log_probs: list[float]) -> TrainerGroup:
+        proof = RankProof({"policy": (torch.arange(2), torch.tensor(log_probs))}, {}, {})
+        return group(config, [{"stage": 0, "data_rank": 0, "place": place, "prove": proof}])
+
+    before = SelfTest(layout_of(told("a CPU, code 1", [0, 0]), config), [[1, 2, 3]], moved)
+    before.check(told("a CPU, code 2", [-1.0 + 5e-6, -2.0]), config, "step 2")
+    before.check(told("a CPU, code 1", [-1.0, -2.0]), config, "step 2")
+    with pytest.raises(DataError, match="in the same layout all must be equal"):
+        before.check(told("a CPU, code 1", [-1.0 + 5e-6, -2.0]), config, "step 2")
+    with pytest.raises(DataError, match="log-probs of the policy differ"):
+        before.check(told("a CPU, code 2", [-1.0 + 5e-5, -2.0]), config, "step 2")
