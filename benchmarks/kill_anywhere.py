@@ -10,6 +10,10 @@ its processes and files in /dev/shm none may be left. Local engine, synchronous,
     python benchmarks/kill_anywhere.py --seeds 20
     python benchmarks/kill_anywhere.py --seeds 20 --first-seed 20          # goes on; what is recorded is left
 
+Of a run this small most seconds are its start's. With --training it has forty steps, a save every other one, and the
+process is killed once a step, drawn uniformly, is in its record, and a drawn share of a step's seconds later; results
+then go to benchmarks/results/kill_training.json.
+
 Results are added to benchmarks/results/kill_anywhere.json, seed by seed. Where the package has changed since, the
 undisturbed run is made again; where it computes other numbers now, that of before is kept under `before`: each seed was
 held against the code that it was killed with.
@@ -24,6 +28,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -43,6 +48,7 @@ from megatron_stare.recovery import RESTARTS_FILE
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results/kill_anywhere.json"
+TRAINING, TRAINING_STEPS = RESULT.with_name("kill_training.json"), 40
 LIMIT_S = 600.0
 LOOK_S = 0.02  # between two looks for a process that is not there yet
 
@@ -76,7 +82,8 @@ class Outcome:
 
     runner: str
     process: str | None = None  # to be killed
-    at_s: float = 0.0  # drawn
+    at_s: float = 0.0  # drawn; after `after` steps, where these are not 0
+    after: int = 0
     killed_s: float | None = None  # when it was; None: it was gone already
     step: int = 0  # the last in the record then
     restarts: int = 0
@@ -86,6 +93,7 @@ class Outcome:
     steps: tuple[int, ...] = ()  # in the record
     left: tuple[str, ...] = ()
     seconds: float = 0.0
+    step_s: float = 0.0  # of its median step, as it says
     said: str = ""  # its last words, where the code is not 0
 
 
@@ -94,13 +102,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="how many")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--runner", choices=[*RUNNERS, "any"], default="any")
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--training", action="store_true", help="of a longer run, between its steps and in them")
+    parser.add_argument("--out", type=Path, help=f"default: {RESULT.name}, or {TRAINING.name}, beside the others")
     arguments = parser.parse_args()
+    arguments.out = arguments.out or (TRAINING if arguments.training else RESULT)
+    steps = TRAINING_STEPS if arguments.training else int(SMALL["run.steps"])
     runners = list(RUNNERS) if arguments.runner == "any" else [arguments.runner]
-    found = read(arguments.out)
+    found = read(arguments.out, steps)
     for runner in runners:
         if found["package"].get(runner) != package():  # it may compute other numbers now
-            outcome = run(runner)
+            outcome = run(runner, steps=steps)
             if outcome.code or outcome.left or outcome.restarts:
                 sys.exit(f"the undisturbed run: {outcome}")
             before = found["undisturbed"].get(runner)
@@ -116,7 +127,11 @@ def main() -> None:
             continue
         runner, process, share = draw(seed, runners)
         whole = found["undisturbed"][runner]
-        outcome = run(runner, process, share * whole["seconds"])
+        if arguments.training:
+            after = random.Random(f"step {seed}").randrange(1, steps)
+            outcome = run(runner, process, share * whole["step_s"], after, steps)
+        else:
+            outcome = run(runner, process, share * whole["seconds"], steps=steps)
         well = not outcome.code and (outcome.sha256, list(outcome.steps)) == (whole["sha256"], list(whole["steps"]))
         found["seeds"][str(seed)] = asdict(outcome) | {"equal": well, "share": share, "date": time.strftime("%F %T%z")}
         write(arguments.out, found)
@@ -139,15 +154,18 @@ def draw(seed: int, runners: list[str]) -> tuple[str, str, float]:
     return runner, drawn.choice(PROCESSES[runner]), drawn.random()
 
 
-def run(runner: str, process: str | None = None, at_s: float = 0.0, after: int = 0) -> Outcome:
+def run(
+    runner: str, process: str | None = None, at_s: float = 0.0, after: int = 0, steps: int = int(SMALL["run.steps"])
+) -> Outcome:
     """A supervised run of which a process is killed; None: none is.
 
     Args:
-        at_s: seconds from its start at which, or as soon as
-        after: steps are in its record.
+        after: steps that are in its record before; 0: it has been started.
+        at_s: seconds from then on.
+        steps: of the run.
     """
-    outcome, traces = Outcome(runner, process, at_s), Traces()
-    settings = {**SMALL, **RUNNERS[runner]}
+    outcome, traces = Outcome(runner, process, at_s, after), Traces()
+    settings = {**SMALL, **RUNNERS[runner], "run.steps": steps}
     arguments = [str(ROOT / "configs/quickstart.yaml"), *(f"{key}={value}" for key, value in settings.items())]
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "said").open("w+") as said:
         begun = time.monotonic()
@@ -163,10 +181,10 @@ def run(runner: str, process: str | None = None, at_s: float = 0.0, after: int =
         try:
             directory = Path(folder) / "run"
             if process is not None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    supervisor.wait(at_s)
                 while max(recorded(directory), default=0) < after and supervisor.poll() is None:
                     time.sleep(LOOK_S)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    supervisor.wait(at_s)
                 traces.look()
                 outcome.killed_s = kill(process, supervisor, begun)
                 outcome.step = max(recorded(directory), default=0)
@@ -179,6 +197,8 @@ def run(runner: str, process: str | None = None, at_s: float = 0.0, after: int =
         restarts = read_jsonl(directory / RESTARTS_FILE)
         outcome.restarts, outcome.by = len(restarts), tuple(each["by"] for each in restarts)
         outcome.steps = tuple(recorded(directory))
+        seconds = [row["time/step_s"] for row in read_jsonl(directory / "metrics.jsonl")]
+        outcome.step_s = statistics.median(seconds) if seconds else 0.0
         policy = directory / "hf/model.safetensors"
         outcome.sha256 = hashlib.sha256(policy.read_bytes()).hexdigest() if policy.exists() else ""
         said.seek(0)
@@ -220,9 +240,10 @@ def recorded(directory: Path) -> list[int]:
     return [int(row["step"]) for row in read_jsonl(directory / "metrics.jsonl")]
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path, steps: int) -> dict[str, Any]:
     """What was found before, if it was by the same settings."""
-    settings = {runner: {**SMALL, **each, "model.path": "assets/tiny-adder"} for runner, each in RUNNERS.items()}
+    of_all = {"model.path": "assets/tiny-adder", "run.steps": steps}
+    settings = {runner: {**SMALL, **each, **of_all} for runner, each in RUNNERS.items()}
     empty = {"machine": machine(), "settings": settings, "package": {}, "undisturbed": {}, "seeds": {}}
     if not path.exists():
         return empty
