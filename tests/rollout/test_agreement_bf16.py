@@ -112,8 +112,8 @@ def test_a_gross_fault_is_caught_at_once(compared: dict[str, LogProbDifference],
 
 @pytest.mark.distributed
 def test_a_layer_that_goes_stale_is_caught_by_the_trend(compared: dict[str, LogProbDifference]) -> None:
-    """Though each step by itself would pass, by its mean and highest quantile; its 99 % quantile lies at the limit, below
-    it or, with AVX2 alone, at 0.214 nats, as a CPU's bfloat16 rounds."""
+    """Though each step would pass by its mean and its highest quantile; its 99 % quantile lies at the limit, below it
+    or, with AVX2 alone, at 0.214 nats, as a CPU's bfloat16 rounds."""
     lenient = replace(LIMITS, bounds={name: LIMITS.bounds[name] for name in ("mean", "p999")})
     assert lenient.passed(compared["stale layer"]) == ""
     right, stale = (compared[fault].everywhere.mean for fault in ("", "stale layer"))
