@@ -43,6 +43,7 @@ import psutil
 from machine import machine
 from support.leftovers import Traces
 
+from megatron_stare.installed import code_digest
 from megatron_stare.observability.json_lines import read_jsonl
 from megatron_stare.recovery import RESTARTS_FILE
 
@@ -110,7 +111,7 @@ def main() -> None:
     runners = list(RUNNERS) if arguments.runner == "any" else [arguments.runner]
     found = read(arguments.out, steps)
     for runner in runners:
-        if found["package"].get(runner) != package():  # it may compute other numbers now
+        if found["package"].get(runner) != code_digest():  # it may compute other numbers now
             outcome = run(runner, steps=steps)
             if outcome.code or outcome.left or outcome.restarts:
                 sys.exit(f"the undisturbed run: {outcome}")
@@ -118,7 +119,7 @@ def main() -> None:
             if before is not None and before["sha256"] != outcome.sha256:  # seeds say which policy theirs was
                 found.setdefault("before", []).append(before)
             found["undisturbed"][runner] = asdict(outcome)  # its seconds, too, are of this code on this machine today
-            found["package"][runner] = package()
+            found["package"][runner] = code_digest()
             write(arguments.out, found)
         whole = found["undisturbed"][runner]
         print(f"undisturbed, {runner}: {whole['seconds']:.1f} s, policy {whole['sha256'][:12]}", flush=True)
@@ -251,14 +252,6 @@ def read(path: Path, steps: int) -> dict[str, Any]:
     if found["settings"] != settings:
         sys.exit(f"{path} is of other settings: give another --out, or remove it")
     return found
-
-
-def package() -> str:
-    """Digest of the code that is killed."""
-    digest = hashlib.sha256()
-    for file in sorted((ROOT / "megatron_stare").rglob("*.py")):
-        digest.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
-    return digest.hexdigest()
 
 
 def write(path: Path, found: dict[str, Any]) -> None:

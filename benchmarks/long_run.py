@@ -36,12 +36,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # of what a run leaves behind
 
 import psutil
-from kill_anywhere import PROCESSES, kind_of, package
+from kill_anywhere import PROCESSES, kind_of
 from long_run_figures import figures, judged
 from machine import machine
 from support.leftovers import Traces
 
 from megatron_stare.black_box.driver_side import PREFIX
+from megatron_stare.installed import code_digest
 from megatron_stare.observability.json_lines import read_jsonl, to_line
 
 ROOT = Path(__file__).parents[1]
@@ -176,7 +177,12 @@ class LongRun:
             )
         created = psutil.Process(supervisor.pid).create_time()
         self._note(
-            "started", pid=supervisor.pid, created=created, own_shm=has_own, package=package(), settings=self._settings
+            "started",
+            pid=supervisor.pid,
+            created=created,
+            own_shm=has_own,
+            package=code_digest(),
+            settings=self._settings,
         )
         return supervisor
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -17,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from megatron_stare.installed import versions
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "flash-attn", "ray", "transformers", "numpy")
 # what a run or its libraries read
@@ -98,12 +99,7 @@ def local_facts() -> Facts:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    found = {"python": platform.python_version(), **versions(PACKAGES)}
     if "torch" in found:
         import torch
 

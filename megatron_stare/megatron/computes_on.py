@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import platform
 import re
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
-import megatron_stare
+from megatron_stare.installed import code_digest, versions
 
 LIBRARIES = ("megatron-core", "transformer-engine", "flash-attn")  # beside torch, where they are installed
 
 
 def computes_on() -> str:
     """Device, releases of libraries, and a digest of this package's code: an upgrade may make sums in another order."""
-    return ", ".join([_device(), f"torch {torch.__version__}", *_libraries(), f"code {code_digest()}"])
-
-
-@functools.cache
-def code_digest() -> str:
-    """Of the package's modules, as they are when it is first asked for; 12 hexadecimal digits."""
-    package, digest = Path(megatron_stare.__file__).parent, hashlib.sha256()
-    for file in sorted(package.rglob("*.py")):
-        digest.update(f"{file.relative_to(package)}\n".encode() + file.read_bytes())
-    return digest.hexdigest()[:12]
+    libraries = (f"{name} {release}" for name, release in versions(LIBRARIES).items())
+    return ", ".join([_device(), f"torch {torch.__version__}", *libraries, f"code {code_digest()[:12]}"])
 
 
 def _device() -> str:
@@ -41,13 +30,3 @@ def _device() -> str:
 def _cpu_info() -> str:
     file = Path("/proc/cpuinfo")
     return file.read_text() if file.exists() else ""
-
-
-def _libraries() -> list[str]:
-    found = []
-    for library in LIBRARIES:
-        try:
-            found.append(f"{library} {version(library)}")
-        except PackageNotFoundError:
-            continue
-    return found

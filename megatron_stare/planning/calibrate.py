@@ -15,7 +15,6 @@ from megatron_stare.planning.fit import PlannedFit
 from megatron_stare.planning.gpus import Gpu
 from megatron_stare.planning.phase_times import (
     Lengths,
-    Work,
     log_prob_work,
     rollout_seconds,
     sync_work,
@@ -75,17 +74,11 @@ def _parts(
     run = resolve_run(config)
     fit = PlannedFit(gpu.memory)
     nbytes = max(fit.stages(run), key=lambda each: sum(each.values()))
-    works: dict[str, Work] = {
+    works = {
         "log_probs": log_prob_work(run, gpu, start, lengths),
         "update": update_work(config, run.shape, gpu, start, lengths, nbytes),
         "sync": sync_work(config, run.shape, nbytes),
     }
-    if not config.rollout.staleness:  # ahead of training, a rollout's time is what training waited for
-        at_rates, with_one = (
-            rollout_seconds(config, run.shape, gpu, replace(start, decode_layer_s=each), lengths, fit.served(run))
-            for each in (0.0, 1.0)
-        )
-        works["rollout"] = Work(at_rates, moved=with_one - at_rates)
     found = {}
     for phase, work in works.items():
         seconds = metrics.get(f"time/{phase}_s", 0.0)
@@ -98,6 +91,14 @@ def _parts(
                 fix="check --gpu",
             )
         found[phase] = Seen(work.ideal, work.moved, seconds - work.fixed)
+    seconds = metrics.get("time/rollout_s", 0.0)
+    if seconds and not config.rollout.staleness:  # ahead of training, its time is what training waited for
+        served = fit.served(run)
+        at_rates, with_one = (
+            rollout_seconds(config, run.shape, gpu, replace(start, decode_layer_s=each), lengths, served)
+            for each in (0.0, 1.0)
+        )
+        found["rollout"] = Seen(at_rates, with_one - at_rates, seconds)
     return found
 
 

@@ -77,16 +77,13 @@ def test_what_does_not_grow_with_products_is_found_in_runs_of_several_sizes(tmp_
     true = replace(TRUE, log_prob_moves=20.0, update_moves=50.0, decode_layer_s=3e-5)
     folders = [
         a_run(tmp_path / "a", true=true),
-        a_run(tmp_path / "b", true=true, model="qwen3-8b-base", metrics={"time/sync_s": 16e9 / TRUE.sync_bytes_s}),
+        a_run(tmp_path / "b", true=true, model="qwen3-8b-base"),
         a_run(tmp_path / "c", true=true, model="qwen3-1.7b-base", rollout={"staleness": 1}),
     ]
     for pair in (folders[:2], folders):
         found = calibrate(pair, GPU, Coefficients(), None)
         assert found.run == ", ".join(map(str, pair))
-        assert {**asdict(found.coefficients), "sync_bytes_s": 0, "fixed_s": 0} == pytest.approx(
-            {**asdict(true), "sync_bytes_s": 0, "fixed_s": 0}
-        )
-        assert found.coefficients.sync_bytes_s == pytest.approx(TRUE.sync_bytes_s, rel=0.05)
+        assert asdict(found.coefficients) == pytest.approx(asdict(true))
     alone = calibrate(folders[1:2], GPU, Coefficients(), None).coefficients
     assert (alone.log_prob_moves, alone.update_moves, alone.decode_layer_s) == (0, 0, 0)
     assert alone.update_mfu < true.update_mfu
