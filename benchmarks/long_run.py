@@ -47,7 +47,14 @@ from megatron_stare.observability.json_lines import read_jsonl, to_line
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results/long_run.json"
-STARE = {"run.checkpoint_every": 20, "black_box.end_run": True, "rollout.threads": 1}
+STARE = {
+    "run.checkpoint_every": 20,
+    "black_box.end_run": True,
+    "rollout.threads": 1,
+    # several micro-batches a step, as any run but a tiny one has: in one of the whole batch tensors are as large as the
+    # batch happens to be, and the C library's heap breaks into pieces for some 200 steps after each start
+    "batch.micro_batch_tokens": 2048,
+}
 # what STARE is compared with differs from it in nothing but weights and gate: scripts/quickstart.sh
 GRPO = {
     "algorithm": "grpo",
