@@ -104,6 +104,46 @@ def test_a_server_that_hangs_in_a_weight_sync_costs_what_the_black_box_waits_for
     assert run.traces.left() == []
 
 
+def test_a_run_that_is_told_to_end_while_its_servers_have_left_the_device_saves_and_goes_on(tmp_path: Path) -> None:
+    """SIGTERM while ranks compute, the servers' memory released: the step is finished, which takes the servers back,
+    saved, and nothing stays. Resumed, both servers hold the weights that were saved."""
+    colocated = ("parallel.tensor=2", "rollout.engines=2", "sglang.sync=tensor", "sglang.colocated=true")
+    limit, settings = f"sglang.agreement_limit={LIMIT}", {"run.steps": 8, "run.checkpoint_every": 0}
+    run = Run(tmp_path, *colocated, limit, **settings)
+    try:
+        for line in run.lines():
+            if is_step(line, 2):
+                assert run.traces.look() == 2
+                marked = run.traces._marked()
+                (beats,) = (p.cmdline()[-1] for p in marked if "megatron_stare.black_box.watcher" in p.cmdline())
+                rank = beat_file(Path(beats), "trainer rank 0")
+                while (beat := read_beat(rank)) is None or beat.phase != "compute_log_probs":
+                    pass
+                run.process.send_signal(signal.SIGTERM)
+        assert run.process.wait() == 128 + signal.SIGTERM, run.errors()
+    finally:
+        run.process.kill()
+        run.process.wait()
+        run.log.close()
+    said = (tmp_path / "stderr.log").read_text()
+    found = re.search(r"after step (\d) of 8; the last checkpoint is of step (\d); continue with", said)
+    assert found and found[1] == found[2] == "3", said
+    assert run.traces.left() == []
+    again = Run(tmp_path, *colocated, limit, "--resume", **settings | {"run.steps": 5})
+    try:
+        assert [again.traces.look() for line in again.lines() if is_step(line, 4)] == [2]
+        assert again.process.wait() == 0, again.errors()
+    finally:
+        again.process.kill()
+        again.process.wait()
+        again.log.close()
+    rows = metrics(run.dir)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    for row in rows:
+        assert row["agreement/max"] <= LIMIT and row["agreement/canary_max"] <= LIMIT
+    assert again.traces.left() == []
+
+
 def faulty(folder: Path, fault: str) -> str:
     """A Python of SGLang's environment in which a server, and nothing else, begins with a fault."""
     script = folder / "python"
