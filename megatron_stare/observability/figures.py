@@ -6,10 +6,11 @@ terminal when a run has finished.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_stare.observability.paired import BAND, RECENT, compared, summary
 from megatron_stare.observability.run_files import RunRecord, read_run, result_name
@@ -65,13 +66,29 @@ def outline(run: RunRecord) -> str:
 
 
 def started(run: RunRecord) -> str:
-    """Date, host and commit of its starts; "" for a run of a release that did not note them."""
+    """Date, host and commit of its starts; those one after the other in the same place as one. "" for a run of a
+    release that did not note them."""
     said: list[str] = []
-    for start in run.starts:
-        verb = "started" if not said else f"resumed after step {start['step']}"
-        commit = f", commit {start['commit']}" if start.get("commit") else f", release {start.get('version')}"
-        said.append(f"{verb} {str(start.get('date'))[:16].replace('T', ' ')} on {start.get('host')}{commit}")
+    for place, starts in itertools.groupby(run.starts, _place):
+        first, *others = starts
+        said.append(f"{_begun(first) if said else 'started'} {_date(first)} {place}")
+        if others:
+            times = f"{len(others)} times there, the last " if len(others) > 1 else ""
+            said.append(f"{_begun(others[-1], times)} {_date(others[-1])}")
     return "; ".join(said)
+
+
+def _place(start: dict[str, Any]) -> str:
+    code = f"commit {start['commit']}" if start.get("commit") else f"release {start.get('version')}"
+    return f"on {start.get('host')}, {code}"
+
+
+def _begun(start: dict[str, Any], times: str = "") -> str:
+    return f"resumed {times}after step {start['step']}"
+
+
+def _date(start: dict[str, Any]) -> str:
+    return str(start.get("date"))[:16].replace("T", " ")
 
 
 def duration(seconds: float | None) -> str:

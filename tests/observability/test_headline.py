@@ -10,6 +10,7 @@ import pytest
 from support.synthetic_runs import synthetic_run
 
 from megatron_stare.errors import DataError
+from megatron_stare.observability.figures import started
 from megatron_stare.observability.json_lines import read_jsonl, write_atomically
 from megatron_stare.observability.report.comparison import against, settings_that_tell
 from megatron_stare.observability.report.headline import GREEDY, alike, headline
@@ -170,3 +171,19 @@ def test_the_start_of_a_run_is_noted(tmp_path: Path) -> None:
     assert len(read_run(run).starts) == 2
     page = write_report([run], tmp_path / "a.html").read_text()
     assert "; resumed after step 2 2026-02-01 08:30 on b, release 1" in page
+
+
+def test_many_starts_in_one_place_are_told_in_a_few_words(tmp_path: Path) -> None:
+    run = synthetic_run(tmp_path / "run", "held", 3)
+    places = [("a", "c1"), ("a", "c1"), ("b", "c1"), ("b", "c1"), ("b", "c1"), ("b", "c2")]
+    starts = [
+        {"step": 10 * at, "date": f"2026-02-0{at + 1}T08:30:00+0000", "host": host, "commit": commit}
+        for at, (host, commit) in enumerate(places)
+    ]
+    write_atomically(run / "starts.jsonl", starts)
+    assert started(read_run(run)) == (
+        "started 2026-02-01 08:30 on a, commit c1; resumed after step 10 2026-02-02 08:30; "
+        "resumed after step 20 2026-02-03 08:30 on b, commit c1; "
+        "resumed 2 times there, the last after step 40 2026-02-05 08:30; "
+        "resumed after step 50 2026-02-06 08:30 on b, commit c2"
+    )
