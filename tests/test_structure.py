@@ -34,6 +34,7 @@ LEVELS = {
     "network": 1,
     "metric": 0,
     "heap": 0,
+    "installed": 0,
     "algorithms": 2,
     "ops": 2,
     "config": 3,
