@@ -98,12 +98,13 @@ def test_a_ray_of_ours_that_is_broken_is_noticed_ended_whole_and_started_again(k
 def test_a_ray_that_breaks_while_it_starts_is_a_loss_and_nothing_of_it_stays(kind: str) -> None:
     """Ray waits for half a minute, speaks of a node that is late, and leaves the others where they are."""
     config = validate({"model": {"path": "m"}, "runtime": {"object_store_mb": 100}}, "a.yaml")
+    before = psutil.Process().children(recursive=True)  # of tests that this process ran earlier
     started: list[int] = []
 
     def kill() -> None:
         while not (found := [each for each in psutil.Process().children() if each.name() == kind]):
             pass
-        started.extend(each.pid for each in psutil.Process().children(recursive=True))
+        started.extend(each.pid for each in psutil.Process().children(recursive=True) if each not in before)
         found[0].kill()
 
     killer = threading.Thread(target=kill)
