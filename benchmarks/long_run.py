@@ -33,6 +33,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the package that is run; the environment may have another's
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # of what a run leaves behind
 
 import psutil
