@@ -3,8 +3,8 @@
 Comes from the system; goes through whatever the run is at to `cli.py`, which says what there is to continue. Ctrl-C
 raises at once. Once a run makes steps, SIGTERM and SIGUSR1 are to leave a checkpoint, so they raise where the state is
 that of a whole step: SIGTERM while responses are sampled, or else after the update under way, for which there is a
-limit; SIGUSR1 after the step. Only one signal raises. Later ones are announced: a second exception, in the middle of
-what the first one closes, would leave processes behind.
+limit; SIGUSR1 after the step. What the main thread runs in an event loop is cancelled first. Only one signal raises.
+Later ones are announced: a second exception, in the middle of what the first one closes, would leave processes behind.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -27,6 +28,7 @@ T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 AFTER_STEP = signal.SIGUSR1
+LOOP_S = 5.0  # in which an event loop that is told to end has its coroutines closed; one of them may block it
 TO_BE_CONTINUED = 75  # exit code of a run that was told to end, or was out of time, and is to be resumed; EX_TEMPFAIL
 
 
@@ -53,6 +55,7 @@ class Interruption:
         self.deadline: float | None = None  # by time.monotonic, of what is done before closing
         self.raised = False  # or is owed, where nothing may be raised
         self.gave_up = False  # the update under way did not end in time
+        self.end_loop: Callable[[], None] | None = None  # of the event loop that the main thread runs; it raises after
 
     @property
     def exit_code(self) -> int:
@@ -144,19 +147,13 @@ def uninterrupted() -> Iterator[None]:
         _closing -= 1
 
 
-def run_whole(coroutine: Coroutine[Any, Any, T]) -> T:
-    """As asyncio.run, in a loop that no signal leaves half made or half closed: Python prints a traceback as it forgets
-    half a loop."""
-    before = _current.raised
-    with uninterrupted():
+def run_whole(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """As asyncio.run of the coroutine that is made; interrupted as `run_on` is."""
+    with _raises_after() as raises:
         loop = asyncio.new_event_loop()
-    try:
-        if _current.raised != before:  # a signal came meanwhile
-            coroutine.close()
-            raise KeyboardInterrupt
-        return loop.run_until_complete(coroutine)
-    finally:
-        with uninterrupted():
+        try:
+            return _run(loop, make, raises)
+        finally:
             left = asyncio.all_tasks(loop)
             for task in left:
                 task.cancel()
@@ -165,6 +162,63 @@ def run_whole(coroutine: Coroutine[Any, Any, T]) -> T:
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.run_until_complete(loop.shutdown_default_executor())
             loop.close()
+
+
+def run_on(loop: asyncio.AbstractEventLoop, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """The result of the coroutine that is made, in a loop that stays.
+
+    A signal that raises cancels the coroutine, and raises when that has ended. Raised in the middle of a loop, it would
+    leave coroutines that nobody awaits and half a loop, of which Python tells the user when it forgets them. What has
+    not ended after LOOP_S is left as it is.
+    """
+    with _raises_after() as raises:
+        return _run(loop, make, raises)
+
+
+def start_on(loop: asyncio.AbstractEventLoop, make: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
+    """What the coroutine that is made will end with, in a loop that another thread runs; no signal comes between the
+    two, and none ends it."""
+    with _raises_after():
+        return asyncio.run_coroutine_threadsafe(make(), loop)
+
+
+def _run(loop: asyncio.AbstractEventLoop, make: Callable[[], Coroutine[Any, Any, T]], raises: bool) -> T:
+    """See `run_on`.
+
+    Args:
+        raises: whether a signal ends the coroutine; not in another thread, nor where processes are being closed.
+    """
+    if not raises:
+        return loop.run_until_complete(make())
+    task = loop.create_task(make())
+    _current.end_loop = lambda: _end_within(loop, task)
+    try:
+        if _current.raised:
+            _current.end_loop()
+        return loop.run_until_complete(task)
+    finally:
+        _current.end_loop = None
+        if _current.raised:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _end_within(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
+    signal.setitimer(signal.ITIMER_REAL, LOOP_S)  # in the place of `grace_s`, which has ended as this is raised
+    loop.call_soon_threadsafe(task.cancel)
+
+
+@contextlib.contextmanager
+def _raises_after() -> Iterator[bool]:
+    """While open, a signal raises nothing, and does so after it. Whether it would have raised here at all."""
+    if threading.current_thread() is not threading.main_thread() or _closing or _current.raised:
+        yield False
+        return
+    try:
+        with uninterrupted():
+            yield True
+    finally:
+        if _current.raised:
+            raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
@@ -255,16 +309,22 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 def _late(number: int, frame: FrameType | None) -> None:
-    """What SIGTERM let go on has taken too long."""
-    if _current.number is not None and not _current.raised:
+    """What SIGTERM let go on, or an event loop that is to end, has taken too long."""
+    if _current.number is None:
+        return
+    if not _current.raised:
         _current.gave_up = True
         _say(f"{_current.grace_s:g} s are over: closing the run without a checkpoint")
         _raise()
+    elif _current.end_loop is not None:
+        raise KeyboardInterrupt
 
 
 def _raise() -> None:
     _current.raised = True
-    if not _closing:
+    if _current.end_loop is not None:
+        _current.end_loop()
+    elif not _closing:
         raise KeyboardInterrupt
 
 

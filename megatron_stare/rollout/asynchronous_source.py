@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_stare.batch import SamplingParams
+from megatron_stare.interruption import start_on
 from megatron_stare.metric import Metric
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.rollout.ages import Ages
@@ -111,33 +111,33 @@ class AsynchronousSource(RolloutSource):
         self.metrics = {
             **collected.metrics,
             **self._ages.settle(collected.trajectories, step),
-            "staleness/steps_ahead": self._wait(self._count_made()),
+            "staleness/steps_ahead": self._wait(self._count_made),
         }
         return RolloutBatch.from_trajectories(collected.trajectories, step)
 
     def publish(self, weights: Exported, version: int) -> None:
         self._rollouts.pool.update_weights(version, weights)
-        self._wait(self._published(version))
+        self._wait(partial(self._published, version))
 
     def state(self) -> PromptState:
         """The stream's before the first prompt that no batch was made of yet; what is under way is sampled anew by
         whoever begins from it."""
-        return self._wait(self._first_unused())
+        return self._wait(self._first_unused)
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
         """While open, the engines are the caller's: what was begun has been made, and nothing is begun."""
         try:
-            self._wait(self._hold())  # raises the error of what was begun, and then holds nothing
+            self._wait(self._hold)  # raises the error of what was begun, and then holds nothing
             yield
         finally:
-            self._wait(self._go_on())
+            self._wait(self._go_on)
 
     def close(self) -> None:
         """Gives up what is under way. Closing twice is allowed."""
         if not self._thread.is_alive():
             return
-        self._wait(self._cancel())
+        self._wait(self._cancel)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -150,10 +150,10 @@ class AsynchronousSource(RolloutSource):
         finally:
             self._loop.close()
 
-    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Its result, from the loop's thread. A signal's exception passes through, and what is waited for goes on."""
-        future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        return future.result()
+    def _wait(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The result of the coroutine that is made, from the loop's thread. A signal's exception passes through, and
+        what is waited for goes on."""
+        return start_on(self._loop, make).result()
 
     def _wait_showing(self, step: int) -> Collected:
         """A step's trajectories. Waits for news of the step, and tells progress in the caller's thread; unblocked by
@@ -163,7 +163,7 @@ class AsynchronousSource(RolloutSource):
         try:
             if step in self._counts:
                 self._progress(*self._counts[step])
-            future = asyncio.run_coroutine_threadsafe(self._taken(step), self._loop)
+            future = start_on(self._loop, partial(self._taken, step))
             future.add_done_callback(lambda _: news.put(None))
             while (counts := news.get()) is not None:
                 self._progress(*counts)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from megatron_stare.batch import SamplingParams
 from megatron_stare.errors import UserError
+from megatron_stare.interruption import start_on
 from megatron_stare.metric import Metric
 from megatron_stare.rollout.dispatch import Dispatch, Serving
 from megatron_stare.rollout.engine import ModelInfo
@@ -157,7 +158,7 @@ class EnginePool:
             if dispatch is not None:
                 if _runs_here(dispatch.loop):
                     raise RuntimeError("replicas cannot be held from the event loop that asks them for tokens")
-                asyncio.run_coroutine_threadsafe(dispatch.hold(), dispatch.loop).result()
+                start_on(dispatch.loop, dispatch.hold).result()
             yield
         finally:
             self._held = False

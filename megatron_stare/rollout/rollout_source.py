@@ -110,7 +110,7 @@ class Rollouts:
         verified: Callable[[Trajectory], None] = lambda _: None,
     ) -> list[Trajectory]:
         """See `made`; in an event loop of its own."""
-        return run_whole(self.made(prompts, samples, params, progress, wanted=wanted, verified=verified))
+        return run_whole(lambda: self.made(prompts, samples, params, progress, wanted=wanted, verified=verified))
 
     async def made(
         self,

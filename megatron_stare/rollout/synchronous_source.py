@@ -53,7 +53,7 @@ class SynchronousSource(RolloutSource):
             ValueError: greedily, or from a part of the vocabulary; the loss takes the policy for what was sampled from.
         """
         params = training_params(self._sampling(step))
-        collected = run_whole(self._groups.collect(self._rollouts, params, self._progress, lambda: None))
+        collected = run_whole(lambda: self._groups.collect(self._rollouts, params, self._progress, lambda: None))
         if self._ages is None:
             check_versions(collected.trajectories, self.version)
             self.metrics = collected.metrics

@@ -8,6 +8,7 @@ import random
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -184,7 +185,7 @@ def test_a_stalled_trainer_is_run_ahead_of_as_far_as_allowed(capacity: int | Non
         found.publish(WEIGHTS, 0)
         for step in range(1, 10):
             begun = min(step + bound, 9)
-            found._wait(whatever_may_be(found, begun - step + 1))
+            found._wait(partial(whatever_may_be, found, begun - step + 1))
             assert found._prompts() == {"cursor": 2 * begun}
             assert found.state() == {"cursor": 2 * (step - 1)}
             batch = found.next(step)
@@ -209,7 +210,7 @@ def test_stalled_engines_go_on_with_the_weights_of_then(bound: int) -> None:
         found.publish(WEIGHTS, 0)
         for step in range(1, 16):
             batch = found.next(step)
-            found._wait(stuck(slow, 4 * (min(step + bound, 15) - step)))
+            found._wait(partial(stuck, slow, 4 * (min(step + bound, 15) - step)))
             assert cursors(batch) == [2 * step - 2, 2 * step - 1]
             for trajectory in batch.trajectories:
                 assert trajectory.versions == tuple((v, 3) for v in range(max(0, step - 1 - bound), step))
@@ -223,7 +224,7 @@ def test_stale_tokens_may_be_masked() -> None:
         found.publish(WEIGHTS, 0)
         for step in range(1, 7):
             batch = found.next(step)
-            found._wait(stuck(slow, 4 * (min(step + 2, 6) - step)))
+            found._wait(partial(stuck, slow, 4 * (min(step + 2, 6) - step)))
             ages = step - 1 - batch.weight_versions
             assert batch.loss_mask.tolist() == (ages < 2).tolist()
             assert found.metrics["staleness/masked"] == pytest.approx(float((ages >= 2).double().mean()))
@@ -263,7 +264,7 @@ def test_an_error_is_that_of_the_step_that_waits_for_it() -> None:
     with source([TokenByToken(None, all_of_length(2), asked)], 1) as found:
         found.publish(WEIGHTS, 0)
         found.next(1)
-        found._wait(whatever_may_be(found, 1))
+        found._wait(partial(whatever_may_be, found, 1))
         broken.set()
         found.publish(WEIGHTS, 1)
         assert len(found.next(2).trajectories) == 4
@@ -335,7 +336,7 @@ def test_a_replica_lost_in_a_weight_update_gives_what_it_had_to_the_other(fatal:
             ]
             assert max(ages(batch, step)) <= 2
             if step == 4:
-                found._wait(at_work(lost))
+                found._wait(partial(at_work, lost))
             found.publish(weights, step)
         assert lost.lost and left.version == 9
         assert lost.asked_of & left.asked_of  # made again by the other

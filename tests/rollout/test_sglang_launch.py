@@ -411,13 +411,13 @@ def test_a_port_whose_new_owner_never_answers_does_not_hide_the_servers_end(
             client = SGLangClient(process.url, process.api_key, 60)
             asked: list[bool] = []
 
-            def run(question: Any) -> Any:
+            def run(ask: Any) -> Any:
                 if asked:  # it has been asked once in vain: the server ends
                     process._process.stdin.write(b"go\n")
                     process._process.stdin.flush()
                     process._process.wait()
                 asked.append(True)
-                return loop.run_until_complete(question)
+                return loop.run_until_complete(ask())
 
             with pytest.raises(
                 SGLangError, match=r"ended with 1 \(address already in use: another process took its port\)"

@@ -8,9 +8,11 @@ import os
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
+from megatron_stare.interruption import run_on
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.process_settings import port_share, shared_environment
 from megatron_stare.rollout.beside import Beside
@@ -70,7 +72,7 @@ class SGLangReplica(Replica):
             stack.callback(self.close)
             stack.callback(lambda: loop.run_until_complete(self._client.close()))
             if self._process is not None:
-                self._process.wait_ready(self._client, loop.run_until_complete)
+                self._process.wait_ready(self._client, partial(run_on, loop))
             engine = SGLangEngine(
                 self._client,
                 make_sync(

@@ -15,7 +15,9 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -75,11 +77,11 @@ class ServerProcess:
     def process_group(self) -> int:
         return self._process.pid
 
-    def wait_ready(self, client: SGLangClient, run: object) -> None:
+    def wait_ready(self, client: SGLangClient, run: Callable[[Callable[[], Coroutine[Any, Any, Any]]], object]) -> None:
         """Polls /model_info until the server answers.
 
         Args:
-            run: runs a coroutine of the client to its end (the engine's loop).
+            run: runs the coroutine of the client that is made to its end (in the engine's loop).
 
         Raises:
             SGLangError: it ended, or did not answer within the time limit.
@@ -89,7 +91,7 @@ class ServerProcess:
             self.require_alive()
             with contextlib.suppress(ServerLostError, TimeoutError):
                 # not for as long as a request may take: whoever has taken the port meanwhile may never answer
-                run(asyncio.wait_for(client.model_info(), PROBE_S))  # type: ignore[operator]
+                run(lambda: asyncio.wait_for(client.model_info(), PROBE_S))
                 return
             if time.monotonic() > deadline:
                 raise SGLangError(

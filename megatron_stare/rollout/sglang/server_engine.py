@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from megatron_stare.batch import SamplingParams
 from megatron_stare.errors import ConfigError
+from megatron_stare.interruption import run_on
 from megatron_stare.models import family_named
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, LostRequest, ModelInfo, ServedEngine
 from megatron_stare.rollout.model_folder import model_stop_token_ids, read_model_config
@@ -113,12 +115,12 @@ class SGLangEngine(ServedEngine):
         self._name = secrets.token_hex(4)
         self._under_way: dict[asyncio.Task[GenerateResult | LostRequest], str] = {}  # and what each asks for
         self._watch = Watch(client, process, self._held, probe_s)
-        info = self._at_first(client.server_info())
+        info = self._at_first(client.server_info)
         check_version(str(info["version"]), client.url)
         check_flags(info, flags, client.url)
         check_precision(info, client.url)
         ServerLayout.of(info, client.url).require_family(self._shape, client.url)
-        if not on_loopback(client.url) and not self._at_first(client.asks_for_key()):
+        if not on_loopback(client.url) and not self._at_first(client.asks_for_key):
             raise ConfigError(
                 "the server can be reached from other machines and asks nobody for a key: who can reach it could "
                 "replace its weights",
@@ -127,23 +129,23 @@ class SGLangEngine(ServedEngine):
             )
         bounds = (config.max_position_embeddings, info["max_total_num_tokens"], info.get("context_length"))
         self._context_length = min(int(bound) for bound in bounds if bound is not None) - NEVER_FILLED
-        self._at_first(probe_stop(client, self._stop_token_ids))
+        self._at_first(lambda: probe_stop(client, self._stop_token_ids))
 
-    def _at_first(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine; a server that was started here is looked at where it fails."""
+    def _at_first(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The result of the coroutine that is made; a server that was started here is looked at where it fails."""
         try:
-            return self._waited(coroutine)
+            return self._waited(make)
         except SGLangError:
             if self.process is not None:
                 self.process.require_alive()
             raise
 
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine. Raises ServerGoneError where the server is lost meanwhile."""
-        return self._waited(self._watched(coroutine))
+    def _run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The result of the coroutine that is made. Raises ServerGoneError where the server is lost meanwhile."""
+        return self._waited(partial(self._watched, make))
 
-    async def _watched(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        call = asyncio.ensure_future(coroutine)
+    async def _watched(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        call = asyncio.ensure_future(make())
         try:
             await self._watch.first_of([call])
             return call.result()
@@ -163,14 +165,14 @@ class SGLangEngine(ServedEngine):
 
     def check(self) -> None:
         """See Engine. Waits for the server's word."""
-        self._waited(self._watch.require())
+        self._waited(self._watch.require)
 
-    def _waited(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def _waited(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """On a thread of its own where the caller's runs a loop already, as that of the inline runner does."""
         if not _in_event_loop():
-            return self._loop.run_until_complete(coroutine)
+            return run_on(self._loop, make)
         with ThreadPoolExecutor(1) as thread:  # left only when the thread has ended, so the loop is never run twice
-            return thread.submit(self._loop.run_until_complete, coroutine).result()
+            return thread.submit(run_on, self._loop, make).result()
 
     def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> None:
         """See Engine. Sampling noise is keyed on the request only where the server honours seeds (docs/sglang.md)."""
@@ -207,7 +209,7 @@ class SGLangEngine(ServedEngine):
         """See Engine. Requests go out, and answers come in, only while this waits."""
         if not self._under_way:
             return []
-        return self._waited(self._first(wait_s))
+        return self._waited(lambda: self._first(wait_s))
 
     async def _first(self, wait_s: float) -> list[GenerateResult | LostRequest]:
         """Unblocked by the first answer or error, the server's loss, or after `wait_s`. An error ends the other
@@ -229,7 +231,7 @@ class SGLangEngine(ServedEngine):
 
     def abort(self) -> None:
         if self._under_way:
-            self._waited(self._forget())
+            self._waited(self._forget)
 
     async def _forget(self) -> None:
         """Ends what is under way, here and on the server, if it still answers."""
@@ -251,7 +253,7 @@ class SGLangEngine(ServedEngine):
             return read_prompt_log_probs(answer, tokens, self._client.url)
 
         first, self._calls = self._calls + 1, self._calls + len(sequences)
-        return self._run(everywhere(*(one(tokens, first + i) for i, tokens in enumerate(sequences))))
+        return self._run(lambda: everywhere(*(one(tokens, first + i) for i, tokens in enumerate(sequences))))
 
     def _require_ready(self, action: str) -> None:
         require(self._state, EngineState.HEALTHY, action)
@@ -265,14 +267,14 @@ class SGLangEngine(ServedEngine):
         proven = None if prove or not self._proven else self._proven
         mode: PauseMode = "retract" if self._under_way else "abort"
         self._update = WeightUpdate([self._client], self._sync, version, self._shape, self._dtype, mode, proven=proven)
-        self._guarded(self._update.begin())
+        self._guarded(self._update.begin)
 
     def update_weights(self, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-        self._guarded(self._open_update("update weights").send(named_tensors))
+        self._guarded(partial(self._open_update("update weights").send, named_tensors))
 
     def end_weight_update(self) -> dict[str, str]:
         update = self._open_update("end the weight update")
-        checksums = self._guarded(update.end())
+        checksums = self._guarded(update.end)
         self._published(update.servers)
         return checksums
 
@@ -287,7 +289,7 @@ class SGLangEngine(ServedEngine):
     def end_sent_update(self, sent: Sequence[Sent]) -> None:
         """See ServedEngine."""
         servers = self._open_update("end the weight update").servers
-        self._guarded(self._ended(servers, sent))
+        self._guarded(lambda: self._ended(servers, sent))
         self._published(servers)
 
     def drop_weight_update(self) -> None:
@@ -310,10 +312,10 @@ class SGLangEngine(ServedEngine):
         assert self._update is not None
         return self._update
 
-    def _guarded(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def _guarded(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Runs a part of a weight update. Where it fails the engine is DIRTY, and its server stays paused."""
         try:
-            return self._run(coroutine)
+            return self._run(make)
         except BaseException:
             self._state = advance(self._state, EngineState.DIRTY)
             raise
@@ -324,7 +326,7 @@ class SGLangEngine(ServedEngine):
         self._released = release(self._released, parts)
         if "weights" in parts:
             self._state = advance(self._state, EngineState.RELEASED)
-        self._run(self._release(parts))
+        self._run(lambda: self._release(parts))
 
     async def _release(self, parts: Collection[str]) -> None:
         """A server with a request under way would die of it, so it is paused first and asked whether it is idle."""
@@ -334,12 +336,12 @@ class SGLangEngine(ServedEngine):
 
     def resume_memory(self, parts: Collection[str] = MEMORY) -> None:
         left = resume(self._released, parts)
-        self._run(self._client.resume_memory(parts))
+        self._run(lambda: self._client.resume_memory(parts))
         self._released = left
         if "weights" in parts:
             self._state = advance(self._state, EngineState.DIRTY)
         if not left and publishes(self._state):  # else the end of a weight update does so
-            self._run(self._client.resume())
+            self._run(self._client.resume)
 
     def memory_mb(self) -> float | None:
         """Of a server started here, Pss; None for another's."""

@@ -5,14 +5,16 @@ that send. Bytes go from a rank to the servers; the driver hands on this descrip
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_stare.interruption import run_on
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.rollout.sglang.client import SGLangClient
 from megatron_stare.rollout.sglang.disk_sync import drawn_folder
@@ -115,7 +117,7 @@ class SenderConnection:
         for server in self._outlet.servers:
             require_loopback_here(server.place, server.url)
         assert self._sender is not None
-        self._start(self._sender.begin()).result()
+        self._start(self._sender.begin).result()
 
     def send(self, bucket: Bucket) -> None:
         """See Connection."""
@@ -123,7 +125,8 @@ class SenderConnection:
         assert self._sender is not None
         expected, hashed = self._first or (None, None)
         self._first = None
-        self._under_way = self._start(self._sender.send(bucket.tensors(), hashed if bucket is expected else None))
+        given = bucket.tensors(), hashed if bucket is expected else None
+        self._under_way = self._start(partial(self._sender.send, *given))
 
     def end(self) -> Sent:
         """See Connection."""
@@ -134,8 +137,8 @@ class SenderConnection:
     def forget(self) -> None:
         self._sync.forget()
 
-    def _start(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]:
-        return self._thread.submit(self._loop.run_until_complete, coroutine)
+    def _start(self, make: Callable[[], Coroutine[Any, Any, None]]) -> Future[None]:
+        return self._thread.submit(run_on, self._loop, make)
 
     def _wait(self) -> None:
         if self._under_way is not None:
@@ -143,7 +146,7 @@ class SenderConnection:
             under_way.result()
 
     def close(self) -> None:
-        self._start(self._leave()).result()
+        self._start(self._leave).result()
         self._thread.shutdown()
         self._hashing.shutdown()
         self._loop.close()
