@@ -15,6 +15,7 @@ import itertools
 import os
 import shlex
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -28,6 +29,7 @@ T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 AFTER_STEP = signal.SIGUSR1
+AGAIN_S = 0.01  # after which what a destructor has swallowed is raised anew
 LOOP_S = 5.0  # in which an event loop that is told to end has its coroutines closed; one of them may block it
 TO_BE_CONTINUED = 75  # exit code of a run that was told to end, or was out of time, and is to be resumed; EX_TEMPFAIL
 
@@ -54,6 +56,7 @@ class Interruption:
         self.open_to: set[int] = set()  # signals that raise where the run is now, though it makes steps
         self.deadline: float | None = None  # by time.monotonic, of what is done before closing
         self.raised = False  # or is owed, where nothing may be raised
+        self.swallowed = False  # by a destructor, as it was raised there
         self.gave_up = False  # the update under way did not end in time
         self.end_loop: Callable[[], None] | None = None  # of the event loop that the main thread runs; it raises after
 
@@ -83,11 +86,15 @@ def interruptible() -> Iterator[Interruption]:
     caught = [number for number in SIGNALS if mine and signal.getsignal(number) not in (signal.SIG_IGN, None)]
     handlers = dict.fromkeys(caught, _handle) | ({signal.SIGALRM: _late} if mine else {})
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    said = sys.unraisablehook
+    if mine:
+        sys.unraisablehook = lambda lost: _swallow() if _is_ours(lost.exc_type) else said(lost)
     try:
         yield _current
     finally:
         if mine:
             signal.setitimer(signal.ITIMER_REAL, 0)
+            sys.unraisablehook = said
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -248,7 +255,7 @@ class ClosingStack(contextlib.ExitStack):
 def raise_if_received() -> None:
     """Raises KeyboardInterrupt where a signal came and its own was lost, in a destructor for instance."""
     if _current.number is not None:
-        _current.raised = True
+        _current.raised, _current.swallowed = True, False
         raise KeyboardInterrupt
 
 
@@ -312,7 +319,9 @@ def _late(number: int, frame: FrameType | None) -> None:
     """What SIGTERM let go on, or an event loop that is to end, has taken too long."""
     if _current.number is None:
         return
-    if not _current.raised:
+    if _current.swallowed:
+        _raise_anew()
+    elif not _current.raised:
         _current.gave_up = True
         _say(f"{_current.grace_s:g} s are over: closing the run without a checkpoint")
         _raise()
@@ -320,8 +329,28 @@ def _late(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
 
+def _is_ours(error: type[BaseException]) -> bool:
+    return issubclass(error, KeyboardInterrupt) and _current.number is not None
+
+
+def _swallow() -> None:
+    """A destructor, whose errors Python can only print, was where a signal raised."""
+    _current.raised, _current.swallowed = False, True
+    signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
+
+
+def _raise_anew() -> None:
+    """As the signal did that was swallowed, if the run is still where it may."""
+    number, limit_s = _current.number, _current.grace_s
+    _current.swallowed = False
+    if number == signal.SIGINT or limit_s is None or number in _current.open_to or _current.gave_up:
+        _raise()
+    else:
+        signal.setitimer(signal.ITIMER_REAL, seconds_left() or 0)
+
+
 def _raise() -> None:
-    _current.raised = True
+    _current.raised, _current.swallowed = True, False
     if _current.end_loop is not None:
         _current.end_loop()
     elif not _closing:

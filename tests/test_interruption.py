@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Coroutine, Iterator
@@ -17,6 +18,7 @@ from megatron_stare.interruption import (
     interruptible,
     makes_steps,
     open_to,
+    raise_if_received,
     run_on,
     run_whole,
     start_on,
@@ -210,3 +212,79 @@ def test_a_loop_within_an_update_that_takes_too_long_is_ended(current: Interrupt
         run_whole(lambda: interrupted(work.done(), signal.SIGTERM))
     assert work.notes == ["begun", "ended"]
     assert current.gave_up
+
+
+class Closing:
+    """Is told to end where nothing can be raised."""
+
+    def __init__(self, number: int = signal.SIGINT, error: type[BaseException] | None = None) -> None:
+        self.number, self.error = number, error
+
+    def __del__(self) -> None:
+        if self.error is not None:
+            raise self.error
+        signal.raise_signal(self.number)
+
+
+@pytest.fixture
+def unraised(monkeypatch: pytest.MonkeyPatch) -> list[type[BaseException]]:
+    """The errors of destructors that the user would be shown."""
+    found: list[type[BaseException]] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda lost: found.append(lost.exc_type))
+    return found
+
+
+def test_what_a_destructor_swallows_is_raised_anew_and_not_shown(unraised, current: Interruption) -> None:
+    def run() -> None:
+        Closing()
+        threading.Event().wait(600)
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert unraised == []
+    assert current.raised
+
+
+def test_what_a_destructor_swallows_ends_a_loop_in_order(unraised, current: Interruption, monkeypatch) -> None:
+    monkeypatch.setattr(interruption, "AGAIN_S", 600)
+    work = Work()
+    Closing()
+    with pytest.raises(KeyboardInterrupt):
+        run_whole(lambda: interrupted(work.done(), signal.SIGALRM))
+    assert unraised == []
+    assert work.notes == ["begun", "ended"]
+
+
+def test_what_a_destructor_swallowed_is_raised_once(unraised, current: Interruption, monkeypatch) -> None:
+    monkeypatch.setattr(interruption, "AGAIN_S", 600)
+    Closing()
+    with pytest.raises(KeyboardInterrupt):
+        raise_if_received()
+    signal.raise_signal(signal.SIGALRM)
+    makes_steps(600)
+    Closing(signal.SIGTERM)
+    with open_to(signal.SIGTERM):  # it is being closed already
+        pass
+    assert unraised == []
+
+
+def test_a_sigterm_that_was_swallowed_waits_where_it_may_not_raise_any_more(
+    unraised, current: Interruption, monkeypatch
+) -> None:
+    monkeypatch.setattr(interruption, "AGAIN_S", 600)
+    makes_steps(900)
+    with open_to(signal.SIGTERM):
+        Closing(signal.SIGTERM)
+    assert signal.getitimer(signal.ITIMER_REAL)[0] <= 600
+    signal.raise_signal(signal.SIGALRM)
+    assert not current.raised and not current.gave_up
+    assert 600 < signal.getitimer(signal.ITIMER_REAL)[0] <= 900  # the update under way has as long as before
+    with pytest.raises(KeyboardInterrupt), open_to(signal.SIGTERM):
+        pytest.fail("entered, though SIGTERM was owed")
+    assert unraised == []
+
+
+def test_other_errors_of_destructors_are_shown(unraised, current: Interruption) -> None:
+    Closing(error=ValueError)
+    Closing(error=KeyboardInterrupt)  # nobody's signal
+    assert unraised == [ValueError, KeyboardInterrupt]

@@ -60,6 +60,7 @@ class _Kept:
     __slots__ = ("_address", "_count", "tensor")
 
     def __init__(self, tensor: Tensor, count: SavedForBackward) -> None:
+        self._address: int | None = None  # a signal may end this here, and then `__del__` is still called
         self.tensor, self._count = tensor, count
         self._address = count.add(tensor.untyped_storage())
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,22 @@ def test_memory_kept_for_backward_is_counted_once_and_let_go() -> None:
         second.backward()
     del first, second
     assert count.take_peak() == 2 * 4 * 5000 and count.take_peak() == 0
+
+
+def test_what_a_signal_ends_before_it_is_counted_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    count = SavedForBackward()
+    monkeypatch.setattr(count, "add", interrupted)
+    weight = torch.ones(3, 3, requires_grad=True)
+    with count.counting([]), pytest.raises(KeyboardInterrupt):
+        torch.ones(2, 3) @ weight
+    gc.collect()
+    assert said == []
 
 
 def test_medians_leave_the_first_steps_out_and_memory_is_the_largest() -> None:
