@@ -14,9 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.leftovers import Traces
-from support.runs import ROOT, command, environment, metrics, model
-
-from megatron_stare.black_box.watcher import SETTINGS
+from support.runs import ROOT, command, environment, metrics, model, watched_as
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -105,9 +103,8 @@ def test_the_supervisor_is_small_and_its_run_ends_with_it(tmp_path: Path) -> Non
         try:
             assert any(line.lstrip().startswith("step ") for line in supervisor.stdout)
             (driver,) = psutil.Process(supervisor.pid).children()
-            (watcher,) = (each for each in driver.children() if "megatron_stare.black_box.watcher" in each.cmdline())
-            # which therefore kills a driver that hangs, where it would ask another to end
-            assert json.loads((Path(watcher.cmdline()[-1]) / SETTINGS).read_text())["supervised"] is True
+            # it therefore kills a driver that hangs, where it would ask another to end
+            assert watched_as(driver)["supervised"] is True
             held = [Path(f"/proc/{pid}/maps").read_text() for pid in (supervisor.pid, driver.pid)]
             assert ["libtorch" in each for each in held] == [False, True]
             assert not any(library in held[0] for library in ("_raylet", "numpy"))

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.leftovers import Traces
-from support.runs import command, environment, metrics, model
+from support.runs import command, environment, metrics, model, watched_as
 
 from megatron_stare.interruption import TO_BE_CONTINUED
 
@@ -128,6 +128,7 @@ def test_without_a_checkpoint_none_is_promised_and_an_ignored_signal_stays_ignor
     arguments = command(model(), "run.dir=run", **INLINE | {"run.steps": 50, "run.checkpoint_every": 0})
     run = start(arguments, ignored=(signal.SIGTERM,))
     run.step(1)
+    assert watched_as(psutil.Process(run.process.pid))["supervised"] is False  # nobody would start it again
     run.process.send_signal(signal.SIGTERM)  # as of a shell that a program under nohup has outlived
     run.step(3)
     run.process.send_signal(signal.SIGINT)

@@ -9,11 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 from support.glossary import explained
 
+from megatron_stare.black_box.watcher import SETTINGS
+
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240
+WATCHER = "megatron_stare.black_box.watcher"  # the module that its process runs
 
 # configs/quickstart.yaml, cut down; metrics that depend on the clock or the machine
 SMALL = {
@@ -61,3 +65,9 @@ def metrics(run_dir: Path, *, former: bool = False) -> list[dict[str, Any]]:
         if not former:
             explained(row)
     return [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in rows]
+
+
+def watched_as(driver: psutil.Process) -> dict[str, Any]:
+    """What a run that is going on has told its watcher."""
+    (watcher,) = (each for each in driver.children() if WATCHER in each.cmdline())
+    return json.loads((Path(watcher.cmdline()[-1]) / SETTINGS).read_text())
