@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -15,11 +16,16 @@ from pathlib import Path
 import psutil
 import pytest
 from support.leftovers import Traces
-from support.runs import command, environment, metrics, model, watched_as
+from support.runs import ROOT, command, environment, metrics, model, watched_as
 
 from megatron_stare.interruption import TO_BE_CONTINUED
 
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import signal_anywhere  # a script
+
 pytestmark = pytest.mark.distributed
+BENCHMARK = ROOT / "benchmarks/signal_anywhere.py"
 INLINE = {"runtime.runner": "inline", "parallel.tensor": 1, "eval.prompts": 0}
 
 
@@ -197,3 +203,43 @@ def test_a_signal_before_the_run_has_a_directory(start, tmp_path: Path) -> None:
     assert "interrupted (SIGINT) before the run began" in said
     assert to_type(said)[3:] == command("algorithm=grpo", config="config.yaml")[3:]
     assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.slow
+def test_a_signal_at_any_time_is_answered_in_two_lines(tmp_path: Path) -> None:
+    """Six of the moments of benchmarks/signal_anywhere.py, of which some are before the first step."""
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARK), "--seeds=6", "--first-seed=4", f"--out={tmp_path / 'signals.json'}"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "6 of 6 in order"
+    seeds = json.loads((tmp_path / "signals.json").read_text())["seeds"].values()
+    assert {each["signal"] for each in seeds} == {"SIGINT", "SIGTERM", "SIGUSR1"}
+    assert {each["steps"] == 0 for each in seeds} == {True, False}
+
+
+SAID = """SIGINT: closing the run, which takes some seconds
+interrupted (SIGINT) after step 3 of 50; there is no checkpoint yet, so the run starts anew, with
+  megatron-stare train configs/quickstart.yaml
+"""
+SAVED = SAID.replace("INT", "USR1").replace("there is no checkpoint yet", "the last checkpoint is of step 3")
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said", "well"),
+    [
+        (signal.SIGINT, 130, SAID, True),
+        (signal.SIGINT, 1, SAID, False),
+        (signal.SIGTERM, 143, SAID, False),
+        (signal.SIGTERM, 143, SAID.replace("SIGINT", "SIGTERM"), False),  # it saves first
+        (signal.SIGINT, 130, SAID + "RuntimeWarning: coroutine was never awaited\n", False),
+        (signal.SIGINT, 130, SAID.partition("\n")[2], False),
+        (signal.SIGUSR1, 75, SAVED, True),
+        (signal.SIGUSR1, 138, SAVED, False),
+    ],
+)
+def test_what_the_benchmark_takes_for_in_order(number: int, code: int, said: str, well: bool) -> None:
+    assert signal_anywhere.in_order(number, code, said) is well
