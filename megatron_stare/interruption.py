@@ -58,7 +58,7 @@ class Interruption:
         self.raised = False  # or is owed, where nothing may be raised
         self.swallowed = False  # by a destructor, as it was raised there
         self.gave_up = False  # the update under way did not end in time
-        self.end_loop: Callable[[], None] | None = None  # of the event loop that the main thread runs; it raises after
+        self.end_loop: Callable[[], None] | None = None  # of the main thread; None: it runs no event loop
 
     @property
     def exit_code(self) -> int:
@@ -155,7 +155,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 def run_whole(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """As asyncio.run of the coroutine that is made; interrupted as `run_on` is."""
+    """As asyncio.run of the coroutine that is made. Interrupted as `run_on` is, but leaves nothing under way."""
     with _raises_after() as raises:
         loop = asyncio.new_event_loop()
         try:

@@ -29,6 +29,7 @@ from megatron_stare.interruption import (
 @pytest.fixture
 def current(caplog: pytest.LogCaptureFixture) -> Iterator[Interruption]:
     """Signals are those of a run, and Python must have nothing to say of what was left behind."""
+    gc.collect()  # what earlier tests left is theirs
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         with interruptible() as current:
@@ -282,6 +283,13 @@ def test_a_sigterm_that_was_swallowed_waits_where_it_may_not_raise_any_more(
     with pytest.raises(KeyboardInterrupt), open_to(signal.SIGTERM):
         pytest.fail("entered, though SIGTERM was owed")
     assert unraised == []
+
+
+def test_errors_of_destructors_are_python_s_again_after_the_run(unraised) -> None:
+    before = sys.unraisablehook
+    with interruptible():
+        assert sys.unraisablehook is not before
+    assert sys.unraisablehook is before
 
 
 def test_other_errors_of_destructors_are_shown(unraised, current: Interruption) -> None:

@@ -264,3 +264,15 @@ def test_a_run_s_model_and_method_are_resolved_in_one_place(name: str, places: s
         if isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node).endswith(name)
     }
     assert using == places
+
+
+def test_event_loops_are_run_where_signals_are_known() -> None:
+    """Elsewhere a signal would raise between a coroutine and its task, or in the middle of a loop."""
+    names = {"run_until_complete", "run_coroutine_threadsafe", "asyncio.run", "asyncio.Runner"}
+    using = {
+        str(file.relative_to(PACKAGE))
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and names & {node.attr, ast.unparse(node)}
+    }
+    assert using == {"interruption.py"}

@@ -70,7 +70,7 @@ class SGLangReplica(Replica):
         with contextlib.ExitStack() as stack:
             stack.callback(loop.close)
             stack.callback(self.close)
-            stack.callback(lambda: loop.run_until_complete(self._client.close()))
+            stack.callback(run_on, loop, self._client.close)
             if self._process is not None:
                 self._process.wait_ready(self._client, partial(run_on, loop))
             engine = SGLangEngine(

@@ -364,7 +364,7 @@ class SGLangEngine(ServedEngine):
         self._state = advance(self._state, EngineState.DEAD)
         try:
             with contextlib.suppress(SGLangError):
-                self._loop.run_until_complete(self._leave())
+                run_on(self._loop, self._leave)
         finally:
             if self.process is not None:
                 self.process.close()
