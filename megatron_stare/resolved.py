@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron_stare.algorithms.method import Method
 from megatron_stare.config.schema import Config
-from megatron_stare.models import read_shape
+from megatron_stare.models import published_shape, read_shape
 from megatron_stare.models.shape import ModelShape
 
 
@@ -23,10 +23,14 @@ class ResolvedRun:
         return self.config.algorithm.method
 
 
-def resolve_run(config: Config) -> ResolvedRun:
+def resolve_run(config: Config, *, published: bool = False) -> ResolvedRun:
     """Reads what the configuration names, and checks no more than that: preflight.check does.
+
+    Args:
+        published: whether the shape that ships may stand for a model that is not here (models.published_shape).
 
     Raises:
         DataError: the model cannot be read.
     """
-    return ResolvedRun(config, read_shape(config.model.path))
+    shape = published_shape(config.model.path) if published else None
+    return ResolvedRun(config, shape or read_shape(config.model.path))

@@ -120,7 +120,7 @@ def with_absolute_paths(config: Config) -> Config:
     """The same configuration, with the files and folders it reads named from the root, so that it means the same
     wherever it is read. Symbolic links stay: the Python of an environment is one."""
     data: dict[str, Any] = {}
-    if _reads_files(config.data.source):  # to a source of the user's own they are what it makes of them
+    if reads_files(config.data.source):  # to a source of the user's own they are what it makes of them
         data = {
             "path": _absolute(config.data.path),
             "eval_path": _absolute(config.data.eval_path),
@@ -129,7 +129,7 @@ def with_absolute_paths(config: Config) -> Config:
         }
     tasks = [
         task.model_copy(update={"path": _absolute(task.path)})
-        if _reads_files(task.source or config.data.source)
+        if reads_files(task.source or config.data.source)
         else task
         for task in config.eval.tasks
     ]
@@ -144,7 +144,7 @@ def with_absolute_paths(config: Config) -> Config:
     return config.model_copy(update=sections | {"eval": config.eval.model_copy(update={"tasks": tasks})})
 
 
-def _reads_files(source: str) -> bool:
+def reads_files(source: str) -> bool:
     """Whether data.path and its like are files to a source of prompts."""
     return source in ("files", "jsonl")
 

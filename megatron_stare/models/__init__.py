@@ -20,6 +20,7 @@ from megatron_stare.errors import DataError
 from megatron_stare.models.family import ModelFamily
 from megatron_stare.models.rules import Rule, numbered
 from megatron_stare.models.shape import ModelShape
+from megatron_stare.shipped import SHIPPED
 
 
 def _found() -> dict[str, ModelFamily]:
@@ -89,6 +90,17 @@ def read_shape(path: str | Path) -> ModelShape:
         return family.shape(config)
     except KeyError as error:
         raise DataError(f"the field {error} is missing", where=str(file)) from error
+
+
+def published_shape(path: str | Path) -> ModelShape | None:
+    """The shape that ships of the model that a folder is named after, such as `models/Qwen2.5-32B`; for what plans or
+    rehearses a run where its model is not.
+
+    None: something is there, or no shape of this name ships.
+    """
+    name = Path(path).name.lower().removeprefix("deepseek-")
+    folder = SHIPPED / "assets" / "architectures" / name
+    return read_shape(folder) if name and folder.is_dir() and not Path(path).exists() else None
 
 
 def rule_for(name: str, shape: ModelShape) -> Rule:

@@ -9,6 +9,7 @@ from megatron_stare.memory_budget import ITEMS, Budget
 from megatron_stare.planning.coefficients import SOURCES
 from megatron_stare.planning.phase_times import ASSUMPTIONS
 from megatron_stare.planning.run_plan import Plan, days
+from megatron_stare.run.preflight import not_checked
 
 WIDTH = 50  # characters of a GPU's memory
 _SHORT = {"tensor": "TP", "pipeline": "PP", "virtual_pipeline": "VPP", "context": "CP", "expert": "EP", "data": "DP"}
@@ -110,5 +111,6 @@ def _assumed(plan: Plan) -> str:
         lines.append(f"fitted to {plan.fitted.run}: " + ", ".join(f"{name} {value:.3g}" for name, value in of.items()))
     else:
         lines += [f"assumed: {name} {value:.3g} ({SOURCES[name]})" for name, value in of.items()]
+    lines += not_checked(plan.run.config)
     lines.append("activations are those of unfused layers on a CPU: fused kernels keep less")
     return "\n".join(lines)

@@ -20,7 +20,7 @@ from megatron_stare.planning.phase_times import ASSUMPTIONS, Lengths, Step, step
 from megatron_stare.resolved import ResolvedRun, resolve_run
 from megatron_stare.rollout.replicas import replica_count, replica_gpus
 from megatron_stare.rollout.served_memory import ServedMemory
-from megatron_stare.run.preflight import check_lengths
+from megatron_stare.run.preflight import check_lengths, not_checked
 
 DAY = 86400.0
 SHOWN = 8  # layouts
@@ -83,7 +83,7 @@ class Plan:
 def make_plan(config: Config, site: Site, lengths: Lengths, fitted: Fitted) -> Plan:
     """Raises UserError for a model that cannot be read, or a layout that does not run or cannot be placed."""
     started = time.monotonic()
-    run = resolve_run(with_absolute_paths(config))
+    run = resolve_run(with_absolute_paths(config), published=True)
     if lengths.prompt + lengths.response > run.shape.max_positions:
         raise ConfigError(
             f"{lengths.prompt + lengths.response:.0f} tokens are more than the model's {run.shape.max_positions}",
@@ -144,6 +144,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "fitted_to": plan.fitted.run,
         "sources": SOURCES,
         "assumptions": list(ASSUMPTIONS),
+        "not_checked": not_checked(plan.run.config),
         "searched": plan.searched,
         "fitting": plan.fitting,
         "nearest": [

@@ -63,6 +63,12 @@ class Replica(ABC):
         return None
 
     @classmethod
+    def without_install(cls, config: Config) -> Config | None:
+        """What of a configuration `check` can take where the software of its servers is not on this machine; None: it
+        is, or no server is started here."""
+        return None
+
+    @classmethod
     def gpus(cls, config: Config) -> int:
         """How many GPUs of a cluster a replica needs; 0: it takes none."""
         return 0
@@ -141,6 +147,11 @@ def make_part(config: Config, number: int, node: int) -> ReplicaPart:
 def check_engine(config: Config, shape: ModelShape) -> None:
     """Raises ConfigError for an engine that does not exist, or could not run as it is configured."""
     _kind(config).check(config, shape)
+
+
+def without_install(config: Config) -> Config | None:
+    """See Replica.without_install."""
+    return _kind(config).without_install(config)
 
 
 def replica_count(config: Config) -> int:

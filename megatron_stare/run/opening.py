@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,19 +10,28 @@ from typing import Any
 from megatron_stare.activation_memory import activation_memory
 from megatron_stare.config.load import load_recorded
 from megatron_stare.config.schema import Config
-from megatron_stare.data.prompt_source import PromptSource, make_source
-from megatron_stare.environments.environment import Environment
+from megatron_stare.data.prompt_source import SOURCES, PromptSource, make_source
+from megatron_stare.data.records import read_records
+from megatron_stare.environments.environment import ENVIRONMENTS, Environment
 from megatron_stare.errors import ConfigError
-from megatron_stare.models import read_shape
+from megatron_stare.models import published_shape
 from megatron_stare.observability.own_metrics import OwnMetric, load_metrics
 from megatron_stare.observability.run_files import evaluated_steps
 from megatron_stare.observability.sink import Sink, make_sinks
 from megatron_stare.performance import hints
-from megatron_stare.resolved import ResolvedRun
+from megatron_stare.registry import resolve
+from megatron_stare.resolved import ResolvedRun, resolve_run
 from megatron_stare.rewards.known_answers import open_pool
 from megatron_stare.rollout.model_folder import load_tokenizer, stop_token_ids
 from megatron_stare.run.memory_check import check_memory
-from megatron_stare.run.preflight import check, check_best, check_checkpoints, check_runner
+from megatron_stare.run.preflight import (
+    check,
+    check_best,
+    check_checkpoints,
+    check_runner,
+    not_checked,
+    prompt_files,
+)
 from megatron_stare.run.prompt_inputs import prompt_inputs, refuse_other_inputs
 from megatron_stare.run.resuming import check_resume, find_run, resume_point
 from megatron_stare.run_state import CONFIG, check_place
@@ -45,15 +55,20 @@ class Inputs:
 
     def verifiers(self) -> dict[str, Task]:
         """The name of every verifier, and the first task that names it."""
-        found: dict[str, Task] = {}
-        for task in (self.task, *(evaluation.task for evaluation in self.evaluations)):
-            found.setdefault(task.verifier, task)
-        return found
+        return verifiers_of([self.task, *(evaluation.task for evaluation in self.evaluations)])
 
     @property
     def config(self) -> Config:
         """Checked, with paths that hold in any folder."""
         return self.run.config
+
+
+def verifiers_of(tasks: Iterable[Task]) -> dict[str, Task]:
+    """The name of every verifier, and the first task that names it."""
+    found: dict[str, Task] = {}
+    for task in tasks:
+        found.setdefault(task.verifier, task)
+    return found
 
 
 def read_inputs(config: Config) -> Inputs:
@@ -86,9 +101,14 @@ def rehearse(config: Config, *, resume: bool, from_step: int | None = None, dump
     that are to be joined answer, and whether memory suffices where the size of a GPU is not known; `remarks` asks a
     cluster.
 
+    Where the model is not on this machine and its shape ships, all is checked that needs no more of it; `remarks` lists
+    what was not.
+
     Raises:
         UserError: the first thing that cannot work.
     """
+    if published_shape(config.model.path) and not resume:
+        return _rehearse_without_model(config, dump_step)
     inputs = read_inputs(config)
     done = 0
     if resume:
@@ -101,15 +121,42 @@ def rehearse(config: Config, *, resume: bool, from_step: int | None = None, dump
     else:
         check_place(inputs.config)
     check_dump_step(inputs.config, dump_step, done)
-    for verifier, task in inputs.verifiers().items():
+    _try_verifiers(inputs.verifiers(), config)
+    return inputs.config
+
+
+def _rehearse_without_model(config: Config, dump_step: int | None) -> Config:
+    run = check(config, published=True)
+    config = run.config
+    check_checkpoints(config)
+    check_best(config)
+    check_runner(config)
+    check_memory(run)
+    tasks = [training_task(config), *evaluation_tasks(config)]
+    for task in tasks:
+        with task.blamed():
+            resolve(task.config.data.source, SOURCES, "data.source")
+            resolve(task.config.rollout.environment, ENVIRONMENTS, "rollout.environment")
+    for path in prompt_files(config):
+        if Path(path).exists():
+            read_records(path, config.data.prompt_key, config.data.answer_key)
+    make_sinks(config.observability.sinks)
+    load_metrics(config.observability.metrics)
+    check_place(config)
+    check_dump_step(config, dump_step, 0)
+    _try_verifiers(verifiers_of(tasks), config)
+    return config
+
+
+def _try_verifiers(verifiers: dict[str, Task], config: Config) -> None:
+    for verifier, task in verifiers.items():
         with task.blamed():
             open_pool(verifier, config.reward, workers=1).close()
-    return inputs.config
 
 
 def remarks(config: Config) -> list[str]:
     """What a dry run says beside the configuration: where a cluster that is to be joined would place everything, what
-    activations take, and what would be faster.
+    activations take, what would be faster, and what was not checked because it is not on this machine.
 
     Raises:
         UserError: the cluster cannot be joined, or the layout never be placed there.
@@ -118,13 +165,14 @@ def remarks(config: Config) -> list[str]:
     micro_batch = config.batch.micro_batch_tokens
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     rows = 1 if config.batch.packed else max(micro_batch // longest, 1)
-    memory = activation_memory(config, read_shape(config.model.path), micro_batch, longest, rows)
+    shape = resolve_run(config, published=True).shape
+    memory = activation_memory(config, shape, micro_batch, longest, rows)
     if memory is not None:
         found.append(
             f"activations: a rank keeps about {memory.kept / 1e9:.3g} GB of a micro-batch for backward"
             + (f", and computes up to {memory.again / 1e9:.3g} GB of it again" if memory.again else "")
         )
-    return found + hints(config.performance)
+    return found + hints(config.performance) + not_checked(config)
 
 
 def placement(config: Config) -> list[str]:

@@ -8,19 +8,19 @@ from pathlib import Path
 from megatron_stare.algorithms.method import Method
 from megatron_stare.algorithms.policy import PolicyGradient
 from megatron_stare.config.engines_alone import evaluation_engines
-from megatron_stare.config.load import with_absolute_paths
+from megatron_stare.config.load import reads_files, with_absolute_paths
 from megatron_stare.config.schema import Config
 from megatron_stare.device_rules import check_device
 from megatron_stare.errors import ConfigError
 from megatron_stare.layout_rules import check_layout, check_recompute
-from megatron_stare.models import read_shape
+from megatron_stare.models import published_shape, read_shape
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.moe_rules import check_moe
 from megatron_stare.performance import check_device_performance, check_performance
 from megatron_stare.process_settings import check_environment, check_ports
 from megatron_stare.resolved import ResolvedRun, resolve_run
 from megatron_stare.rollout.make_source import check_staleness
-from megatron_stare.rollout.replicas import check_engine, replica_count, replica_gpus, replica_nodes
+from megatron_stare.rollout.replicas import check_engine, replica_count, replica_gpus, replica_nodes, without_install
 from megatron_stare.tasks.task import Task, evaluation_tasks
 from megatron_stare.weights.blocks import cut
 from megatron_stare.weights.check import check_folder
@@ -29,16 +29,21 @@ from megatron_stare.weights.torch_dist import TorchDist, is_checkpoint
 from megatron_stare.weights.torch_dist_check import check_checkpoint
 
 
-def check(config: Config) -> ResolvedRun:
+def check(config: Config, *, published: bool = False) -> ResolvedRun:
     """What the configuration comes to, with paths that hold in any folder.
+
+    Args:
+        published: as in resolve_run; nothing else is asked of a model that is not here.
 
     Raises:
         UserError: the first thing that cannot work: method, model, layout, lengths or engine.
     """
-    run = resolve_run(with_absolute_paths(config))
+    run = resolve_run(with_absolute_paths(config), published=published)
     config, method, shape = run.config, run.method, run.shape
-    check_weights(config.model.path, shape)
-    check_reference(config, method, shape)
+    absent = published and published_shape(config.model.path) is not None
+    if not absent:
+        check_weights(config.model.path, shape)
+    check_reference(config, method, shape, published=published)
     check_updates(config)
     check_rounds(config)
     check_staleness(config, method)
@@ -55,10 +60,11 @@ def check(config: Config) -> ResolvedRun:
     check_recompute(config.model, config.parallel, shape)
     check_moe(config, shape)
     check_lengths(config, shape)
-    check_engine(config, shape)
     check_ports(config, replica_count(config), replica_nodes(config))
-    check_tasks(config, shape)
-    check_evaluation_engines(config, shape)
+    asked = (without_install(config) if absent else None) or config
+    check_engine(asked, shape)
+    check_tasks(asked, shape)
+    check_evaluation_engines(asked, shape)
     return run
 
 
@@ -116,8 +122,12 @@ def check_optimizer(config: Config) -> None:
         )
 
 
-def check_reference(config: Config, method: Method, shape: ModelShape) -> None:
-    """Raises UserError where the method needs a reference policy that is not there or is another kind of model."""
+def check_reference(config: Config, method: Method, shape: ModelShape, *, published: bool = False) -> None:
+    """Raises UserError where the method needs a reference policy that is not there or is another kind of model.
+
+    Args:
+        published: as in `check`.
+    """
     path = config.model.reference_path
     for name in ("reference_path", "reference_refresh_every"):
         if getattr(config.model, name) is not None and not method.needs_reference:
@@ -128,11 +138,13 @@ def check_reference(config: Config, method: Method, shape: ModelShape) -> None:
             )
     if path is None:
         return
-    if read_shape(path) != shape:
+    ships = published_shape(path) if published else None
+    if (ships or read_shape(path)) != shape:
         raise ConfigError(
             f"{path} is not a model of the same shape as {config.model.path}", where="model.reference_path"
         )
-    check_weights(path, shape)
+    if ships is None:
+        check_weights(path, shape)
 
 
 def check_updates(config: Config) -> None:
@@ -209,6 +221,40 @@ def check_aggregation(config: Config, method: Method) -> None:
             where="algorithm.aggregation",
             fix="use token_mean, which is the same in every layout, or parallel.context=1",
         )
+
+
+def prompt_files(config: Config) -> list[str]:
+    """Files that prompts are read from, in training and evaluation, each once, as the configuration names them."""
+    tasks = [task.config.data for task in evaluation_tasks(config)]
+    trained: list[str | None] = [each.path for each in config.data.mixture] or [config.data.path]
+    read = [*trained, *config.data.decontaminate] if reads_files(config.data.source) else []
+    read += [data.eval_path for data in tasks if reads_files(data.source)]
+    return list(dict.fromkeys(path for path in read if path))
+
+
+def not_checked(config: Config) -> list[str]:
+    """What a rehearsal without the model left out, a line each; nothing where the model is here.
+
+    Args:
+        config: that `check` took, with `published`.
+    """
+    path = config.model.path
+    if published_shape(path) is None:
+        return []
+    found = [
+        f"not checked: {path} is not on this machine, and its published shape stands for it: weights, tokenizer, chat "
+        "template and stop tokens",
+        "not checked: how long prompts are and what else needs a tokenizer",
+    ]
+    reference = config.model.reference_path
+    if reference and published_shape(reference):
+        found.append(f"not checked: the reference {reference}, which is not on this machine")
+    if without_install(config) is not None:
+        found.append(
+            "not checked: the servers' software, which is not on this machine, and flags that only it can take"
+        )
+    missing = [each for each in prompt_files(config) if not Path(each).exists()]
+    return found + [f"not checked: {each}, which is not on this machine" for each in missing]
 
 
 def notices(config: Config) -> list[str]:

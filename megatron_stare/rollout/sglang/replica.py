@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import os
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
@@ -124,6 +126,17 @@ class SGLangReplica(Replica):
         except (OSError, subprocess.TimeoutExpired):
             return None, SUPPORTED_VERSIONS
         return (done.stdout.strip() if done.returncode == 0 else None), SUPPORTED_VERSIONS
+
+    @classmethod
+    def without_install(cls, config: Config) -> Config | None:
+        """See Replica. Its flags are left out: servers' own Python says whether it takes them."""
+        try:
+            if config.sglang.urls or Path(sglang_python(config)).exists():
+                return None
+        except ConfigError:  # of a wheel, which knows of no checkout
+            pass
+        sglang = config.sglang.model_copy(update={"python": sys.executable, "flags": []})
+        return config.model_copy(update={"sglang": sglang})
 
     @classmethod
     def gpus(cls, config: Config) -> int:
