@@ -9,6 +9,8 @@ Eq. 6 read literally ('separate') takes mean and std over correct and over wrong
 of both is exactly 0, the outcome cancels, and only entropy is learnt. Over all tokens ('joint', the default) the mean
 advantage of a prompt's correct tokens is above 0 and that of its wrong ones below, but not every token's: where one
 side has few tokens, the mean lies near the other, whose tokens of small share of the entropy get the wrong sign.
+A side whose rewards are equal but for rounding - 'separate' with one correct response, whose share is always 1 - has
+advantage 0: dividing by their spread would blow rounding up to advantages of several units.
 "Entropy clipped at 0.2 and 0.28": taken for DAPO's ratio bounds; to the letter, entropy_clamp.
 """
 
@@ -26,6 +28,9 @@ from megatron_stare.algorithms.clipped import Clipped
 from megatron_stare.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Request, SegmentSum, Statistics, tensor
 
+# a spread of rewards below this share of their size comes of entropies that differ in float32's last bits
+ROUNDING = 1e-6
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gtpo(Clipped):
@@ -36,7 +41,8 @@ class Gtpo(Clipped):
     scope: whose tokens are compared, the prompt group's (the formulas) or the whole batch's (the paper's discussion).
     entropy_clamp: (low, high) nats, entropies are clamped before shaping; null: not.
     correct_from: the reward from which a response is correct.
-    eps: added to every divisor (remark 2.1).
+    eps: added to every entropy and to the standard deviation, so that no divisor is 0 (remark 2.1). The paper adds it
+        to the sum of the entropies instead, which makes a single response's share differ from 1.
     """
 
     clip_high: float = 0.28
@@ -69,7 +75,7 @@ class Gtpo(Clipped):
             "gtpo/d": SegmentSum(ones, cell, cells, right),
             "gtpo/h": SegmentSum(ones, cell, cells, wrong),
             "gtpo/entropy": SegmentSum(entropy, cell, cells, right),
-            "gtpo/inverse": SegmentSum(1 / (entropy + self.eps), cell, cells, wrong),
+            "gtpo/inverse": SegmentSum(1 / entropy, cell, cells, wrong),
             "gtpo/length": SegmentSum(ones, kept.sequence, len(_whole(kept.rewards)), among),
         }
         if "gtpo/d" in known:
@@ -86,16 +92,18 @@ class Gtpo(Clipped):
         cell, _ = self._cells(batch)
         entropy = self._entropy(batch)
         number = {name: tensor(known, f"gtpo/{name}")[cell] for name in ("d", "h", "entropy", "inverse")}
-        right = self.alpha1 + self.alpha2 * number["d"] * entropy / (number["entropy"] + self.eps)
-        wrong = self.alpha1 + self.alpha2 * number["h"] / (entropy + self.eps) / (number["inverse"] + self.eps)
+        right = self.alpha1 + self.alpha2 * number["d"] * (entropy / number["entropy"])
+        wrong = self.alpha1 + self.alpha2 * number["h"] * (1 / entropy / number["inverse"])
         reward = torch.where(self._correct(batch)[batch.sequence], right, -wrong)
         return reward if batch.penalties is None else reward + batch.penalties[batch.sequence]
 
     def normalised(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
-        """[N] float64 (r - mean) / (std + eps), the standard deviation with n."""
+        """[N] float64 (r - mean) / (std + eps), the standard deviation with n; 0 where it is rounding."""
         side, _ = self._sides(batch)
         variance = tensor(statistics, "gtpo/squares") / tensor(statistics, "gtpo/number").clamp_min(1)
-        return (self.shaped(batch, statistics) - self._mean(batch, statistics)) / (variance.sqrt()[side] + self.eps)
+        spread = variance.sqrt()[side]
+        advantage = (self.shaped(batch, statistics) - self._mean(batch, statistics)) / (spread + self.eps)
+        return torch.where(spread > ROUNDING * (self.alpha1 + self.alpha2), advantage, 0.0)
 
     def token_advantages(self, batch: TokenBatch, statistics: Statistics) -> Tensor:
         advantage = self.normalised(batch, statistics)
@@ -111,9 +119,9 @@ class Gtpo(Clipped):
         return _whole(batch.rewards) >= self.correct_from
 
     def _entropy(self, batch: TokenBatch) -> Tensor:
-        """[N] float64."""
+        """[N] float64 above 0, with eps."""
         entropy = batch.entropy.detach().to(torch.float64)
-        return entropy if self.entropy_clamp is None else entropy.clamp(*self.entropy_clamp)
+        return (entropy.clamp_min(0) if self.entropy_clamp is None else entropy.clamp(*self.entropy_clamp)) + self.eps
 
     def _scope(self, batch: TokenBatch) -> tuple[Tensor, int]:
         """[N] whose tokens a token is compared with, and how many such sets there are."""

@@ -82,8 +82,8 @@ class Compared:
 
         def sizes(kind: str, key: int = 0, missing: int = 0) -> Sizes:
             tokens, numbers = (int(known[f"{kind} {key} {what}"]) for what in ("tokens", "numbers"))
-            largest = known[f"{kind} {key} largest"] if numbers else 0.0
-            return Sizes(tokens, tokens - numbers + missing, largest, known[f"{kind} {key} mean"])
+            largest, mean = (known[f"{kind} {key} {what}"] if numbers else 0.0 for what in ("largest", "mean"))
+            return Sizes(tokens, tokens - numbers + missing, largest, mean)
 
         everywhere = sizes("all", missing=self.expected - int(known["all 0 tokens"]))
         return LogProbDifference(

@@ -63,7 +63,7 @@ def answer(requests: Mapping[str, Request], group: ProcessGroup | None) -> Stati
         total, count = sums[name]
         match request:
             case Mean():
-                answers[name] = total / count.clamp_min(1)
+                answers[name] = total / count  # 0 / 0 is NaN
             case Sum():
                 answers[name] = total
             case Count():

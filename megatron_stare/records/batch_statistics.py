@@ -56,7 +56,7 @@ class SegmentSum:
 
 @dataclass(frozen=True)
 class Mean:
-    """Mean of `x` over the masked positions; 0 if there are none."""
+    """Mean of `x` over the masked positions; NaN if there are none, which no controller acts on."""
 
     x: Tensor  # [N]
     mask: Tensor  # [N] bool

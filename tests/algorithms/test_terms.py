@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -42,6 +43,48 @@ def test_joint_gtpo_keeps_the_outcome_in_the_mean_and_separate_loses_it() -> Non
         for side in (correct, ~correct):
             here = side & (batch.sequence // 4 == group)
             assert float(advantage[here].mean()) == pytest.approx(0, abs=1e-5)
+
+
+def exact_spread(entropies: list[list[Fraction]], alpha2: Fraction) -> Fraction:
+    """Variance of a correct side's rewards, eq. 3 of 2508.04349 without eps, in exact arithmetic.
+
+    Args:
+        entropies: of every correct response, by position.
+    """
+    rewards = []
+    for response in entropies:
+        for t, entropy in enumerate(response):
+            here = [other[t] for other in entropies if t < len(other)]
+            rewards.append(1 + alpha2 * len(here) * entropy / sum(here))
+    mean = sum(rewards) / len(rewards)
+    return sum((r - mean) ** 2 for r in rewards) / len(rewards)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-7], ids=["one", "two, alike but for float32"])
+@pytest.mark.parametrize("seed", range(20))
+def test_separate_gtpo_does_not_divide_by_rounding(seed: int, noise: float) -> None:
+    rewards = [1.0, 0.0, 0.0, 1.0] if noise else [1.0, 0.0, 0.0, 0.0]
+    batch = token_batch(rewards, seed=seed, lengths=[7, 5, 8, 7])
+    batch.entropy = batch.entropy**8  # from 256 nats to what a sure token has
+    if noise:  # two correct responses whose entropies differ in the last bits
+        batch.entropy[batch.sequence == 3] = batch.entropy[batch.sequence == 0] * (1 + noise)
+    method = Gtpo(normalise="separate")
+    advantage = method.token_advantages(batch, ask(method, batch))
+    correct = torch.tensor(rewards)[batch.sequence] > 0
+    entropies = [[Fraction(float(x)) for x in batch.entropy[batch.sequence == i]] for i in (0, 3) if rewards[i]]
+    assert float(exact_spread(entropies, Fraction(1, 10))) < 1e-16  # of a standard deviation of 1e-8
+    assert advantage[correct].tolist() == [0.0] * int(correct.sum())
+    assert (advantage[~correct] != 0).any()  # the other side has a spread, and keeps it
+
+
+def test_separate_gtpo_keeps_a_spread_that_is_small_but_real() -> None:
+    batch = token_batch([1.0, 0.0, 0.0, 1.0], lengths=[4, 4, 4, 4])
+    batch.entropy = torch.ones_like(batch.entropy)
+    batch.entropy[batch.sequence == 3] = 1.001
+    method = Gtpo(normalise="separate")
+    advantage = method.token_advantages(batch, ask(method, batch))
+    assert advantage[batch.sequence == 3].tolist() == pytest.approx([1.0] * 4, rel=1e-3)
+    assert advantage[batch.sequence == 0].tolist() == pytest.approx([-1.0] * 4, rel=1e-3)
 
 
 def test_joint_gtpo_turns_tokens_round_where_the_other_side_is_small() -> None:

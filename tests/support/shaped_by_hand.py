@@ -96,13 +96,15 @@ def gtpo(
         for sign, side in ((1, sides[0]), (-1, sides[1])):
             for t in position[side].unique().tolist():
                 at = side & (position == t)
-                x = entropy[at] if sign > 0 else 1 / (entropy[at] + EPS)
-                shaped[at] = sign * (alpha1 + alpha2 * len(x) * x / (x.sum() + EPS)) + penalty[sequence[at]]
+                x = entropy[at] + EPS if sign > 0 else 1 / (entropy[at] + EPS)
+                shaped[at] = sign * (alpha1 + alpha2 * len(x) * (x / x.sum())) + penalty[sequence[at]]
         together = [sides[0] | sides[1]] if settings.get("normalise", "joint") == "joint" else sides
         for rows in together:
             if bool(rows.any()):
                 values = shaped[rows]
-                found[rows] = (values - values.mean()) / (values.std(correction=0) + EPS)
+                spread = values.std(correction=0)
+                if spread > 1e-6 * (alpha1 + alpha2):  # else rounding, which is not divided by
+                    found[rows] = (values - values.mean()) / (spread + EPS)
     for right, wrong in prompts:
         if not (right and wrong):
             found[torch.isin(sequence, torch.tensor(right + wrong, dtype=torch.int64))] = 0.0
