@@ -79,6 +79,7 @@ class TokenBatch:
     current_entropy: Tensor | None = None  # [N] with gradient, in the training pass of methods that ask for it
     sequence_lengths: Tensor | None = None  # [B] loss positions of each sample; 0 outside the optimizer step's batch
     selection_log_prob: Tensor | None = None  # [N] what surprisals and selections read; None: old_log_prob
+    selection_entropy: Tensor | None = None  # [N] nats, what selections read; None: entropy
     reference_log_prob: Tensor | None = None  # [N] under the reference policy, for methods that ask for it
     sum_p2: Tensor | None = None  # [N] sum of p^2 over the vocabulary, for the entropy sensitivity
     sum_p2_log_p: Tensor | None = None  # [N] sum of p^2 ln p over the vocabulary
@@ -107,6 +108,13 @@ class TokenBatch:
     def selected_by(self) -> Tensor:
         """[N] the log-prob that selections read, detached: the same in the requests and in every micro-batch."""
         chosen = self.old_log_prob if self.selection_log_prob is None else self.selection_log_prob
+        return chosen.detach()
+
+    @property
+    def selecting_entropy(self) -> Tensor:
+        """[N] nats, the entropy that selections read, detached: of the same policy as `selected_by`,
+        but for log-probs of the engine, which gives no entropies."""
+        chosen = self.entropy if self.selection_entropy is None else self.selection_entropy
         return chosen.detach()
 
     def select(self, rows: Tensor) -> TokenBatch:

@@ -68,13 +68,13 @@ class SpuriousTokens:
 
     def requests(self, batch: TokenBatch, known: Statistics) -> Mapping[str, Request]:
         candidates = self.candidates((-batch.surprisal).exp(), batch.advantage, batch.loss_mask)
-        return {"stapo/entropy": self.threshold(batch.entropy, candidates, batch.loss_mask)}
+        return {"stapo/entropy": self.threshold(batch.selecting_entropy, candidates, batch.loss_mask)}
 
     def keep(self, batch: TokenBatch, known: Statistics) -> Tensor | None:
         if "stapo/entropy" not in known:
             return None
         candidates = self.candidates((-batch.surprisal).exp(), batch.advantage, batch.loss_mask)
-        return self.spared(batch.entropy, candidates, scalar(known, "stapo/entropy"))
+        return self.spared(batch.selecting_entropy, candidates, scalar(known, "stapo/entropy"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,11 +41,11 @@ class HighEntropyTokens:
     def requests(self, batch: TokenBatch, known: Statistics) -> Mapping[str, Request]:
         candidates = self._candidates(batch)
         if self.rule == "quantile":
-            return {"forks": Quantile(batch.entropy, candidates, 1 - self.share)}
+            return {"forks": Quantile(batch.selecting_entropy, candidates, 1 - self.share)}
         asked: dict[str, Request] = {"forks/candidates": Count(candidates)}
         if "forks/candidates" in known:
             k = fork_count(scalar(known, "forks/candidates"), self.share)
-            asked["forks"] = TopK(batch.entropy, batch.index, candidates, count=k)
+            asked["forks"] = TopK(batch.selecting_entropy, batch.index, candidates, count=k)
         return asked
 
     def keep(self, batch: TokenBatch, known: Statistics) -> Tensor | None:
@@ -54,8 +54,8 @@ class HighEntropyTokens:
         candidates = self._candidates(batch)
         if self.rule == "quantile":
             # compared as float32, the values the quantile was taken over
-            return candidates & (batch.entropy.to(torch.float32).to(torch.float64) >= scalar(known, "forks"))
-        return threshold(known, "forks").select(batch.entropy, batch.index, candidates)
+            return candidates & (batch.selecting_entropy.to(torch.float32).to(torch.float64) >= scalar(known, "forks"))
+        return threshold(known, "forks").select(batch.selecting_entropy, batch.index, candidates)
 
     def _candidates(self, batch: TokenBatch) -> Tensor:
         # groups with equal rewards have no advantage and would fill the quantile with tokens that teach nothing; the

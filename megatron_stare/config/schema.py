@@ -148,8 +148,9 @@ class StatisticsConfig(Section):
 
     surprisal: Literal["old", "current", "rollout"] = Field(
         "old",
-        description="surprisals are those of the log-prob pass; of the policy before each optimizer step, whose "
-        "mini-batch passes through it again; or of the engine",
+        description="surprisals, and the entropies that STAPO and 20-Entropy select by, are those of the log-prob "
+        "pass; of the policy before each optimizer step, whose mini-batch passes through it again; or (surprisals "
+        "alone) of the engine",
     )
     gate: Literal["exact", "lagged"] = Field(
         "exact",

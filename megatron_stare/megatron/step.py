@@ -214,14 +214,14 @@ class Step:
         mini_batch = self._mini_batch(number)
         part, renewed = self.batch.mini_batch(mini_batch), None
         if self._config.statistics.surprisal == "current" and number > 0:
-            renewed, _ = compute_log_probs(self._policy.model, part, self._policy.head)
+            renewed = compute_log_probs(self._policy.model, part, self._policy.head)
         if self.measured is None:
             return None
         tokens = self.batch.tokens_of(mini_batch, self.measured.tokens)
         if renewed is not None:
-            selected_by = tokens.old_log_prob.clone()
-            selected_by[part.span] = renewed
-            tokens = replace(tokens, selection_log_prob=selected_by)
+            selected_by, entropy = tokens.old_log_prob.clone(), tokens.entropy.clone()
+            selected_by[part.span], entropy[part.span] = renewed
+            tokens = replace(tokens, selection_log_prob=selected_by, selection_entropy=entropy)
         whole = len(self.batch.plan.mini_batches) == 1
         return make_objective(
             self._method,
