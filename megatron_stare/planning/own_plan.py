@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from megatron_stare.config.schema import Config
@@ -17,14 +17,21 @@ from megatron_stare.errors import ConfigError, UserError
 from megatron_stare.memory_budget import Budget
 from megatron_stare.metric import Metric
 from megatron_stare.observability.planned import MEMORY, PHASES
-from megatron_stare.planning.coefficients import read_coefficients
+from megatron_stare.planning.coefficients import Coefficients, read_coefficients
 from megatron_stare.planning.fit import PlannedFit
 from megatron_stare.planning.gpus import CPU, GPUS, Gpu, find_gpu
-from megatron_stare.planning.phase_times import Lengths
+from megatron_stare.planning.phase_times import Lengths, Step
 from megatron_stare.planning.run_plan import capacity_of, step_of
 from megatron_stare.resolved import ResolvedRun
 
 TOOL_S = 60.0
+# what a calibration fits of each phase, whatever else it fits
+RATES = {
+    "rollout": "decode_efficiency",
+    "log_probs": "log_prob_mfu",
+    "update": "update_mfu",
+    "sync": "sync_bytes_s",
+}
 # what of a phase is not a tensor of a rank of the trainer
 _OTHERS = ("served", "cache", "processes")
 METRICS = (
@@ -39,7 +46,7 @@ METRICS = (
             f"plan/{phase}_s",
             "seconds",
             f"that `megatron-stare plan` predicts of time/{phase}_s",
-            "within a factor of 1.5 on the GPU of a calibration; uncalibrated, of the right order on GPUs alone",
+            "within a factor of 1.5; logged where `plan --calibrate` has fitted the phase, of a step all of its phases",
         )
         for phase in PHASES
     ),
@@ -85,9 +92,18 @@ def predicted(run: ResolvedRun) -> dict[str, float]:
     step = step_of(run, gpu, fitted.coefficients, lengths, fit)
     budgets = fit.budgets(run)
     seconds = {**step.phases, "step": step.seconds}
+    known = _calibrated(step, fitted.coefficients)
     found = {"plan/response_tokens": lengths.response}
-    found |= {f"plan/{phase}_s": seconds[phase] for phase in PHASES}
+    found |= {f"plan/{phase}_s": seconds[phase] for phase in PHASES if phase in known}
     return found | {f"plan/{phase}_mb": max(_tensors(each, phase) for each in budgets) / 1e6 for phase in MEMORY}
+
+
+def _calibrated(step: Step, of: Coefficients) -> set[str]:
+    """The phases whose seconds rest on a calibration: assumed rates may be off a hundredfold, most of all of CPUs."""
+    fitted = {each.name for each in fields(of) if getattr(of, each.name) != each.default}
+    found = {phase for phase, rate in RATES.items() if rate in fitted}
+    needed = {phase for phase, seconds in step.phases.items() if seconds}
+    return found | ({"step"} if needed <= found and "fixed_s" in fitted else set())
 
 
 def gpu_of(config: Config) -> Gpu:

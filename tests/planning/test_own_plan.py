@@ -14,7 +14,7 @@ import torch
 from support.runs import ROOT, model, train
 
 from megatron_stare.cli import main
-from megatron_stare.config.load import validate
+from megatron_stare.config.load import load_recorded, validate
 from megatron_stare.errors import ConfigError
 from megatron_stare.megatron.saved_for_backward import SavedForBackward
 from megatron_stare.observability.planned import planned_and_measured
@@ -42,7 +42,7 @@ def run_of(**sections: Any) -> ResolvedRun:
 def test_a_run_logs_the_plan_of_itself_and_what_it_took(tmp_path: Path) -> None:
     """In micro-batches that are nearly full, as the plan's are, what is kept for backward is nearly what was said."""
     inline = ("runtime.runner=inline", "parallel.tensor=1", "eval.prompts=0", model())
-    small = {"batch.prompts": 8, "batch.micro_batch_tokens": 256, "plan.response_tokens": 20}
+    small = {"batch.prompts": 8, "batch.micro_batch_tokens": 256, "plan.response_tokens": 20, "run.steps": 7}
     done = train(*inline, f"run.dir={tmp_path / 'run'}", cwd=tmp_path, **small)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
@@ -51,19 +51,28 @@ def test_a_run_logs_the_plan_of_itself_and_what_it_took(tmp_path: Path) -> None:
     (stage,) = plan["stages"]
     for row in rows:
         assert row["plan/response_tokens"] == plan["lengths"]["response"] == 20
-        assert row["plan/step_s"] == pytest.approx(plan["step"]["seconds"])
-        for phase, seconds in plan["step"]["phases"].items():
-            assert row[f"plan/{phase}_s"] == pytest.approx(seconds)
+        assert not [name for name in row if name.startswith("plan/") and name.endswith("_s")]  # nothing is calibrated
         for phase in ("log_probs", "update"):
             held = {item: size for item, size in stage["phases"][phase].items() if item != "processes"}
             assert row[f"plan/{phase}_mb"] == pytest.approx(sum(held.values()) / 1e6)
         assert 0.8 < row["memory/update_live_mb"] / row["plan/update_mb"] <= 1
         state = sum(stage["phases"]["update"][item] for item in ("parameters", "gradients", "optimizer"))
         assert row["memory/sync_live_mb"] == pytest.approx(state / 1e6, rel=1e-3)  # nothing is kept any more
-    found = {each.name: each for each in planned_and_measured(rows)}
-    assert found["update"].measured == statistics.median(row["time/update_s"] for row in rows)
+    assert {each.name for each in planned_and_measured(rows)} == {"memory in log_probs", "memory in update", "response"}
     assert "Planned and measured" in (tmp_path / "run/report.html").read_text()
-    assert "  planned     step " in as_text(status_of(tmp_path / "run"))
+    assert "  planned     memory in " in as_text(status_of(tmp_path / "run"))
+
+    calibrated = ["run/config.yaml", "--gpu", "cpu-core", "--json", "plan.json"]
+    assert main(["plan", *calibrated, "--calibrate", "run"]) == 0
+    plan = json.loads(Path("plan.json").read_text())
+    said = own_plan(resolve_run(load_recorded(tmp_path / "run/config.yaml"))).metrics
+    assert said["plan/step_s"] == pytest.approx(plan["step"]["seconds"])
+    for phase, seconds in plan["step"]["phases"].items():
+        assert said[f"plan/{phase}_s"] == pytest.approx(seconds)
+    found = {each.name: each for each in planned_and_measured([{**row, **said} for row in rows])}
+    assert found["update"].measured == statistics.median(row["time/update_s"] for row in rows[2:] or rows)
+    for phase in ("rollout", "update", "sync"):
+        assert 0.2 < found[phase].planned / found[phase].measured < 5
 
 
 def test_a_run_on_an_unknown_gpu_is_not_predicted_and_says_why() -> None:
@@ -72,7 +81,7 @@ def test_a_run_on_an_unknown_gpu_is_not_predicted_and_says_why() -> None:
     found = own_plan(run_of(runtime={"ray_address": "head:6379"}))  # whose GPUs this machine does not know
     assert not found.metrics and "set plan.gpu" in found.notes[0]
     told = own_plan(run_of(runtime={"ray_address": "head:6379"}, plan={"gpu": "h100-80g"}))
-    assert told.metrics["plan/step_s"] > 0 and not told.notes
+    assert told.metrics["plan/update_mb"] > 0 and not told.notes
     assert own_plan(run_of(plan={"gpu": "h100", "enabled": False})) == type(found)()
 
 
@@ -80,8 +89,23 @@ def test_a_file_of_coefficients_that_is_none_ends_nothing(tmp_path: Path) -> Non
     (tmp_path / "plan_coefficients.json").write_text("[]")
     (note,) = own_plan(run_of()).notes
     assert "not a file of coefficients" in note
-    (tmp_path / "plan_coefficients.json").write_text('{"cpu-core": {"run": "r", "coefficients": {"fixed_s": 0}}}')
-    fitted = own_plan(run_of()).metrics
+
+
+def test_seconds_are_those_that_a_calibration_has_fitted(tmp_path: Path) -> None:
+    def seconds_of(**coefficients: float) -> dict[str, float]:
+        entry = {"cpu-core": {"run": "r", "coefficients": coefficients}}
+        (tmp_path / "plan_coefficients.json").write_text(json.dumps(entry))
+        found = own_plan(run_of()).metrics
+        assert "plan/update_mb" in found
+        return {name: value for name, value in found.items() if name.endswith("_s")}
+
+    assert seconds_of() == {} == seconds_of(fixed_s=0, link_efficiency=0.1)
+    assert list(seconds_of(update_mfu=0.1)) == ["plan/update_s"]
+    # as a run that samples ahead leaves it: its rollout is what training waited for
+    rest = {"log_prob_mfu": 0.1, "update_mfu": 0.1, "sync_bytes_s": 1e8, "fixed_s": 0}
+    assert set(seconds_of(**rest)) == {"plan/log_probs_s", "plan/update_s", "plan/sync_s"}
+    assert "plan/step_s" not in seconds_of(**{**rest, "decode_efficiency": 0.1, "fixed_s": 5.0})
+    fitted = seconds_of(**rest, decode_efficiency=0.1)
     phases = sum(fitted[f"plan/{phase}_s"] for phase in ("rollout", "log_probs", "update", "sync"))
     assert fitted["plan/step_s"] == pytest.approx(phases)
 
