@@ -249,8 +249,8 @@ def _train_or_check(args: argparse.Namespace, begun: float) -> None:
     if args.dry_run:
         from megatron_stare.run.opening import rehearse, remarks
 
-        resolved = rehearse(config, resume=args.resume, from_step=args.from_step, dump_step=args.dump_step)
-        print(dump_yaml(resolved), *(f"# {line}\n" for line in remarks(resolved)), sep="", end="")
+        resolved, said = rehearse(config, resume=args.resume, from_step=args.from_step, dump_step=args.dump_step)
+        print(dump_yaml(resolved), *(f"# {line}\n" for line in [*remarks(resolved), *said]), sep="", end="")
         return
     from megatron_stare.observability.figures import closing
     from megatron_stare.train import train  # imports torch and transformers: seconds

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from support.runs import ROOT
+from transformers import AutoTokenizer
 
 from megatron_stare.cli import main
 from megatron_stare.config.load import dump_yaml, load_config
@@ -134,7 +136,7 @@ def test_a_run_to_resume(capsys: pytest.CaptureFixture[str]) -> None:
     run = Path("runs/quickstart-20260101-000000")
     step = run / "checkpoints/step_000100"
     assert main(["convert", str(ROOT / "assets/tiny-adder"), str(step)]) == 0
-    resolved = rehearse(load_config(QUICKSTART, [MODEL]), resume=False, dump_step=None)
+    resolved = rehearse(load_config(QUICKSTART, [MODEL]), resume=False, dump_step=None).config
     (run / "config.yaml").write_text(dump_yaml(resolved))
     (step / "run_state.json").write_text(RunState(step=100, data={"cursor": 3200}).to_json())
     write_manifest(step, sums_of(step, [file.name for file in step.iterdir()]))
@@ -154,3 +156,73 @@ def test_a_run_to_resume(capsys: pytest.CaptureFixture[str]) -> None:
     (shard,) = step.glob("*.distcp")
     shard.write_bytes(shard.read_bytes()[:-1])
     assert str(shard.name) in dry(capsys, "--resume")
+
+
+def rehearsed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    """The lines about data of a dry run that refuses nothing."""
+    assert main(["train", QUICKSTART, MODEL, *arguments, "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return [line.removeprefix("# ") for line in lines if line.startswith(("# data:", "# warning:"))]
+
+
+def test_a_tokenizer_larger_than_the_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Its last id may be the last row; the next one has none."""
+    model = tmp_path / "model"
+    shutil.copytree(ROOT / "assets/tiny-adder", model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = json.loads((model / "config.json").read_text())["vocab_size"]
+    largest = max(tokenizer.get_vocab().values())
+    tokenizer.add_tokens([f"<extra_{n}>" for n in range(rows - largest - 1)])
+    tokenizer.save_pretrained(model)
+    assert max(tokenizer.get_vocab().values()) == rows - 1
+    assert main(["train", QUICKSTART, f"model.path={model}", "--dry-run"]) == 0
+    tokenizer.add_tokens(["<one_too_many>"])
+    tokenizer.save_pretrained(model)
+    capsys.readouterr()
+    error = dry(capsys, f"model.path={model}")
+    assert f"ids up to {rows} ('<one_too_many>')" in error and f"vocab_size {rows}" in error and "fix: " in error
+
+
+def problems(name: str, *texts: str, answer: str = "2") -> None:
+    Path(name).write_text("".join(json.dumps({"prompt": text, "answer": answer}) + "\n" for text in texts))
+
+
+def test_repeats_and_small_files_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("data={source: files, path: p.jsonl}", "eval.prompts=0", "batch.prompts=4")
+    problems("p.jsonl", "1+1=", "2+0=", "0+2=", "3-1=")
+    assert rehearsed(capsys, *small) == []
+    assert rehearsed(capsys, *small, "batch.prompts=5") == [
+        "data: batch.prompts is 5 and there are 4 problems: a step has some more than once"
+    ]
+    assert rehearsed(capsys, *small, "batch.generate_prompts=6") == [
+        "data: batch.generate_prompts is 6 and there are 4 problems: a step has some more than once"
+    ]
+    problems("p.jsonl", "1+1=", "2+0=", "1+1=", "1+1=", "2+0=")
+    assert rehearsed(capsys, *small) == [
+        "data: 2 prompts come more than once; data.deduplicate=true leaves repeats out"
+    ]
+    with Path("p.jsonl").open("a") as file:
+        file.write('{"prompt": "2+0=", "answer": "3"}\n')
+    assert "2 prompts come more than once, 1 of them with different answers" in rehearsed(capsys, *small)[0]
+
+
+def test_training_on_what_is_evaluated_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same file, or a copy of some of it; not where the training leaves it out."""
+    problems("p.jsonl", "1+1=", "2+0=", "0+2=", "3-1=")
+    problems("e.jsonl", "1+1=", "5-3=")
+    data = ("data={source: files, path: p.jsonl, eval_path: %s}", "batch.prompts=2")
+    same = rehearsed(capsys, data[0] % "p.jsonl", *data[1:], "eval.prompts=3")
+    assert [line.split(";")[0] for line in same] == ["warning: 3 of 3 problems of the evaluation are trained on"]
+    some = rehearsed(capsys, data[0] % "e.jsonl", *data[1:], "eval.prompts=2")
+    assert [line.split(";")[0] for line in some] == ["warning: 1 of 2 problems of the evaluation are trained on"]
+    named = (
+        "data={source: files, path: p.jsonl}",
+        "batch.prompts=2",
+        "eval.prompts=0",
+        "eval.tasks=[{name: e, path: e.jsonl}]",
+    )
+    assert [line.split(";")[0] for line in rehearsed(capsys, *named)] == [
+        "warning: 1 of 2 problems of eval.tasks[e] are trained on"
+    ]
+    left_out = "data={source: files, path: p.jsonl, eval_path: e.jsonl, decontaminate: [e.jsonl]}"
+    assert rehearsed(capsys, left_out, "batch.prompts=2", "eval.prompts=2") == []

@@ -8,6 +8,7 @@ from how many were taken: so the cursor is all the state there is, and no order 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from megatron_stare.config.data_section import DataConfig, MixtureFile
 from megatron_stare.config.schema import Config
 from megatron_stare.data.cleaning import Contamination, without_repeats
 from megatron_stare.data.encode import PromptEncoder, PromptTooLongError
-from megatron_stare.data.records import Record, read_records
+from megatron_stare.data.records import Messages, Record, read_records
 from megatron_stare.data.streams import Split, counter_hash, stream_seed
 from megatron_stare.errors import ConfigError, DataError
 
@@ -39,7 +40,7 @@ class _Part:
 class FilePrompts:
     """A PromptSource over files, each shuffled anew every pass.
 
-    `dropped` counts, by reason, the records that are left out.
+    `dropped` counts, by reason, the records that are left out; `remarks` says what to know of those that stay.
 
     Args:
         config: of the run.
@@ -76,6 +77,7 @@ class FilePrompts:
         else:
             self._clean(config.data)
         self.problems = sum(len(part.records) for part in self._parts)
+        self.remarks = [] if split == "eval" else self._repeats()
 
     def _fits(self, record: Record, drop: bool) -> bool:
         """Whether the prompt can be taken; one that is too long is dropped, or an error."""
@@ -120,6 +122,24 @@ class FilePrompts:
                     "no prompt is left: " + "; ".join(f"{n} {why}" for why, n in self.dropped.items()),
                     where=part.file.path,
                 )
+
+    def _repeats(self) -> list[str]:
+        """What to know of prompts that stay and come more than once, letter for letter."""
+        answers: dict[str | Messages, list[str]] = {}
+        for part in self._parts:
+            for record in part.records:
+                answers.setdefault(record.messages or record.prompt, []).append(record.answer)
+        several = [each for each in answers.values() if len(each) > 1]
+        if not several:
+            return []
+        differ = sum(len(set(each)) > 1 for each in several)
+        odd = f", {differ} of them with different answers" if differ else ""
+        return [f"{len(several)} prompts come more than once{odd}; data.deduplicate=true leaves repeats out"]
+
+    def trained_on(self, prompts: Iterable[str]) -> int:
+        """How many of these texts are problems of this source."""
+        known = {record.prompt for part in self._parts for record in part.records}
+        return sum(prompt in known for prompt in prompts)
 
     def _drop(self, why: str, number: int) -> None:
         if number:

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 
 from megatron_stare.batch import FinishReason
 from megatron_stare.errors import DataError
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.rollout.engine import GenerateResult
 
 
@@ -67,6 +68,19 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
         raise DataError(f"cannot load the tokenizer: {error}", where=path) from error
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, shape: ModelShape, path: str) -> None:
+    """Raises DataError where the tokenizer has ids that the model has no row for, and a lookup would end the run."""
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if largest >= shape.vocab_size:
+        raise DataError(
+            f"the tokenizer has ids up to {largest} ({token!r}), and the model's vocabulary ends at "
+            f"{shape.vocab_size - 1} (vocab_size {shape.vocab_size})",
+            where=path,
+            fix="put the tokenizer of this model there, or give the model rows for all tokens "
+            "(transformers' resize_token_embeddings)",
+        )
 
 
 def add_text(result: GenerateResult, tokenizer: PreTrainedTokenizerBase) -> None:

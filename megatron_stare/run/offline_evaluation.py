@@ -30,7 +30,7 @@ from megatron_stare.process_settings import check_environment, check_ports, port
 from megatron_stare.rewards.known_answers import open_pool
 from megatron_stare.rewards.verifier_pool import VerifierPool
 from megatron_stare.rollout.engine_pool import EnginePool
-from megatron_stare.rollout.model_folder import load_tokenizer, stop_token_ids
+from megatron_stare.rollout.model_folder import check_vocabulary, load_tokenizer, stop_token_ids
 from megatron_stare.rollout.replicas import replica_count, replica_nodes
 from megatron_stare.rollout.rollout_source import Progress
 from megatron_stare.run.evaluation_folder import EvaluationFolder
@@ -122,6 +122,7 @@ def read(config: Config, checkpoint: Path, tasks: Sequence[str]) -> Opened:
     check_environment(config)
     check_ports(config, replica_count(config))
     tokenizer = load_tokenizer(config.model.path)
+    check_vocabulary(tokenizer, shape, config.model.path)
     return Opened(
         config,
         shape,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_stare.activation_memory import activation_memory
 from megatron_stare.config.load import load_recorded
@@ -22,7 +22,7 @@ from megatron_stare.performance import hints
 from megatron_stare.registry import resolve
 from megatron_stare.resolved import ResolvedRun, resolve_run
 from megatron_stare.rewards.known_answers import open_pool
-from megatron_stare.rollout.model_folder import load_tokenizer, stop_token_ids
+from megatron_stare.rollout.model_folder import check_vocabulary, load_tokenizer, stop_token_ids
 from megatron_stare.run.memory_check import check_memory
 from megatron_stare.run.preflight import (
     check,
@@ -57,6 +57,25 @@ class Inputs:
         """The name of every verifier, and the first task that names it."""
         return verifiers_of([self.task, *(evaluation.task for evaluation in self.evaluations)])
 
+    def data_remarks(self) -> list[str]:
+        """What may be meant of the data, and often is not; a line each, of sources that can tell."""
+        batch = self.config.batch
+        found = [f"data: {line}" for line in getattr(self.source, "remarks", ())]
+        most: int | None = getattr(self.source, "problems", None)
+        name = "batch.prompts" if batch.generate_prompts is None else "batch.generate_prompts"
+        asked = batch.generate_prompts or batch.prompts
+        if most is not None and asked > most:
+            found.append(f"data: {name} is {asked} and there are {most} problems: a step has some more than once")
+        counted = getattr(self.source, "trained_on", lambda prompts: 0)
+        for each in self.evaluations:
+            if same := counted(prompt.text for prompt in each.prompts):
+                task = "the evaluation" if each.task.name is None else f"eval.tasks[{each.task.name}]"
+                found.append(
+                    f"warning: {same} of {len(each.prompts)} problems of {task} are trained on; name its file in "
+                    "data.decontaminate to leave them out of training"
+                )
+        return found
+
     @property
     def config(self) -> Config:
         """Checked, with paths that hold in any folder."""
@@ -80,6 +99,7 @@ def read_inputs(config: Config) -> Inputs:
     check_runner(config)
     check_memory(run)
     tokenizer = load_tokenizer(config.model.path)
+    check_vocabulary(tokenizer, run.shape, config.model.path)
     task = training_task(config)
     return Inputs(
         run,
@@ -94,8 +114,15 @@ def read_inputs(config: Config) -> Inputs:
     )
 
 
-def rehearse(config: Config, *, resume: bool, from_step: int | None = None, dump_step: int | None = None) -> Config:
-    """All that a run checks before its workers start, leaving nothing behind. Returns the resolved configuration.
+class Rehearsal(NamedTuple):
+    """config: resolved. said: what a run would remark on its data, a line each."""
+
+    config: Config
+    said: list[str]
+
+
+def rehearse(config: Config, *, resume: bool, from_step: int | None = None, dump_step: int | None = None) -> Rehearsal:
+    """All that a run checks before its workers start, leaving nothing behind.
 
     Every verifier is tried in a process of its own, as in a run. What only starting can show is left: whether servers
     that are to be joined answer, and whether memory suffices where the size of a GPU is not known; `remarks` asks a
@@ -108,7 +135,7 @@ def rehearse(config: Config, *, resume: bool, from_step: int | None = None, dump
         UserError: the first thing that cannot work.
     """
     if published_shape(config.model.path) and not resume:
-        return _rehearse_without_model(config, dump_step)
+        return Rehearsal(_rehearse_without_model(config, dump_step), [])
     inputs = read_inputs(config)
     done = 0
     if resume:
@@ -122,7 +149,7 @@ def rehearse(config: Config, *, resume: bool, from_step: int | None = None, dump
         check_place(inputs.config)
     check_dump_step(inputs.config, dump_step, done)
     _try_verifiers(inputs.verifiers(), config)
-    return inputs.config
+    return Rehearsal(inputs.config, inputs.data_remarks())
 
 
 def _rehearse_without_model(config: Config, dump_step: int | None) -> Config:

@@ -181,6 +181,7 @@ class Session:
             left_out = [f"data: {n} prompts left out: {why}" for why, n in dropped(inputs.source).items()]
             self.dir.record_placement(runner.notes())
             told = () if held.restarted or held.went_back else held.plan.notes
+            left_out += inputs.data_remarks()
             for line in [*notices(config), *told, *left_out, *runner.notes(), *self.ranks.notes()]:
                 self.monitor.note(line)
             if restored:
