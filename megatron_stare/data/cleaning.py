@@ -1,12 +1,13 @@
 """What is left out of training data: problems that come twice, and problems of the evaluation sets.
 
-Problems are compared as their words and numbers in small letters, so that spacing, punctuation and dollars do not
-count. Imports nothing heavy.
+Problems are compared as their words, numbers and operators in small letters, so that spacing, punctuation and dollars
+do not count, and 3+4 and 3-4 stay two problems. Imports nothing heavy.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -14,12 +15,34 @@ NGRAM = 13
 """Words in a row that two problems share only if one was taken from the other (Brown et al., arXiv 2005.14165,
 appendix C)."""
 
-_WORD = re.compile(r"[^\W_]+")
+# LaTeX's delimiters, sizes and spaces
+_LAYOUT = re.compile(r"\\[()\[\]]|\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])|\\[,;:! ]|~")
+_GROUP = re.compile(r"\{\s*(\\?\w*)\s*\}")  # braces about a single word say nothing: x^{2} is x^2
+# of two-digit and n-sided, not of x-y
+_HYPHEN = re.compile(r"(?<=[^\W\d_]{3})-(?=[^\W\d_])|(?<=[^\W\d_])-(?=[^\W\d_]{3})")
+_STAR = r"(?<=[\w)\]}])\*{1,2}(?=[\w(\[{\\])|(?<=[\w)\]}] )\*(?= [\w(\[{\\])"  # not of lists and bold words
+_FACTORIAL = r"(?<=\d)!|!(?=\s*[-+*/^=<>)])"
+_PIECE = re.compile(
+    rf"(?P<word>\d*\.\d+|[^\W_]+)|{_STAR}|{_FACTORIAL}|(?<=\d):(?=\d)|[-/^%()\[\]{{}}]|(?P<other>[^\w\s*!:])"
+)
+
+
+def pieces(text: str) -> list[tuple[str, bool]]:
+    """The words, numbers and operators of a text, in small letters and in its order; of each whether it is a word or
+    number. Brackets are operators too; a hyphen within a word, commas and other punctuation are left out."""
+    plain = _LAYOUT.sub(" ", text.translate({0x2212: "-", 0x2013: "-", ord("$"): ""}))
+    plain = _HYPHEN.sub(" ", _GROUP.sub(r" \1 ", plain))
+    return [
+        (match[0], match["word"] is not None)
+        for match in _PIECE.finditer(plain.casefold())
+        if match["other"] is None or unicodedata.category(match[0]) == "Sm"  # < + = | and other symbols of mathematics
+    ]
 
 
 def words(text: str) -> tuple[str, ...]:
-    """The words and numbers of a text, in small letters and in its order."""
-    return tuple(_WORD.findall(text.casefold()))
+    """The words, numbers and operators of a text, without an = at its end; see `pieces`."""
+    found = [piece for piece, _ in pieces(text)]
+    return tuple(found[:-1] if found[-1:] == ["="] else found)  # 2+2= asks for 2+2
 
 
 class Repeats(NamedTuple):
@@ -31,9 +54,10 @@ class Repeats(NamedTuple):
 
 
 def without_repeats(problems: Iterable[tuple[str, str]]) -> Repeats:
-    """The first of all (prompt, answer) with the same words; none of those whose answers differ, as one must be wrong.
+    """The first of all (prompt, answer) with the same words and operators; none of those whose answers differ, as one
+    must be wrong.
 
-    Texts without a word or number are told apart by their characters.
+    Texts without any are told apart by their characters.
     """
     places: dict[tuple[str, ...], list[tuple[int, str]]] = {}
     for at, (prompt, answer) in enumerate(problems):
@@ -53,8 +77,8 @@ class Contamination:
 
     Args:
         problems: those of the evaluation.
-        ngram: words in a row that a training problem may not share with one of them, at least 1. A shorter one, of
-            either side, must be the same as a whole.
+        ngram: words in a row that a training problem may not share with one of them, at least 1, with the same
+            operators between them. A shorter one, of either side, must be the same as a whole.
     """
 
     def __init__(self, problems: Iterable[str], ngram: int = NGRAM) -> None:
@@ -62,15 +86,18 @@ class Contamination:
         self._whole: set[tuple[str, ...]] = set()
         self._grams: set[int] = set()
         for problem in problems:
-            found = words(problem)
-            self._whole.add(found)
-            self._grams.update(map(hash, _grams(found, ngram)))
+            self._whole.add(words(problem))
+            self._grams.update(map(hash, _grams(pieces(problem), ngram)))
 
     def has(self, prompt: str) -> bool:
         """Whether a training problem is one of the evaluation, or shares words in a row with one."""
-        found = words(prompt)
-        return found in self._whole or any(hash(gram) in self._grams for gram in _grams(found, self._ngram))
+        return words(prompt) in self._whole or any(
+            hash(gram) in self._grams for gram in _grams(pieces(prompt), self._ngram)
+        )
 
 
-def _grams(found: Sequence[str], ngram: int) -> Iterator[tuple[str, ...]]:
-    return (tuple(found[at : at + ngram]) for at in range(len(found) - ngram + 1))
+def _grams(found: Sequence[tuple[str, bool]], ngram: int) -> Iterator[tuple[str, ...]]:
+    """Every run of so many words in a row, with the operators between them."""
+    places = [at for at, (_, is_word) in enumerate(found) if is_word]
+    for first, last in zip(places, places[ngram - 1 :], strict=False):
+        yield tuple(piece for piece, _ in found[first : last + 1])

@@ -184,7 +184,7 @@ def test_problems_of_the_evaluation_are_not_trained_on(tmp_path):
     held = lines(tmp_path / "held.jsonl", {"prompt": "1 2 3 4 5 6", "answer": 1}, {"prompt": "7 8", "answer": 1})
     train = lines(
         tmp_path / "t.jsonl",
-        *({"prompt": text, "answer": 1} for text in ("0 2,3,4,5 0", "2 3 4 0 5 6", "7+8", "7 8 9", "0 7 8")),
+        *({"prompt": text, "answer": 1} for text in ("0 2,3,4,5 0", "2 3 4 0 5 6", "7, 8", "7 8 9", "0 7 8")),
     )
     prompts = source(path=train, decontaminate=[held], ngram=4)
     assert {p.text for p in prompts.take(3)} == {"2 3 4 0 5 6", "7 8 9", "0 7 8"}
@@ -210,6 +210,62 @@ def test_words_in_a_row():
 def test_of_contradicting_repeats_none_stays():
     found = without_repeats([("a", "1"), ("b", "1"), ("A.", "2"), ("b!", "1 "), ("+", "1"), ("-", "2")])
     assert found == ([1, 4, 5], [3], [0, 2])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("Solve x+2=5.", "Solve x-2=5."),
+        ("What is 3+4?", "What is 3-4?"),
+        ("What is 3 \u2212 4?", "What is 3 4?"),
+        ("Find 2^3.", "Find 2/3."),
+        ("Is 3<4?", "Is 3>4?"),
+        ("2*3=", "2**3="),
+        ("(3+4)*2", "3+4*2"),
+        ("Find $x^{n+1}$", "Find $x^n+1$"),
+        ("on [0, 1)", "on (0, 1)"),
+        ("5! = ", "5 = "),
+        ("Compute n! + 1", "Compute n + 1"),
+        ("the ratio 3:4", "the ratio 3/4"),
+        ("50% of 8", "50 of 8"),
+        ("|x-2|=3", "x-2=3"),
+        ("x \u2264 3", "x \u2265 3"),
+        ("a-b", "ab"),
+        ("find 3.5", "find 3, 5"),
+        ("\u221a2", "2"),
+    ],
+)
+def test_problems_that_differ_in_an_operator_are_two(one, other):
+    for prefix in ("", "Let a, b, c, d, e, f, g, h, i, j, k and l be whole numbers. "):
+        assert without_repeats([(prefix + one, "1"), (prefix + other, "2")]) == ([0, 1], [], []), prefix
+    assert not Contamination([one]).has(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("Solve $x+2 = 5$.", "solve x + 2 = 5"),
+        ("a two-digit number", "A two digit number!"),
+        ("the $x$-axis, and an $n$-sided die", "the x axis and an n sided die"),
+        ("**Find** \\(x^{2}\\), please.", "Find x^2 please"),
+        ("* Find x", "Find x"),
+        ("3 \u2212 4", "3 - 4"),
+        ("\\left(x\\right) \\, y", "(x) y"),
+        ("2+2=", "2 + 2 = ?"),
+        ("2+2=", "2+2"),
+    ],
+)
+def test_problems_that_differ_in_layout_are_one(one, other):
+    assert without_repeats([(one, "1"), (other, "1")]) == ([0], [1], [])
+    assert Contamination([one]).has(other)
+
+
+def test_words_in_a_row_are_shared_with_the_operators_between_them():
+    words = "one two three four five six seven"
+    seen = Contamination([f"{words} 3+4 nine ten eleven twelve"])
+    assert seen.has(f"Hard: {words} 3 + 4 nine ten eleven twelve!")  # 13 words
+    assert not seen.has(f"Hard: {words} 3-4 nine ten eleven twelve!")
+    assert not seen.has(f"Hard: {words} 3 + 4 nine ten eleven")  # 12 words and an operator are not 13 words
 
 
 def test_too_long_prompts_are_counted(tmp_path):
