@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config = Qwen2Config(
         **sizes,
         num_key_value_heads=2,
-        vocab_size=len(tokenizer),
+        vocab_size=len(tokenizer) + 8,  # what reads the tokenizer back adds Qwen's own end of text
         max_position_embeddings=4096,
         eos_token_id=tokenizer.eos_token_id,
     )

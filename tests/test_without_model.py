@@ -24,6 +24,8 @@ NO_SERVERS = "sglang.python=/nowhere/python"
 @pytest.fixture(autouse=True)
 def laptop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    for name in ("CUDA_VISIBLE_DEVICES", "TORCHDYNAMO_DISABLE"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # a plan sets them for its process, which here goes on
 
 
 def unchecked(text: str) -> list[str]:

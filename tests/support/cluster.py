@@ -59,6 +59,7 @@ def simulated(nodes: int, gpus: int) -> Iterator[Nodes]:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("RAY_TMPDIR", folder)  # where other runs on this machine look for a cluster to join
+        patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # Ray would start no node with more GPUs than it shows
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
         head = {"num_cpus": 1, "include_dashboard": False, "_system_config": QUICK}
         cluster = Cluster(initialize_head=True, head_node_args=head)
