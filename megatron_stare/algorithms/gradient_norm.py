@@ -15,13 +15,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from megatron_stare.batch import TokenBatch
 from megatron_stare.metric import Metric
-from megatron_stare.records.batch_statistics import Count, Request, Statistics, Sum, scalar
+from megatron_stare.records.batch_statistics import Count, Request, SegmentSum, Statistics, Sum, scalar, tensor
 
 IMPROBABLE = 0.002  # tau_p of STAPO
+# lower ends of all ranges of a token's probability, and of its position's entropy in nats, but the first, which is 0
+PROBABILITIES = (IMPROBABLE, 0.05, 0.5, 0.9)
+ENTROPIES = (0.1, 0.5, 1.5)
+CELLS = (len(PROBABILITIES) + 1) * (len(ENTROPIES) + 1)
+"""Ranges of probability times ranges of entropy, entropy fastest: cell n is probability n // 4, entropy n % 4."""
 
 METRICS = (
     Metric(
@@ -40,6 +46,20 @@ METRICS = (
         "share",
         "of them in the sum of squares of the plain policy gradient",
         "many times gradient/improbable_tokens: few tokens pull far more than their share",
+    ),
+    Metric(
+        "gradient/token_norm_<n>",
+        "norm",
+        "mean |one_hot(a) - p| of the tokens in cell n of probability (below 0.002, 0.05, 0.5, 0.9, 1) and entropy "
+        "(below 0.1, 0.5, 1.5 nats, above), n = 4 x that of probability + that of entropy; every "
+        "observability.measured_every steps",
+        "within sqrt(2 - 2 p), STAPO's figure: large where p is small, largest where entropy is too; NaN: no token",
+    ),
+    Metric(
+        "gradient/token_share_<n>",
+        "share",
+        "of the tokens that carry loss in cell n of gradient/token_norm_<n>",
+        "most in the cell of large p and small entropy, 16",
     ),
 )
 
@@ -85,6 +105,41 @@ def norm_requests(batch: TokenBatch, push: Tensor, vocabulary: int) -> Mapping[s
         "norm/tokens": Count(batch.loss_mask),
         "norm/improbable": Count(improbable),
     }
+
+
+def cell_requests(batch: TokenBatch) -> Mapping[str, Request]:
+    """What `cell_metrics` needs of the whole batch: of every cell its tokens and the sum of their norms.
+
+    Raises:
+        ValueError: the batch is without the sums over the vocabulary.
+    """
+    if batch.sum_p2 is None:
+        raise ValueError("the norm of a token's gradient needs its sum_p2")
+    log_prob, entropy = batch.old_log_prob.detach().double(), batch.entropy.double()
+    columns = len(ENTROPIES) + 1
+    cell = columns * _range_of(log_prob.exp(), PROBABILITIES) + _range_of(entropy, ENTROPIES)
+    norm = squared_norm(log_prob, batch.sum_p2).sqrt()
+    return {
+        "norm/cell": SegmentSum(norm, cell, CELLS, batch.loss_mask),
+        "norm/cell_tokens": SegmentSum(torch.ones_like(norm), cell, CELLS, batch.loss_mask),
+    }
+
+
+def cell_metrics(statistics: Statistics) -> dict[str, Tensor]:
+    """`gradient/token_norm_<n>` and `gradient/token_share_<n>`, 0-dim. The norm is that of a token's own log-prob in
+    the logits over the temperature, before any weight: STAPO's figure."""
+    tokens, norms = tensor(statistics, "norm/cell_tokens"), tensor(statistics, "norm/cell")
+    means, shares = norms / tokens, tokens / tokens.sum().clamp_min(1)
+    found = {f"gradient/token_norm_{n}": means[n] for n in range(CELLS)}
+    return found | {f"gradient/token_share_{n}": shares[n] for n in range(CELLS)}
+
+
+def _range_of(x: Tensor, ends: tuple[float, ...]) -> Tensor:
+    """[N] int64, how many of the `ends` are at most x."""
+    found = torch.zeros_like(x, dtype=torch.int64)
+    for end in ends:
+        found += x >= end
+    return found
 
 
 def norm_metrics(statistics: Statistics, temperature: float) -> dict[str, Tensor]:

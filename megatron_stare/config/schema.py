@@ -325,7 +325,10 @@ class ObservabilityConfig(Section):
         True, description="log the first-order entropy forecast of every step, from two more sums of the log-prob pass"
     )
     measured_every: int = Field(
-        10, ge=0, description="steps between measurements of what a forecast came to, a forward pass each; 0: never"
+        10,
+        ge=0,
+        description="steps between measurements of what a forecast came to, a forward pass each, and of the norm of a "
+        "token's gradient by its probability and entropy; 0: never",
     )
     reflection_words: list[str] = Field(
         [], description="words counted in every response, such as [wait, alternatively]: metric `response/reflections`"

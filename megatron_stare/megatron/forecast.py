@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron_stare.algorithms.gradient_norm import norm_metrics, norm_requests
+from megatron_stare.algorithms.gradient_norm import cell_metrics, cell_requests, norm_metrics, norm_requests
 from megatron_stare.algorithms.proxy import proxy_metrics, proxy_requests
 from megatron_stare.algorithms.sensitivity import EntropyForecast, sensitivity_requests
 from megatron_stare.batch import TokenBatch
@@ -57,6 +57,16 @@ def forecast(
         **proxy_metrics(answers, sets, head.temperature),
         **norm_metrics(answers, head.temperature),
     }
+
+
+def token_norms(tokens: TokenBatch, group: ProcessGroup | None) -> dict[str, Tensor]:
+    """The norm of every token's gradient by its probability and entropy, over the rollout batch; 0-dim.
+
+    Args:
+        tokens: with sum_p2.
+        group: as in `forecast`.
+    """
+    return cell_metrics(answer(cell_requests(tokens), group))
 
 
 def push_of(tokens: TokenBatch, micro_batches: Sequence[MicroBatch], loss_of: LossFunction) -> Tensor:

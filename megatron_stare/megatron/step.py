@@ -23,7 +23,7 @@ from megatron_stare.megatron.batching.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.cpu_backend import device
 from megatron_stare.megatron.dump import write_step, write_tensors
 from megatron_stare.megatron.export import export_gradients, export_hf
-from megatron_stare.megatron.forecast import forecast, measured_change
+from megatron_stare.megatron.forecast import forecast, measured_change, token_norms
 from megatron_stare.megatron.head import Head
 from megatron_stare.megatron.layout import Layout
 from megatron_stare.megatron.loss_scale import loss_scale_of
@@ -139,6 +139,8 @@ class Step:
         if tokens.sum_p2 is not None and (first := self._objective) is not None:
             # of several updates the first: only its policy is that of the log-prob pass
             found = forecast(first, self.batch.mini_batch(0).micro_batches, self._policy.head, self.group)
+            if self._measures_forecast():
+                found |= token_norms(tokens, self.group)
             self.measured = replace(self.measured, forecast=found)
 
     def update(
@@ -179,7 +181,7 @@ class Step:
         if not outcome.finite and self._objective is not None:
             samples = self._objective.tokens.sequence[self._objective.rows]
             self.lost = samples[~logged["loss/policy"].isfinite()].unique()
-        if outcome.taken and number == 0 and self._measures_entropy():
+        if outcome.taken and number == 0 and self._measures_forecast():
             tokens = self._objective.tokens.select(self._objective.rows) if self._objective is not None else None
             metrics = {**metrics, **measured_change(policy.model, part, policy.head, tokens, self.group)}
         if self.measured is None or not policy.layout.is_reporting_rank:
@@ -250,8 +252,8 @@ class Step:
         forecast = self.measured.forecast if with_batch else {}
         return {**asked, **forecast, **self._method.metrics(objective.statistics, objective.state)}
 
-    def _measures_entropy(self) -> bool:
-        """Whether the entropy is measured again after this step: only where it was forecast."""
+    def _measures_forecast(self) -> bool:
+        """Whether this step is one of `observability.measured_every`: only where there is a forecast."""
         watched = self._config.observability
         if not watched.entropy_forecast or self._config.skips_log_prob_pass or watched.measured_every == 0:
             return False

@@ -11,6 +11,11 @@ from test_sensitivity import batch_of, parts
 from torch import Tensor
 
 from megatron_stare.algorithms.gradient_norm import (
+    CELLS,
+    ENTROPIES,
+    PROBABILITIES,
+    cell_metrics,
+    cell_requests,
     lower_bound,
     norm_metrics,
     norm_requests,
@@ -135,3 +140,46 @@ def test_the_sums_over_the_vocabulary_are_asked_for() -> None:
         norm_requests(batch, torch.ones(1), 3)
     with pytest.raises(ValueError, match="sum_p2"):
         proxy_requests(batch, Stare().selects, torch.zeros(1, dtype=torch.int8))
+    with pytest.raises(ValueError, match="sum_p2"):
+        cell_requests(batch)
+
+
+def test_the_norm_of_a_token_by_its_probability_and_entropy() -> None:
+    """Against one_hot - p itself, cell by cell, over every cell that a mixture of sharp and flat rows reaches."""
+    flat, taken, _ = drawn(900, 40, 1.0)
+    logits = torch.cat([flat[:300], 4 * flat[300:600], 9 * flat[600:]])
+    taken[::3] = logits.argmax(1)[::3]
+    taken[1::7] = logits.argmin(1)[1::7]
+    batch = batch_of(logits, taken, torch.ones(900))
+    batch.loss_mask[::5] = False
+    found = cell_metrics(answer(cell_requests(batch), None))
+    p = logits.softmax(1)
+    norm = (torch.nn.functional.one_hot(taken, 40) - p).norm(dim=1)
+    own, entropy = p.gather(1, taken[:, None]).squeeze(1), -(p * p.log()).sum(1)
+    lows, bits = (0, 0.002, 0.05, 0.5, 0.9, math.inf), (0, 0.1, 0.5, 1.5, math.inf)
+    filled = 0
+    for i in range(5):
+        for j in range(4):
+            here = batch.loss_mask & (own >= lows[i]) & (own < lows[i + 1])
+            here &= (entropy >= bits[j]) & (entropy < bits[j + 1])
+            n, share = 4 * i + j, float(here.sum()) / 720
+            assert float(found[f"gradient/token_share_{n}"]) == pytest.approx(share)
+            mean = found[f"gradient/token_norm_{n}"]
+            assert mean.isnan() if share == 0 else float(mean) == pytest.approx(float(norm[here].mean()), rel=1e-5)
+            if share:
+                filled += 1
+                assert float(mean) <= math.sqrt(2 - 2 * lows[i]) + 1e-9
+    assert filled >= 12 and len(found) == 2 * CELLS == 40
+    assert lows[1:-1] == PROBABILITIES and bits[1:-1] == ENTROPIES
+
+
+def test_a_token_on_the_end_of_a_range_is_in_the_next() -> None:
+    p = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
+    batch = batch_of(p.log()[None], torch.zeros(1, dtype=torch.int64), torch.ones(1))
+    batch.old_log_prob = torch.tensor([0.5], dtype=torch.float64).log()
+    batch.entropy = torch.tensor([1.5])
+    found = cell_metrics(answer(cell_requests(batch), None))
+    assert float(found["gradient/token_share_15"]) == 1.0
+    batch.loss_mask[:] = False
+    found = cell_metrics(answer(cell_requests(batch), None))
+    assert all(x.isnan() if "norm" in name else float(x) == 0 for name, x in found.items())

@@ -5,9 +5,10 @@ import math
 import pytest
 from test_report import Page
 
+from megatron_stare.algorithms import gradient_norm
 from megatron_stare.observability.json_lines import to_line
 from megatron_stare.observability.paired import forecast_fit
-from megatron_stare.observability.report.diagnostic_charts import parts
+from megatron_stare.observability.report.diagnostic_charts import ENTROPIES, PROBABILITIES, parts, token_norms
 from megatron_stare.observability.report.page import write_report
 from megatron_stare.observability.run_files import read_runs
 
@@ -115,3 +116,22 @@ def test_an_outlier_does_not_flatten_the_others(tmp_path):
     weight = next(chart for chart in entropy.charts if chart.title == "W*")
     assert -900 in weight.lines[0].values
     assert (weight.y_floor, weight.y_limit) == (-2.4, 2.4)
+
+
+def test_norms_of_tokens_are_a_table_of_the_newest_measurement(tmp_path):
+    assert (gradient_norm.PROBABILITIES, gradient_norm.ENTROPIES) == (PROBABILITIES, ENTROPIES)
+    cells = {f"gradient/token_norm_{n}": 0.05 * n for n in range(20)}
+    cells |= {f"gradient/token_share_{n}": n / 190 for n in range(20)} | {"gradient/token_norm_0": math.nan}
+    run = make_run(tmp_path / "run", steps=3, **cells)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(to_line({"step": 4, "reward/mean": 0.5}))
+    found = token_norms(read_runs([run])[0])
+    assert found.step == 3 and found.columns == ["below 0.1", "0.1 to 0.5", "0.5 to 1.5", "1.5 and above"]
+    assert [row[0] for row in found.rows] == [
+        *("below 0.002", "0.002 to 0.05", "0.05 to 0.5", "0.5 to 0.9", "0.9 and above"),
+    ]
+    assert [float(row[1]) for row in found.rows] == [1.41, 1.41, 1.38, 1, 0.447]
+    assert found.rows[0][2][0] is None and found.rows[4][2][0] == ("0.800", "8.42%")
+    page = page_of(tmp_path, run)
+    assert "The gradient of a token" in page.text and "0.800 (8.42%)" in page.text
+    assert "The gradient of a token" not in page_of(tmp_path, make_run(tmp_path / "none")).text

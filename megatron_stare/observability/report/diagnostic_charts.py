@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from megatron_stare.observability.paired import forecast_fit
 from megatron_stare.observability.report.charts import PALETTE, SMOOTH_FROM, Chart, Line
@@ -30,6 +30,8 @@ _SETS = (  # of STARE's selection: metric's end, label, class
     ("common_plus", "U+", "plus common"),
     ("common_minus", "U−", "minus common"),
 )
+# lower ends of the cells of gradient/token_norm_<n>, but the first, as algorithms/gradient_norm.py has them
+PROBABILITIES, ENTROPIES = (0.002, 0.05, 0.5, 0.9), (0.1, 0.5, 1.5)
 _SIGNALS = (  # metric, title, unit, caption
     (
         "signal/length_reward",
@@ -225,3 +227,39 @@ def _dashed(line: Line) -> Line:
 
 def _recorded(charts: Sequence[Chart]) -> list[Chart]:
     return [c for c in charts if any(math.isfinite(value) for line in c.lines for value in line.values)]
+
+
+@dataclass(frozen=True)
+class TokenNorms:
+    """The norm of a token's gradient by its probability and entropy, as text.
+
+    columns: ranges of entropy. rows: range of probability, the bound sqrt(2 - 2 p) at its lower end, and a cell for
+    each range of entropy: mean norm and share of the tokens, None where there is no token.
+    """
+
+    step: int
+    columns: Sequence[str]
+    rows: Sequence[tuple[str, str, Sequence[tuple[str, str] | None]]]
+
+
+def token_norms(run: RunRecord) -> TokenNorms | None:
+    """Of the newest step that measured it; None where none did."""
+    row = next((row for row in reversed(run.metrics) if "gradient/token_share_0" in row), None)
+    if row is None:
+        return None
+    wide = len(ENTROPIES) + 1
+
+    def cell(n: int) -> tuple[str, str] | None:
+        norm, share = row.get(f"gradient/token_norm_{n}", math.nan), row[f"gradient/token_share_{n}"]
+        return (short(norm), f"{share:.2%}") if math.isfinite(norm) else None
+
+    rows = [
+        (label, short(math.sqrt(2 - 2 * low)), [cell(wide * number + n) for n in range(wide)])
+        for number, (low, label) in enumerate(zip((0.0, *PROBABILITIES), _ranges(PROBABILITIES), strict=True))
+    ]
+    return TokenNorms(int(row["step"]), _ranges(ENTROPIES), rows)
+
+
+def _ranges(ends: Sequence[float]) -> list[str]:
+    between = [f"{low:g} to {high:g}" for low, high in pairwise(ends)]
+    return [f"below {ends[0]:g}", *between, f"{ends[-1]:g} and above"]

@@ -21,7 +21,7 @@ from megatron_stare.observability.paired import BAND
 from megatron_stare.observability.planned import planned_and_measured
 from megatron_stare.observability.report.charts import OWN_COLOUR, PALETTE, Chart, Line, draw
 from megatron_stare.observability.report.comparison import against, settings_that_tell
-from megatron_stare.observability.report.diagnostic_charts import parts, selection
+from megatron_stare.observability.report.diagnostic_charts import parts, selection, token_norms
 from megatron_stare.observability.report.headline import alike, headline
 from megatron_stare.observability.report.html_files import TEMPLATES, write_page
 from megatron_stare.observability.report.step_time import times
@@ -99,6 +99,7 @@ def _page(runs: Sequence[RunRecord]) -> str:
         parts=parts(runs),
         times=times(runs),
         planned=[(run.name, found) for run in runs if (found := planned_and_measured(run.metrics))],
+        norms=[(run.name, found) for run in runs if (found := token_norms(run))],
         views=[(run.name, view) for run in runs if (view := view_of_run(run.directory))],
         samples=[(run.name, task, rows) for run in runs for task in run.tasks if (rows := _samples(run.on_task(task)))],
         settings=told,
