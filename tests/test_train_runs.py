@@ -54,7 +54,10 @@ def test_a_run_leaves_everything_it_promises(tmp_path: Path) -> None:
         masses = [row[f"forecast/mass_{side}"] for side in ("common_plus", "rare_plus", "common_minus", "rare_minus")]
         assert row["forecast/plain_change"] == pytest.approx(sum(masses))
         assert 0 < row["signal/format"] <= 1
-    assert ["forecast/measured_change" in row for row in rows] == [False, True]
+    for name in ("forecast/measured_change", "gradient/token_share_0", "gradient/token_norm_19"):
+        assert [name in row for row in rows] == [False, True]
+    shares = [rows[1][f"gradient/token_share_{n}"] for n in range(20)]
+    assert sum(shares) == pytest.approx(1) and "gradient/token_share_20" not in rows[1]
     assert "Entropy forecast" in (run_dir / "report.html").read_text()
     assert [json.loads(line)["weights"] for line in (run_dir / "eval.jsonl").open()] == ["base", "trained"]
     (start,) = read_jsonl(run_dir / "starts.jsonl")

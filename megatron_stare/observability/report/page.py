@@ -99,7 +99,7 @@ def _page(runs: Sequence[RunRecord]) -> str:
         parts=parts(runs),
         times=times(runs),
         planned=[(run.name, found) for run in runs if (found := planned_and_measured(run.metrics))],
-        norms=[(run.name, found) for run in runs if (found := token_norms(run))],
+        norms=[(run.name, table) for run in runs if (table := token_norms(run))],
         views=[(run.name, view) for run in runs if (view := view_of_run(run.directory))],
         samples=[(run.name, task, rows) for run in runs for task in run.tasks if (rows := _samples(run.on_task(task)))],
         settings=told,
