@@ -42,7 +42,7 @@ LEVELS = {
     "data": 4,
     "rewards": 4,
     "environments": 4,
-    "evaluation": 4,
+    "evaluation": 3,
     "observability": 4,
     "layout_rules": 4,
     "moe_rules": 4,

@@ -13,6 +13,8 @@ from statistics import NormalDist, fmean
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_stare.evaluation.clusters import mean_of_problems, student_quantile
+
 
 def pass_at_k(right: int, samples: int, k: int) -> float:
     """The probability that at least one of k responses is right: 1 - C(n - c, k) / C(n, k), for c right ones of n
@@ -96,9 +98,15 @@ def wilson_interval(
 
     With p the mean of N results and z the (1 + level)/2 quantile of the standard normal, for an effective number m:
     (p + z²/2m ± z √(p (1 - p)/m + z²/4m²)) / (1 + z²/m), as for survey samples (Korn and Graubard, Survey Methodology
-    24, 1998). m = p (1 - p) / v, where v = Σ_g e_g² / N² is the variance of the mean and e_g the sum of the deviations
-    from p of the prompts of problem g. Of results that are all 0 or 1, of different problems, m is N, and this is
-    Wilson's own. Where no result deviates m is the number of problems, so that the interval keeps a width.
+    24, 1998). m = 1 + p (1 - p) / v, with v the variance of the mean by `mean_of_problems`; the 1 is there because
+    p (1 - p) falls short of its expectation at the true mean by v. Of results that are all 0 or 1, of different
+    problems, m is N, and this is Wilson's own.
+
+    Results that are shares spread less than 0 and 1 do, so that m is above the number of problems G. That excess
+    is estimated, from few problems poorly, and near saturation from the few that are not 0 or 1 alone. So
+    m = G + min(w, (z/t)²) (m - G), with w = min(1, G min(p, 1 - p)/5), after the rule that a normal approximation
+    wants five of either kind, and t Student's quantile with G - 1 degrees of freedom. Where no result deviates, m is
+    G. tests/evaluation/test_coverage.py simulates how often the interval holds the true mean.
 
     Args:
         problems: the problem of each prompt; None: all are different.
@@ -111,14 +119,16 @@ def wilson_interval(
     """
     if not results or not all(0 <= result <= 1 for result in results):
         raise ValueError("an interval needs results, between 0 and 1")
-    mean = fmean(results)
-    deviations: dict[int, float] = {}
-    for problem, result in zip(problems or range(len(results)), results, strict=True):
-        deviations[problem] = deviations.get(problem, 0.0) + result - mean
-    variance = math.fsum(e * e for e in deviations.values()) / len(results) ** 2
+    mean, variance, count = mean_of_problems(results, problems)
     spread = mean * (1 - mean)
-    effective = spread / variance if variance > 1e-15 and spread > 0 else len(deviations)  # not of rounding
     z = NormalDist().inv_cdf((1 + level) / 2)
+    effective = count
+    if variance > 1e-15 and spread > 0:  # not of rounding
+        effective = 1 + spread / variance
+    if effective > count:
+        saturation = count * min(mean, 1 - mean) / 5
+        few = (z / student_quantile(level, count - 1)) ** 2
+        effective = count + min(1.0, saturation, few) * (effective - count)
     scale = 1 + z * z / effective
     middle = (mean + z * z / (2 * effective)) / scale
     half = z * math.sqrt(spread / effective + z * z / (4 * effective * effective)) / scale

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, StatisticsError, correlation, fmean
+from statistics import StatisticsError, correlation, fmean
 from typing import Any
+
+from megatron_stare.evaluation.clusters import mean_of_problems, student_quantile
 
 BAND = 0.25  # entropy within this share of its target counts as on target
 RECENT = 20  # steps that "at the end" means
@@ -19,16 +21,16 @@ RECENT = 20  # steps that "at the end" means
 def paired_interval(
     before: Sequence[float], after: Sequence[float], level: float = 0.95, *, problems: Sequence[int] | None = None
 ) -> tuple[float, float, float]:
-    """Mean of after - before over the same prompts, with a normal-approximation confidence interval.
+    """Mean of after - before over the same prompts, with Student's confidence interval over problems.
 
-    With d_i = after_i - before_i, mean d, sample standard deviation s (n - 1) and z the (1 + level)/2 quantile of the
-    standard normal (1.96 for 95 %): d ± z s / √n. Pairing removes the spread between easy and hard problems, which is
-    most of it. The approximation wants some 30 problems or more that are not all alike; where every d_i is equal the
-    interval has no width, which says nothing about unseen problems.
+    With d_i = after_i - before_i, mean d, sample standard deviation s (n - 1) and t the (1 + level)/2 quantile of
+    Student's distribution with n - 1 degrees of freedom: d ± t s / √n. Pairing removes the spread between easy and hard
+    problems, which is most of it. With fewer than some 30 problems, most of whose d_i are equal, the interval is too
+    narrow; where every d_i is equal it has no width, which says nothing about unseen problems.
 
-    Several prompts of one problem are not independent. With e_g the sum of d_i - d over the prompts of problem g, of G
-    problems, the half width is then z √(G/(G - 1) Σ_g e_g²) / n (Liang and Zeger, Biometrika 73, 1986), which is the
-    above where each problem has one prompt.
+    Several prompts of one problem are not independent: n is then the effective number of problems, and the half width
+    t √v with v the variance of the mean (`evaluation.clusters.mean_of_problems`), which is the above where each problem
+    has one prompt.
 
     Args:
         problems: the problem of each prompt; None: all are different.
@@ -46,14 +48,10 @@ def paired_interval(
     if not 0 < level < 1:
         raise ValueError(f"level must lie between 0 and 1, not {level}")
     differences = [b - a for a, b in zip(before, after, strict=True)]
-    mean = fmean(differences)
-    sums: dict[int, float] = {}
-    for problem, difference in zip(problems or range(len(differences)), differences, strict=True):
-        sums[problem] = sums.get(problem, 0.0) + difference - mean
-    if len(sums) == 1:
+    mean, variance, count = mean_of_problems(differences, problems)
+    if math.isinf(variance):
         return mean, math.nan, math.nan
-    variance = len(sums) / (len(sums) - 1) * math.fsum(e * e for e in sums.values())
-    half = NormalDist().inv_cdf((1 + level) / 2) * math.sqrt(variance) / len(differences)
+    half = student_quantile(level, count - 1) * math.sqrt(variance)
     return mean, mean - half, mean + half
 
 

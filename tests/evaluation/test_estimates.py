@@ -9,6 +9,7 @@ from fractions import Fraction
 
 import pytest
 
+from megatron_stare.evaluation.clusters import mean_of_problems, student_quantile
 from megatron_stare.evaluation.estimates import majority_at_k, pass_at_k, wilson_interval
 
 
@@ -111,11 +112,13 @@ def test_prompts_of_one_problem_are_one() -> None:
 
 
 def test_shares_of_several_responses_narrow_the_interval_only_as_far_as_they_agree() -> None:
-    """In float64: with m = p (1 - p) / var of the mean."""
+    """In float64: m = 1 + p (1 - p) / var of the mean, its excess over 8 problems by the least of the factors."""
     results = [0.25, 0.5, 0.75, 0.5, 1.0, 0.0, 0.5, 0.5]
     mean, low, high = wilson_interval(results)
-    m = 0.25 / (sum((r - 0.5) ** 2 for r in results) / 64)
-    z = 1.959963984540054
+    m = 1 + 0.25 / (sum((r - 0.5) ** 2 for r in results) / 8 / 7)
+    z, t = 1.959963984540054, 2.364624251592784  # of 7 degrees of freedom
+    assert (z / t) ** 2 < 8 * 0.5 / 5 < 1
+    m = 8 + (z / t) ** 2 * (m - 8)
     half = z / (1 + z * z / m) * math.sqrt(0.25 / m + z * z / (4 * m * m))
     assert (mean, low, high) == pytest.approx((0.5, 0.5 - half, 0.5 + half), abs=1e-12)
     whole = wilson_interval([1.0, 0.0] * 4)
@@ -126,6 +129,63 @@ def test_an_interval_of_equal_results_is_as_wide_as_its_problems_are_few() -> No
     few, many = wilson_interval([0.3] * 5), wilson_interval([0.3] * 500)
     assert few[1] < 0.1 < 0.25 < many[1] < 0.3 < many[2] < 0.35 < 0.6 < few[2]
     assert wilson_interval([1.0])[1] == pytest.approx(0.2065, abs=1e-4)
+
+
+def test_near_saturation_the_interval_is_that_of_as_many_results_of_0_or_1() -> None:
+    """One share just below 1 among ones says no more of other problems than a one does."""
+    whole = wilson_interval([1.0] * 30)
+    assert whole[1:] == pytest.approx((30 / (30 + 1.959963984540054**2), 1.0), abs=1e-12)
+    nearly = wilson_interval([1.0] * 29 + [1 - 1e-5])
+    assert nearly[1:] == pytest.approx(whole[1:], abs=0.02)  # was [0.999998, 0.99999994]
+    assert wilson_interval([0.0] * 29 + [1e-5])[1:] == pytest.approx((0.0, 1 - whole[1]), abs=0.02)
+    # p = 0.99: 30 * 0.01 / 5 = 0.06 of the excess counts
+    results = [1.0] * 28 + [0.85, 0.85]
+    mean, low, high = wilson_interval(results)
+    m = 1 + 0.99 * 0.01 / (sum((r - 0.99) ** 2 for r in results) / 30 / 29)
+    m = 30 + 0.06 * (m - 30)
+    z = 1.959963984540054
+    half = z / (1 + z * z / m) * math.sqrt(0.99 * 0.01 / m + z * z / (4 * m * m))
+    assert (high - low) / 2 == pytest.approx(half, abs=1e-12)
+    assert mean == pytest.approx(0.99)
+
+
+def test_in_the_middle_of_many_problems_the_spread_alone_counts() -> None:
+    results = [0.4, 0.6] * 500
+    _, low, high = wilson_interval(results)
+    assert high - low == pytest.approx(2 * 1.959963984540054 * 0.1 / math.sqrt(1000), rel=0.01)
+
+
+def test_few_problems_that_have_most_prompts_are_the_effective_number() -> None:
+    """N = 8 in problems of 4, 2, 1, 1: G = 64/22. In exact fractions."""
+    results = [Fraction(n, 4) for n in (3, 2, 4, 1, 2, 2, 4, 0)]
+    problems = [0, 0, 0, 0, 1, 1, 2, 3]
+    mean = sum(results) / 8
+    sums = [sum(r - mean for r, g in zip(results, problems, strict=True) if g == each) for each in range(4)]
+    count = Fraction(64, 22)
+    variance = count / (count - 1) * sum(e * e for e in sums) / 64
+    found = mean_of_problems([float(r) for r in results], problems)
+    assert found == pytest.approx((float(mean), float(variance), float(count)), rel=1e-12)
+    assert mean_of_problems([0.0, 1.0], [7, 7])[1:] == (math.inf, 1.0)
+    assert mean_of_problems([0.0, 1.0, 1.0], None)[1:] == pytest.approx((2 / 3 / 6, 3))
+
+
+@pytest.mark.parametrize(
+    ("level", "degrees", "quantile"),
+    # Fisher and Yates' tables; the last is the normal's
+    [
+        (0.95, 1, 12.706205),
+        (0.95, 2, 4.302653),
+        (0.95, 4, 2.776445),
+        (0.95, 11, 2.200985),
+        (0.95, 29, 2.045230),
+        (0.99, 5, 4.032143),
+        (0.5, 3, 0.764892),
+        (0.95, 1e7, 1.959964),
+        (0.95, 0.3, 12.706205),
+    ],
+)
+def test_students_quantile(level: float, degrees: float, quantile: float) -> None:
+    assert student_quantile(level, degrees) == pytest.approx(quantile, abs=1e-6)
 
 
 @pytest.mark.parametrize("results", [[], [1.5], [-0.1, 0.5], [math.nan]])

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from megatron_stare.evaluation.clusters import student_quantile
 from megatron_stare.observability.paired import paired_interval, summary
 
 
@@ -12,16 +13,16 @@ def test_interval_worked_by_hand():
     before = [0, 1, 0, 0, 1, 0, 1, 0]
     after = [1, 1, 1, 1, 0, 0, 1, 1]
     mean, low, high = paired_interval(before, after)
-    half = 1.959963984540054 * math.sqrt(31 / 56 / 8)
+    half = 2.364624251592784 * math.sqrt(31 / 56 / 8)  # Student's t of 7 degrees of freedom
     assert mean == 0.375
     assert (low, high) == pytest.approx((0.375 - half, 0.375 + half), rel=1e-12)
-    assert half == pytest.approx(0.515573, abs=1e-6)
+    assert half == pytest.approx(0.622020, abs=1e-6)
 
 
 def test_interval_level():
     before, after = [0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 1.0]  # s = 1/sqrt(3), s / sqrt(n) = 0.288675
-    assert paired_interval(before, after, level=0.99)[2] - 0.5 == pytest.approx(2.5758293035489 * 0.2886751345948)
-    assert paired_interval(before, after, level=0.5)[1] == pytest.approx(0.5 - 0.6744897501961 * 0.2886751345948)
+    assert paired_interval(before, after, level=0.99)[2] - 0.5 == pytest.approx(5.8409093097333 * 0.2886751345948)
+    assert paired_interval(before, after, level=0.5)[1] == pytest.approx(0.5 - 0.7648923284043 * 0.2886751345948)
 
 
 def test_pairing_is_what_makes_it_narrow():
@@ -92,8 +93,10 @@ def test_prompts_of_one_problem_are_not_independent():
     twice = paired_interval(before * 2, after * 2, problems=[*range(8)] * 2)
     assert twice == pytest.approx(once, rel=1e-12)  # asked twice with the same results, nothing more is known
     assert paired_interval(before, after, problems=range(8)) == once
-    # d = 1, 0, 1, 1, mean 3/4; problems {0, 2}, {1}, {3}: e = 2/4, -3/4, 1/4, sum of squares 7/8
-    half = 1.959963984540054 * math.sqrt(3 / 2 * 7 / 8) / 4
+    # d = 1, 0, 1, 1, mean 3/4; problems {0, 2}, {1}, {3}: e = 2/4, -3/4, 1/4, sum of squares 7/8,
+    # G = 16/6, so G/(G - 1) = 8/5, and t of 5/3 degrees of freedom
+    half = student_quantile(0.95, 5 / 3) * math.sqrt(8 / 5 * 7 / 8) / 4
+    assert student_quantile(0.95, 5 / 3) == pytest.approx(5.242265, abs=1e-6)
     got = paired_interval([0, 0, 0, 0], [1, 0, 1, 1], problems=[7, 5, 7, 3])
     assert got == pytest.approx((0.75, 0.75 - half, 0.75 + half), rel=1e-12)
     assert all(math.isnan(x) for x in paired_interval([0, 1], [1, 1], problems=[4, 4])[1:])

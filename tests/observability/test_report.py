@@ -94,7 +94,7 @@ def test_the_verdict_is_there(tmp_path):
     for words in (
         "stare · models/tiny · 4 prompts × 8 responses",
         "0.250 → 0.750",
-        "+0.500 [-0.066, +1.066], 95 %, paired, 4 problems",  # d = 1, 0, 1, 0: s / sqrt(n) = 0.2887
+        "+0.500 [-0.419, +1.419], 95 %, paired, 4 problems",  # d = 1, 0, 1, 0: 3.182 s / sqrt(n) = 0.9187
         "1.10 × target 0.100, inside ±25%",
         "of 40 planned",
         "1 min 0 s",
@@ -167,7 +167,7 @@ def test_tasks_are_told_apart(tmp_path):
     for words in (
         "aime: avg@4, sampled",
         "0.188 → 0.625",
-        "+0.438 [+0.203, +0.672], 95 %, paired, 4 problems",  # d = 3/4, 1/2, 1/4, 1/4: s / sqrt(n) = 0.1197
+        "+0.438 [+0.057, +0.818], 95 %, paired, 4 problems",  # d = 3/4, 1/2, 1/4, 1/4: 3.182 s / sqrt(n) = 0.3809
         "gsm: pass@1, sampled",
         "decoded differently before and after, so no interval",
         "Responses before and after, aime",
@@ -319,10 +319,10 @@ def test_the_interval_minds_prompts_of_the_same_problem(tmp_path):
         return verdict(read_run(run))[0].note
 
     shared, alone = {"problem": [0, 1, 0, 2]}, {"problem": [0, 1, 2, 3]}
-    half = 1.959963984540054 * math.sqrt(3 / 2 * 7 / 8) / 4
+    half = 5.2422651305838315 * math.sqrt(8 / 5 * 7 / 8) / 4
     counted = f"{0.75 - half:+.3f}, {0.75 + half:+.3f}], 95 %, paired, 4 problems, 3 of them different"
     assert note(shared, shared).endswith(counted)
-    assert note(alone, alone).endswith("[+0.260, +1.240], 95 %, paired, 4 problems")
+    assert note(alone, alone).endswith("[-0.046, +1.546], 95 %, paired, 4 problems")
     assert note({}, {}) == note(alone, alone)  # of a run before the numbers were kept
     assert note(shared, alone) == "different problems before and after, so no interval"
     assert note({}, shared).endswith(counted)  # begun by a release that did not say, and continued by this one
