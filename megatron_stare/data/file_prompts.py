@@ -7,9 +7,11 @@ from how many were taken: so the cursor is all the state there is, and no order 
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from megatron_stare.batch import Prompt
@@ -26,10 +28,12 @@ from megatron_stare.errors import ConfigError, DataError
 class _Part:
     """A file of a mixture.
 
-    records: those that can be taken. taken: how many were. pass_: the pass over the file that `order` is of.
+    weight: in the mixture's common unit. records: those that can be taken. taken: how many were.
+    pass_: the pass over the file that `order` is of.
     """
 
     file: MixtureFile
+    weight: int
     records: list[Record]
     number: int = 0
     taken: int = 0
@@ -56,12 +60,14 @@ class FilePrompts:
         self._encode = PromptEncoder(config, tokenizer)
         self._seed = stream_seed(config.run.seed, split)
         self._cursor = 0
+        self._by_deadline = True
         self.dropped: dict[str, int] = {}
         # only checked here and encoded again when taken: the ids of a large file would outweigh its text tenfold
         drop = config.rollout.truncate_prompt == "drop"
         self._checksum = 0
         self._parts: list[_Part] = []
-        for file in _files(config.data, split):
+        files = _files(config.data, split)
+        for file, weight in zip(files, whole_weights([file.weight for file in files]), strict=True):
             records, checksum = read_records(file.path, config.data.prompt_key, config.data.answer_key)
             # of one file the checksum is its own, as it was before there were mixtures
             self._checksum = (
@@ -71,7 +77,7 @@ class FilePrompts:
             self._drop("longer than rollout.max_prompt_tokens", len(records) - len(fitting))
             if not fitting:
                 raise DataError("every prompt is longer than rollout.max_prompt_tokens", where=file.path)
-            self._parts.append(_Part(file, fitting, len(self._parts)))
+            self._parts.append(_Part(file, weight, fitting, len(self._parts)))
         if split == "eval":  # asked twice, a problem would count as two; in training that may be what is wanted
             self._parts[0].records = self._without_repeats(self._parts[0].records)
         else:
@@ -150,8 +156,9 @@ class FilePrompts:
         return [self._next() for _ in range(n)]
 
     def state(self) -> dict[str, int]:
-        """Prompts taken since the run began, and the checksum of the files they came from."""
-        return {"cursor": self._cursor, "checksum": self._checksum}
+        """Prompts taken since the run began, the checksum of their files, how files are mixed."""
+        state = {"cursor": self._cursor, "checksum": self._checksum}
+        return state | {"by_deadline": int(self._by_deadline)} if len(self._parts) > 1 else state
 
     def restore(self, state: dict[str, int]) -> None:
         """Goes on after prompt `state["cursor"]`. Raises DataError if a file is another one than then."""
@@ -162,6 +169,7 @@ class FilePrompts:
                 fix="put the original file back, or start a new run",
             )
         self._cursor = state["cursor"]
+        self._by_deadline = bool(state.get("by_deadline", 0))  # runs of earlier releases go on as they began
         for part in self._parts:
             part.taken = 0
         if len(self._parts) == 1:
@@ -171,9 +179,19 @@ class FilePrompts:
                 self._part(cursor).taken += 1
 
     def _part(self, cursor: int) -> _Part:
-        """The file that is furthest behind its share of the prompts up to this one; of equals the first."""
-        total = sum(part.file.weight for part in self._parts)
-        return max(self._parts, key=lambda part: part.file.weight / total * (cursor + 1) - part.taken)
+        """The file that the prompt at `cursor` comes from.
+
+        Of the files that have had less than their share of the prompts up to this one, the first
+        whose next prompt is due soonest: its prompt j, counted from 1, is due when its share reaches
+        j. So every file is less than one prompt off its share after every prompt (Baruah et al.,
+        Proportionate Progress, Algorithmica 15, 1996).
+        """
+        if not self._by_deadline:
+            whole = sum(part.file.weight for part in self._parts)
+            return max(self._parts, key=lambda part: part.file.weight / whole * (cursor + 1) - part.taken)
+        total = sum(part.weight for part in self._parts)
+        behind = [part for part in self._parts if part.taken * total < part.weight * (cursor + 1)]
+        return min(behind, key=lambda part: -(-(part.taken + 1) * total // part.weight))  # rounded up
 
     def _next(self) -> Prompt:
         part = self._part(self._cursor)
@@ -196,6 +214,13 @@ class FilePrompts:
         # the first file's order is that of a file alone, as it was before there were mixtures
         counters = (self._seed, pass_) if part.number == 0 else (self._seed, pass_, part.number)
         return sorted(range(len(part.records)), key=lambda line: counter_hash(*counters, line))
+
+
+def whole_weights(weights: Iterable[float]) -> list[int]:
+    """Whole numbers in the ratio of these weights as decimals, so that no share is rounded."""
+    fractions = [Fraction(str(weight)) for weight in weights]
+    unit = math.lcm(*(fraction.denominator for fraction in fractions))
+    return [int(fraction * unit) for fraction in fractions]
 
 
 def _files(data: DataConfig, split: Split) -> list[MixtureFile]:

@@ -28,7 +28,7 @@ class PromptQueue:
 
     def take(self, n: int) -> list[Prompt]:
         """The next `n` prompts."""
-        self._last = [self._back.popleft() if self._back else self._new() for _ in range(n)]
+        self._last = [self._next() for _ in range(n)]
         return [prompt for _, prompt in self._last]
 
     def give_back(self, n: int) -> None:
@@ -50,12 +50,16 @@ class PromptQueue:
         self._back.clear()
 
     def leave_out(self, cursors: Iterable[int]) -> None:
-        """Prompts of these cursors are never given, before or after a restore."""
+        """Leaves out prompts of these cursors, given back ones too, before and after a restore."""
         self._left_out |= frozenset(cursors)
 
-    def _new(self) -> tuple[dict[str, int], Prompt]:
+    def _next(self) -> tuple[dict[str, int], Prompt]:
         while True:
-            before = dict(self._source.state())
-            (prompt,) = self._source.take(1)
+            before, prompt = self._back.popleft() if self._back else self._new()
             if prompt.cursor not in self._left_out:
                 return before, prompt
+
+    def _new(self) -> tuple[dict[str, int], Prompt]:
+        before = dict(self._source.state())
+        (prompt,) = self._source.take(1)
+        return before, prompt

@@ -96,17 +96,19 @@ def wilson_interval(
 ) -> tuple[float, float, float]:
     """Mean of results in [0, 1], one a prompt, and Wilson's score interval (JASA 22, 1927) over problems.
 
-    With p the mean of N results and z the (1 + level)/2 quantile of the standard normal, for an effective number m:
-    (p + z²/2m ± z √(p (1 - p)/m + z²/4m²)) / (1 + z²/m), as for survey samples (Korn and Graubard, Survey Methodology
-    24, 1998). m = 1 + p (1 - p) / v, with v the variance of the mean by `mean_of_problems`; the 1 is there because
-    p (1 - p) falls short of its expectation at the true mean by v. Of results that are all 0 or 1, of different
-    problems, m is N, and this is Wilson's own.
+    With p the mean of N results and z the (1 + level)/2 quantile of the standard normal, for an
+    effective number m: (p + z²/2m ± z √(p (1 - p)/m + z²/4m²)) / (1 + z²/m), as for survey samples
+    (Korn and Graubard, Survey Methodology 24, 1998). m = 1 + p (1 - p) / v, with v the variance of
+    the mean by `mean_of_problems`; the 1 is there because p (1 - p) falls short of its expectation
+    at the true mean by v. Of results that are all 0 or 1, of different problems, m is N, and this
+    is Wilson's own.
 
-    Results that are shares spread less than 0 and 1 do, so that m is above the number of problems G. That excess
-    is estimated, from few problems poorly, and near saturation from the few that are not 0 or 1 alone. So
-    m = G + min(w, (z/t)²) (m - G), with w = min(1, G min(p, 1 - p)/5), after the rule that a normal approximation
-    wants five of either kind, and t Student's quantile with G - 1 degrees of freedom. Where no result deviates, m is
-    G. tests/evaluation/test_coverage.py simulates how often the interval holds the true mean.
+    Results that are shares spread less than 0 and 1 do, so that m is above the number of problems
+    G. That excess is estimated, from few problems poorly, and near saturation from the few alone
+    that are not 0 or 1. So m = G + min(w, (z/t)²) (m - G), with w = min(1, G min(p, 1 - p)/5),
+    after the rule that a normal approximation wants five of either kind, and t Student's quantile
+    with G - 1 degrees of freedom. Where no result deviates, m is G.
+    tests/evaluation/test_coverage.py simulates how often the interval holds the true mean.
 
     Args:
         problems: the problem of each prompt; None: all are different.

@@ -23,14 +23,15 @@ def paired_interval(
 ) -> tuple[float, float, float]:
     """Mean of after - before over the same prompts, with Student's confidence interval over problems.
 
-    With d_i = after_i - before_i, mean d, sample standard deviation s (n - 1) and t the (1 + level)/2 quantile of
-    Student's distribution with n - 1 degrees of freedom: d ± t s / √n. Pairing removes the spread between easy and hard
-    problems, which is most of it. With fewer than some 30 problems, most of whose d_i are equal, the interval is too
-    narrow; where every d_i is equal it has no width, which says nothing about unseen problems.
+    With d_i = after_i - before_i, mean d, sample standard deviation s (n - 1) and t the
+    (1 + level)/2 quantile of Student's distribution with n - 1 degrees of freedom: d ± t s / √n.
+    Pairing removes the spread between easy and hard problems, which is most of it. With fewer than
+    some 30 problems, most of whose d_i are equal, the interval is too narrow; where every d_i is
+    equal it has no width, which says nothing about unseen problems.
 
-    Several prompts of one problem are not independent: n is then the effective number of problems, and the half width
-    t √v with v the variance of the mean (`evaluation.clusters.mean_of_problems`), which is the above where each problem
-    has one prompt.
+    Several prompts of one problem are not independent: n is then the effective number of problems,
+    and the half width t √v with v the variance of the mean (`evaluation.clusters.mean_of_problems`),
+    which is the above where each problem has one prompt.
 
     Args:
         problems: the problem of each prompt; None: all are different.

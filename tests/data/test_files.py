@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from fractions import Fraction
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 from support.char_tokenizer import CHAT_TEMPLATE, char_tokenizer, ids
 
 from megatron_stare.config.load import validate, with_absolute_paths
 from megatron_stare.data.cleaning import Contamination, without_repeats
+from megatron_stare.data.file_prompts import FilePrompts, _Part
 from megatron_stare.data.prompt_source import make_source
 from megatron_stare.data.records import read_records
 from megatron_stare.errors import ConfigError, DataError
@@ -130,6 +134,77 @@ def test_mixed_by_weight_and_each_file_walked_through(tmp_path):
     assert len(set(of_b[:10])) == len(set(of_b[10:])) == 10 and of_b[:10] != of_b[10:]
     of_c = [p.text for p in prompts if p.id.startswith("c")]
     assert all(len(set(of_c[at : at + 5])) == 5 for at in range(0, 50, 5))
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        (1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 60),
+        (
+            30,
+            20,
+            30,
+            1,
+            1,
+            1,
+            1,
+            1,
+            1,
+            30,
+            10,
+            30,
+        ),  # 1.27 prompts off at worst, when the file furthest behind came next
+        (0.1, 0.2, 0.3, 0.4, 0.05, 0.7, 1.1, 0.9, 0.35, 2.5, 3.3, 0.15),
+        (1,) * 12,
+        (5, 3, 2) * 8,
+        (0.001, 1, 7.77),
+    ],
+)
+def test_no_file_is_ever_a_whole_prompt_off_its_share(tmp_path, weights):
+    mixture = [
+        {"path": lines(tmp_path / f"f{at}.jsonl", {"prompt": "1=", "answer": 1}), "weight": weight}
+        for at, weight in enumerate(weights)
+    ]
+    total = sum(Fraction(str(weight)) for weight in weights)
+    taken = Counter()
+    for end, prompt in enumerate(source(mixture=mixture).take(2_000), 1):
+        taken[prompt.id.partition("/")[0]] += 1
+        for at, weight in enumerate(weights):
+            assert abs(taken[f"f{at}"] - end * Fraction(str(weight)) / total) < 1, (at, end)
+
+
+@hypothesis.given(st.lists(st.integers(1, 60), min_size=2, max_size=16))
+@hypothesis.settings(max_examples=150, deadline=None)
+def test_shares_of_any_weights_are_kept(weights):
+    """The rule of `FilePrompts`, on parts without files, over two rounds of all weights."""
+    mixed = object.__new__(FilePrompts)
+    mixed._by_deadline = True
+    mixed._parts = [_Part(None, weight, []) for weight in weights]
+    total = sum(weights)
+    for cursor in range(2 * total):
+        mixed._part(cursor).taken += 1
+        assert all(abs(part.taken * total - part.weight * (cursor + 1)) < total for part in mixed._parts)
+
+
+def test_a_mixture_that_an_earlier_release_began_goes_on_in_its_order(tmp_path):
+    """Its state does not say how files are mixed: the file furthest behind comes next."""
+    weights = (3, 1, 2)
+    mixture = [
+        {"path": lines(tmp_path / f"{at}.jsonl", *({"prompt": f"{i}=", "answer": i} for i in range(9))), "weight": w}
+        for at, w in enumerate(weights)
+    ]
+    taken, order = [0, 0, 0], []
+    for end in range(1, 41):
+        at = max(range(3), key=lambda at: weights[at] / 6 * end - taken[at])
+        taken[at] += 1
+        order.append(at)
+    resumed = source(mixture=mixture)
+    resumed.restore({"cursor": 17, "checksum": resumed.state()["checksum"]})
+    again = source(mixture=mixture)
+    assert [int(p.id.partition("/")[0]) for p in resumed.take(5)] == order[17:22]
+    again.restore(json.loads(json.dumps(resumed.state())))
+    assert [int(p.id.partition("/")[0]) for p in again.take(18)] == order[22:]
+    assert "by_deadline" not in source(path=mixture[0]["path"]).state()
 
 
 @pytest.mark.parametrize("taken", [0, 1, 13, 40])

@@ -210,6 +210,23 @@ def test_prompts_that_are_left_out_never_come() -> None:
     assert [prompt.cursor for prompt in queue.take(3)] == [1, 4, 6]
 
 
+def test_prompts_that_were_given_back_are_left_out_too() -> None:
+    queue = PromptQueue(Numbered())
+    queue.take(5)
+    queue.give_back(4)
+    queue.leave_out([1, 3])
+    assert [prompt.cursor for prompt in queue.take(3)] == [2, 4, 5]
+    queue.leave_out([4])  # taken already, and not used after all
+    queue.give_back(2)
+    assert [prompt.cursor for prompt in queue.take(2)] == [5, 6]
+    queue.leave_out([7, 8])
+    queue.give_back(1)
+    resumed = PromptQueue(Numbered())
+    resumed.restore(queue.state())
+    resumed.leave_out([7, 8])
+    assert [prompt.cursor for prompt in resumed.take(3)] == [prompt.cursor for prompt in queue.take(3)] == [6, 9, 10]
+
+
 def test_what_was_under_way_of_them_is_given_up() -> None:
     groups = [[UnderWay(Prompt(cursor, "", "", "", (2,)), index, 1) for index in range(2)] for cursor in (4, 5, 6)]
     kept = to_bytes(groups)
