@@ -19,7 +19,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.errors import UnusableCheckpointError, UserError
 from megatron_stare.interruption import Interruption, interruptible, what_now
 from megatron_stare.planning.command import add_arguments, run_command
-from megatron_stare.run import eval_command, views
+from megatron_stare.run import eval_command, recipes_command, views
 from megatron_stare.shipped import TOOLS, tool
 from megatron_stare.supervision import attach, supervise
 from megatron_stare.time_limit import TimeLimit, seconds_of
@@ -99,6 +99,16 @@ def parser() -> argparse.ArgumentParser:
         help="write step N's batch, weights, loss and gradients to the run directory",
     )
     train.set_defaults(run=_train)
+
+    recipes = commands.add_parser(
+        "recipes",
+        help="list the recipes of published runs, or hold one against what was published",
+        description="Lists the recipes of published runs with what each reproduces; of one recipe, every published "
+        "setting with its source's line, the recipe's value, and why it differs where it does.",
+        epilog="start one: bash scripts/run_recipe.sh NAME, or megatron-stare train recipes/NAME",
+    )
+    recipes_command.add_arguments(recipes)
+    recipes.set_defaults(run=recipes_command.run_recipes)
 
     convert = commands.add_parser(
         "convert",

@@ -1,11 +1,12 @@
 # shellcheck shell=bash
-# What every run_*.sh shares: from variables to the command line of one run. Sourced by them; does nothing by itself.
+# From variables to the command line of one run. Sourced by run_recipe.sh and others; does nothing by itself.
 #
 # What to train. Folders of WORK are seen by all nodes.
+#   RECIPE            the first argument: a name that `megatron-stare recipes` lists; ALGORITHM, which named
+#                     another method once, is refused
 #   WORK              folder that the recipe's paths begin in: models/, data/ and runs/ (default: the current one)
 #   MODEL             Hugging Face folder, or what convert_hf.sh wrote (the recipe's: models/NAME)
 #   DATA              training problems, see docs/data.md (the recipe's: data/dapo_math_17k.jsonl)
-#   ALGORITHM         the recipe's own method, or one that it is compared with; each script names them
 #   STEPS             rollout batches (the recipe's)
 #   SEED              of data order and sampling (1)
 #   EVALUATE          0 leaves the recipe's evaluation out (1)
@@ -28,7 +29,7 @@
 #   INTERFACE         network interface of every node, such as eth0 (any)
 #   PORTS             first and last port of a run, such as 30000-30099 (any)
 # Of the run itself.
-#   RUN_DIR           its directory (WORK/runs/RECIPE, with -ALGORITHM where that is not the recipe's own)
+#   RUN_DIR           its directory (WORK/runs/RECIPE)
 #   RESUME            auto: goes on where RUN_DIR holds a run, else begins; 0: begins; 1: goes on (auto)
 #   STOP_AFTER        time after which the run has saved and ended with exit code 75, such as 3h50m (none)
 #   SETTINGS          further key=value words, as after `megatron-stare train`; so are the script's own arguments
@@ -82,22 +83,6 @@ setting() {
     [ -z "$value" ] || settings+=("$key=$value")
 }
 
-# Leaves $config and $suffix: those of the recipe and of ALGORITHM. Arguments: recipe, its own method, others.
-choose_recipe() {
-    local recipe="$1" own="$2"
-    shift 2
-    ALGORITHM="${ALGORITHM:-$own}"
-    case "$ALGORITHM" in
-    tool_use | tool-use)
-        fail "ALGORITHM is $ALGORITHM, and tool use is not here yet: it comes with agents" "one of: $own $*"
-        ;;
-    esac
-    one_of ALGORITHM "$own" "$@"
-    suffix=
-    [ "$ALGORITHM" = "$own" ] || suffix="_$ALGORITHM"
-    config="$ROOT/configs/recipes/$recipe$suffix.yaml"
-}
-
 # Appends to `settings` what the variables say.
 settings_of_variables() {
     one_of ENGINE sglang local
@@ -137,42 +122,42 @@ settings_of_variables() {
     [ "$EVALUATE" = 1 ] || settings+=('eval.tasks=[]' 'data.decontaminate=[]')
 }
 
-# Trains. Arguments: the recipe, its own method, the methods that it may be compared with, `--`, the script's arguments.
+# Trains. Arguments: the recipe, key=value words.
 launch() {
-    local recipe="$1" config suffix words
-    local settings=() others=() resume=()
-    shift
-    local own="$1"
-    shift
-    while [ "$1" != -- ]; do
-        others+=("$1")
-        shift
-    done
-    shift
-    case "${1:-}" in
+    local recipe="${1:-}" words
+    local settings=() resume=()
+    case "$recipe" in
     -h | --help)
         usage_of "$0"
         usage_of "${BASH_SOURCE[0]}"
         exit 0
         ;;
-    -*) fail "unknown option $1" "variables say what is to be done, and key=value words; --help lists them" ;;
+    "" | *=*) fail "no recipe is named" "run_recipe.sh short_cot_qwen2.5_math_7b; megatron-stare recipes lists them" ;;
     esac
+    [ -z "${ALGORITHM:-}" ] ||
+        fail "ALGORITHM is $ALGORITHM, which nothing reads" "name the recipe: ${recipe}_$ALGORITHM, say"
+    shift
+    local word
+    for word in "$recipe" "$@"; do
+        case "$word" in
+        -*) fail "unknown option $word" "variables say what is to be done, and key=value words; --help lists them" ;;
+        esac
+    done
     ENGINE="${ENGINE:-sglang}" DEVICE="${DEVICE:-cuda}" EVALUATE="${EVALUATE:-1}" RESUME="${RESUME:-auto}"
     DRY_RUN="${DRY_RUN:-0}"
     one_of DRY_RUN 0 1
     one_of RESUME auto 0 1
-    choose_recipe "$recipe" "$own" ${others[@]+"${others[@]}"}
     find_project_python
     WORK="${WORK:-$PWD}"
     cd "$WORK" 2>/dev/null || fail "there is no folder $WORK" "name one that all nodes see in WORK"
-    RUN_DIR="${RUN_DIR:-$PWD/runs/$recipe${suffix/_/-}}"
+    RUN_DIR="${RUN_DIR:-$PWD/runs/$recipe}"
     settings_of_variables
     settings+=("run.dir=$RUN_DIR")
     read -r -a words <<<"${SETTINGS:-}"
     settings+=(${words[@]+"${words[@]}"} "$@")
     if [ "$RESUME" = 1 ] || { [ "$RESUME" = auto ] && [ -e "$RUN_DIR/config.yaml" ]; }; then resume=(--resume); fi
     if [ -n "${STOP_AFTER:-}" ]; then resume+=(--stop-after "$STOP_AFTER"); fi
-    local train=("$PYTHON" -m megatron_stare.cli train "$config" "${settings[@]}" ${resume[@]+"${resume[@]}"})
+    local train=("$PYTHON" -m megatron_stare.cli train "recipes/$recipe" "${settings[@]}" ${resume[@]+"${resume[@]}"})
     if [ "$DRY_RUN" = 1 ]; then
         # what the run would be started with, and then the check of it, which asks no cluster
         show_and_run "${train[@]}" ${RAY_ADDRESS:+"runtime.ray_address=$RAY_ADDRESS"}

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Submits a run_*.sh as a Slurm job that starts Ray on its nodes, is requeued at its time limit, and goes on by itself.
-#   NODES=2 bash scripts/slurm_submit.sh scripts/run_short_cot_qwen2.5_math_7b.sh
-#   NODES=4 TIME=24:00:00 PARTITION=h100 bash scripts/slurm_submit.sh scripts/run_short_cot_qwen2.5_32b.sh key=value
+# Submits a recipe, or a script of yours, as a Slurm job that starts Ray on its nodes, is requeued at its time limit,
+# and goes on by itself.
+#   NODES=2 bash scripts/slurm_submit.sh short_cot_qwen2.5_math_7b
+#   NODES=4 TIME=24:00:00 PARTITION=h100 bash scripts/slurm_submit.sh short_cot_qwen2.5_32b key=value
+#   bash scripts/slurm_submit.sh my_run.sh key=value
 # All variables of the run (scripts/launch.sh) hold in the job, too.
 #   NODES            of the job (2)
 #   GPUS_PER_NODE    asked of Slurm; 0: none are asked for (8)
@@ -9,12 +11,12 @@
 #   TIME             limit of one start of the job, as Slurm writes it (24:00:00)
 #   GRACE_S          seconds before that limit at which the run is told to save after its step and end, and the job is
 #                    requeued; longer than a step and a save take, or the step under way is given up (300)
-#   PARTITION ACCOUNT QOS JOB_NAME RESERVATION    as Slurm has them (Slurm's; JOB_NAME: that of the script)
+#   PARTITION ACCOUNT QOS JOB_NAME RESERVATION    as Slurm has them (Slurm's; JOB_NAME: that of the recipe or script)
 #   SBATCH_ARGS      further words for sbatch, such as --exclude=node7
 #   LOG              file of the job's output, %j is its number (WORK/slurm-%j.log)
 #   RAY_PORT         of the head (6379)
 #   WAIT_S           limit of the nodes' joining, seconds (300)
-#   RUN_DIR          of the run (WORK/runs/SCRIPT-JOB); give it to go on with a run of an earlier job
+#   RUN_DIR          of the run (WORK/runs/RECIPE-JOB); give it to go on with a run of an earlier job
 #   WORK DRY_RUN     as in scripts/launch.sh; DRY_RUN=1 also prints what the job would do
 # A job that is requeued, here or by Slurm when a node fails, finds its run in RUN_DIR and goes on from the newest
 # checkpoint; where a node failed, run.checkpoint_every says how many steps may be done again. A run that ends by itself
@@ -24,23 +26,29 @@ ROOT="${MEGATRON_STARE_ROOT:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}" 
 # shellcheck source=scripts/launch.sh
 source "$ROOT/scripts/launch.sh"
 TO_BE_CONTINUED=75 # exit code of a run that saved because it was told to, or out of time
+RUN_RECIPE="$ROOT/scripts/run_recipe.sh"
 export DRY_RUN="${DRY_RUN:-0}"
 
+# The recipe, or the name of another script. Arguments: the script and its own.
+name_of() { if [ "$1" = "$RUN_RECIPE" ]; then echo "$2"; else basename "$1" .sh; fi; }
+
 submit() {
-    local script="${1:-}" name
+    local script="${1:-}"
     case "$script" in
     -h | --help) usage_of "$0"; exit 0 ;;
-    "") fail "no script is named" "slurm_submit.sh scripts/run_short_cot_qwen2.5_math_7b.sh" ;;
+    "" | -* | *=*) fail "no recipe is named" "slurm_submit.sh short_cot_qwen2.5_math_7b" ;;
+    *.sh)
+        [ -f "$script" ] || fail "there is no script $script" "give a file, or a recipe of megatron-stare recipes"
+        script="$(cd "$(dirname "$script")" && pwd)/$(basename "$script")"
+        shift
+        ;;
+    *) script="$RUN_RECIPE" ;;
     esac
-    shift
-    [ -f "$script" ] || fail "there is no script $script" "name one of $ROOT/scripts/run_*.sh"
-    script="$(cd "$(dirname "$script")" && pwd)/$(basename "$script")"
-    name="$(basename "$script" .sh)"
     export MEGATRON_STARE_ROOT="$ROOT" WORK="${WORK:-$PWD}" GRACE_S="${GRACE_S:-300}"
     one_of DRY_RUN 0 1
     local gpus="${GPUS_PER_NODE:-8}"
     local sbatch=(sbatch --requeue --open-mode=append "--signal=B:USR1@$GRACE_S" "--nodes=${NODES:-2}"
-        --ntasks-per-node=1 "--time=${TIME:-24:00:00}" "--job-name=${JOB_NAME:-${name#run_}}"
+        --ntasks-per-node=1 "--time=${TIME:-24:00:00}" "--job-name=${JOB_NAME:-$(name_of "$script" "$@")}"
         "--output=${LOG:-$WORK/slurm-%j.log}" "--chdir=$WORK" --export=ALL)
     [ "$gpus" = 0 ] || sbatch+=("--gpus-per-node=$gpus")
     if [ -n "${CPUS_PER_NODE:-}" ]; then sbatch+=("--cpus-per-task=$CPUS_PER_NODE"); else sbatch+=(--exclusive); fi
@@ -62,7 +70,7 @@ job() {
         head="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
         nodes="$SLURM_JOB_NUM_NODES"
     fi
-    export RUN_DIR="${RUN_DIR:-$WORK/runs/$(basename "$script" .sh)-${SLURM_JOB_ID:-JOB}}"
+    export RUN_DIR="${RUN_DIR:-$WORK/runs/$(name_of "$@")-${SLURM_JOB_ID:-JOB}}"
     echo "start $((${SLURM_RESTART_COUNT:-0} + 1)) of job ${SLURM_JOB_ID:-JOB} on $nodes nodes; run: $RUN_DIR"
     # a node's one task is all of Ray there: it is not to be bound to a core
     local cluster=()

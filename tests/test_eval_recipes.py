@@ -53,7 +53,7 @@ def test_the_final_evaluation_of_a_recipe(folder: Path, capsys: pytest.CaptureFi
         "model.dtype=float32",
     )
     capsys.readouterr()
-    recipe = "configs/recipes/short_cot_qwen2.5_math_7b.yaml"
+    recipe = "recipes/short_cot_qwen2.5_math_7b"
     model = "--checkpoint=models/Qwen2.5-Math-7B"
     assert main(["eval", recipe, *engine, "reward.workers=1", model, "--out=out", "--json"]) == 0
     tasks = json.loads(capsys.readouterr().out)["tasks"]

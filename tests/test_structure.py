@@ -68,6 +68,7 @@ LEVELS = {
     "run.status": 6,
     "run.prompt_inputs": 6,
     "run.opening": 7,
+    "run.recipes_command": 7,
     "run.offline_evaluation": 7,
     "planning": 7,
     "doctor": 7,

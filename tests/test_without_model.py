@@ -14,10 +14,11 @@ from support.runs import ROOT
 
 from megatron_stare.cli import main
 from megatron_stare.config.load import load_config
+from megatron_stare.config.recipes import recipes
 from megatron_stare.models import published_shape, read_shape
 
-RECIPES = sorted((ROOT / "configs/recipes").glob("*.yaml"))
-SMALL = "recipes/long_cot_r1_distill_1.5b.yaml"
+SMALL = "recipes/long_cot_r1_distill_1.5b"
+SETS = ("aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench")
 NO_SERVERS = "sglang.python=/nowhere/python"
 
 
@@ -40,9 +41,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return said.err
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_the_shape_of_every_recipe_ships(recipe: Path) -> None:
-    shape = published_shape(load_config(str(recipe), []).model.path)
+@pytest.mark.parametrize("recipe", recipes())
+def test_the_shape_of_every_recipe_ships(recipe: str) -> None:
+    shape = published_shape(load_config(f"recipes/{recipe}").model.path)
     assert shape is not None and shape.layers >= 28
 
 
@@ -54,17 +55,17 @@ def test_a_dry_run_answers_and_lists_what_it_left_out(capsys: pytest.CaptureFixt
     assert "weights, tokenizer, chat template and stop tokens" in model
     assert "prompts" in lengths and "servers' software" in servers
     here = Path.cwd()
-    wanted = [f"{here}/data/{name}.jsonl" for name in ("dapo_math_17k", "aime24", "aime25")]
+    wanted = [f"{here}/data/{name}.jsonl" for name in ("dapo_math_17k", *SETS)]
     assert [each.split(",")[0] for each in files] == wanted
     assert list(here.iterdir()) == []
 
 
 def test_the_script_answers_too() -> None:
     environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "DRY_RUN": "1", "SGLANG_PYTHON": "/nowhere"}
-    script = ["bash", str(ROOT / "scripts/run_long_cot_r1_distill_1.5b.sh")]
+    script = ["bash", str(ROOT / "scripts/run_recipe.sh"), "long_cot_r1_distill_1.5b"]
     done = subprocess.run(script, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert len(unchecked(done.stdout)) == 6
+    assert len(unchecked(done.stdout)) == 10
 
 
 def test_a_plan_is_that_of_the_model_itself(capsys: pytest.CaptureFixture[str]) -> None:

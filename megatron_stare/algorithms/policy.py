@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from megatron_stare.algorithms.entropy_bonus import COEF, USED, EntropyBonus
 from megatron_stare.algorithms.filters import Filter, Narrowed, narrow
 from megatron_stare.algorithms.kl import ReferenceKl, kl_estimate
 from megatron_stare.algorithms.method import Method, State, TokenTerms
-from megatron_stare.algorithms.shaping import LengthPenalty, Overlong, Truncated
+from megatron_stare.algorithms.shaping import LengthPenalty, Overlong, Truncated, informative_groups
 from megatron_stare.batch import TokenBatch
 from megatron_stare.metric import Metric
 from megatron_stare.records.batch_statistics import Count, Request, SegmentSum, Statistics, scalar, tensor
@@ -73,6 +74,8 @@ class PolicyGradient(Method):
     aggregation: how token losses become one number (see aggregate.py).
     length_norm: L_max of the 'dr_grpo' aggregations, tokens.
     truncated: what a response cut off at the length limit counts for.
+    equal_groups: 'keep' counts tokens of groups whose rewards are all equal, 'mask' has them carry no loss: neither N
+        nor an entropy knows of them, as where published code drops such groups and does not refill (Skywork-OR1).
     overlong: DAPO's soft overlong punishment, or null.        length_penalty: GROP, or null.
     correction: importance correction between rollout and training policy, or null.
     reference_kl: KL to a reference policy as a loss term, or null.
@@ -82,6 +85,7 @@ class PolicyGradient(Method):
     aggregation: Aggregation = "token_mean"
     length_norm: int | None = None
     truncated: Truncated = "keep"
+    equal_groups: Literal["keep", "mask"] = "keep"
     overlong: Overlong | None = None
     length_penalty: LengthPenalty | None = None
     correction: Correction | None = None
@@ -123,7 +127,10 @@ class PolicyGradient(Method):
         return None
 
     def carries_loss(self, batch: RolloutBatch) -> Tensor:
-        return batch.verified if self.truncated == "keep" else batch.verified & ~batch.truncated
+        carries = batch.verified if self.truncated == "keep" else batch.verified & ~batch.truncated
+        if self.equal_groups == "keep":
+            return carries
+        return carries & informative_groups(batch.rewards, batch.groups, self.baseline_mask(batch))[batch.groups]
 
     def baseline_mask(self, batch: RolloutBatch) -> Tensor:
         return batch.verified & ~batch.truncated if self.truncated == "drop" else batch.verified

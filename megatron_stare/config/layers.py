@@ -16,8 +16,9 @@ from typing import Any
 import yaml
 
 from megatron_stare.config.formats import KEY, config_up_to_date
+from megatron_stare.config.recipes import FOLDER, recipe_named, recipes
 from megatron_stare.errors import ConfigError
-from megatron_stare.shipped import find_config, resolve_paths
+from megatron_stare.shipped import SHIPPED, find_config, resolve_paths
 
 DEFAULTS = "defaults"
 
@@ -68,12 +69,16 @@ def read_layers(path: str | Path) -> list[Layer]:
             to it.
     """
     found: dict[Path, Layer] = {}
-    _collect(find_config(path), (), found)
+    _collect(path, Path(), (), found)
     return list(found.values())
 
 
-def _collect(path: Path, above: tuple[Path, ...], found: dict[Path, Layer]) -> None:
-    """Adds the layers of a file, and it on top, to those `found`; `above` are the files that led to it."""
+def _collect(name: str | Path, beside: Path, above: tuple[Path, ...], found: dict[Path, Layer]) -> None:
+    """Adds the layers of a file or a recipe, and it on top, to those `found`; `above` are those that led to it."""
+    path = find_config(name, beside)
+    if not path.is_file() and (recipe := recipe_named(name)) is not None:
+        _compose(recipe, above, found)
+        return
     chain, here = " > ".join(str(each) for each in (*above, path)), path.resolve()
     if here in (each.resolve() for each in above):
         raise ConfigError("the configuration lies over itself", where=chain, fix=f"leave it out of `{DEFAULTS}`")
@@ -86,16 +91,28 @@ def _collect(path: Path, above: tuple[Path, ...], found: dict[Path, Layer]) -> N
     names = tree.pop(DEFAULTS, [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"the layers are not a list of files (got {names!r})", where=f"{chain}: {DEFAULTS}")
-    for name in names:
-        layer = find_config(name, path.parent)
-        if not layer.is_file():
+    for each in names:
+        if not find_config(each, path.parent).is_file() and recipe_named(each) is None:
             raise ConfigError(
-                f"there is no layer {name!r}",
+                f"there is no layer {each!r}",
                 where=f"{chain}: {DEFAULTS}",
                 fix=f"give a file relative to {path.parent.absolute()}, or the name of a config that ships",
             )
-        _collect(layer, (*above, path), found)
+        _collect(each, path.parent, (*above, path), found)
     found[here] = Layer(str(path), tree)
+
+
+def _compose(name: str, above: tuple[Path, ...], found: dict[Path, Layer]) -> None:
+    """Adds the layers of a recipe, and what it sets itself on top."""
+    recipe, path = recipes()[name], Path(FOLDER) / name
+    if path in found:
+        return
+    if recipe.over is not None:
+        _compose(recipe.over, above, found)
+    for layer in recipe.layers:
+        _collect(SHIPPED / "configs" / FOLDER / f"{layer}.yaml", Path(), (*above, path), found)
+    run = {"name": name.replace("_", "-"), **recipe.settings.get("run", {})}
+    found[path] = Layer(str(path), copy.deepcopy({**recipe.settings, "run": run}))
 
 
 def read_yaml(path: str | Path, where: str | None = None) -> dict[str, Any]:

@@ -2,7 +2,9 @@ r"""DAPO's rules: what stands behind the last 'Answer:' of a response, as text, 
 
 Both sides are normalised as Minerva does it (Lewkowycz et al., arXiv 2206.14858, appendix D.1), with the lists that
 DAPO (arXiv 2503.14476) published, and are equal if they are the same characters then. Only the last 300 characters of a
-response are looked at. 1 for right and 0 for wrong; DAPO's own -1 gives the same advantages. Runs in reward workers.
+response are looked at. 1 for right and 0 for wrong, where DAPO has 1 and -1: the same advantages, but what is
+added to the reward, such as the overlong punishment, is to be halved (`overlong.factor: 0.5`). Runs in reward
+workers.
 """
 
 from __future__ import annotations

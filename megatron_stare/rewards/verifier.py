@@ -36,6 +36,7 @@ VERIFIERS = {
     "math_verify": "megatron_stare.rewards.math_verify_verifier.verify",
     "numeric": "megatron_stare.rewards.numeric_verifier.verify",
     "signs": "megatron_stare.rewards.signs_verifier.verify",
+    "stare": "megatron_stare.rewards.stare_verifier.verify",
 }
 
 _WHERE = "reward.verifier"

@@ -1,9 +1,10 @@
-"""Every recipe is what was published of it, passes preflight on a model of its size, and fits the GPUs it names. An
-ablation is a recipe but for a setting of its method."""
+"""Every recipe is what was published of it, passes preflight on a model of its size, and fits the GPUs it names. A
+variant is its recipe but for what it names."""
 
 from __future__ import annotations
 
 import functools
+import json
 import math
 import re
 import sys
@@ -11,23 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from support.hollow import hollow_model
 from support.runs import ROOT
 
+from megatron_stare.cli import main
 from megatron_stare.config.load import load_config
+from megatron_stare.config.recipes import published, recipes, refused, sources, value_of
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.models import read_shape
+from megatron_stare.rewards.verifier import make_verifier
 from megatron_stare.run.memory_check import check_memory
 from megatron_stare.run.preflight import check
 from megatron_stare.tasks.task import evaluation_tasks
 from megatron_stare.weights.check import expected
 
-FOLDER, ABLATIONS = ROOT / "configs/recipes", ROOT / "configs/ablations"
-RECIPES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
-CELLS = sorted(path.stem for path in ABLATIONS.glob("*.yaml"))
-LAYERS = sorted(FOLDER.glob("*/*.yaml"))
+FOLDER = ROOT / "configs/recipes"
+RECIPES = list(recipes())
+ABLATIONS = [name for name in RECIPES if name.startswith("ablation_")]
+LAYERS = [*sorted(FOLDER.glob("*/*.yaml")), FOLDER / "index.yaml"]
 ARCHITECTURES = ROOT / "assets/architectures"
 # parameters as published in the index of each model's weights
 PARAMETERS = {
@@ -50,34 +55,12 @@ ARCHITECTURE = {
     "Qwen3-1.7B-Base": "qwen3-1.7b-base",
     "Qwen3-14B-Base": "qwen3-14b-base",
 }
-# prompts a round, prompts, prompts an optimizer step, samples, prompt tokens, response tokens, warm-up in optimizer
-# steps, dtype, GPUs
-STARE = (192, 64, None, 8)
-PUBLISHED = {
-    "short_cot_qwen2.5_math_7b": (*STARE, 1024, 3070, 0, "float16", 16),
-    "short_cot_qwen2.5_14b": (*STARE, 1024, 7168, 0, "float16", 16),
-    "short_cot_qwen2.5_32b": (*STARE, 1024, 7168, 0, "float16", 32),
-    "long_cot_r1_distill_1.5b": (*STARE, 1024, 15360, 0, "float16", 16),
-    "long_cot_qwen3_8b": (*STARE, 1024, 15360, 0, "float16", 16),
-    "stapo_qwen3_1.7b": (None, 256, 64, 8, 1024, 15360, 40, "bfloat16", 16),
-    "stapo_qwen3_14b": (None, 256, 64, 8, 1024, 15360, 40, "bfloat16", 16),
-    "justrl_r1_distill_1.5b": (None, 256, 64, 8, 1024, 15360, 40, "bfloat16", 32),
-    "dapo_qwen2.5_32b": (1536, 512, 32, 16, 2048, 20480, 160, "bfloat16", 32),
-    "twenty_entropy_qwen3_14b": (1536, 512, 32, 16, 2048, 20480, 160, "bfloat16", 16),
-    "kl_cov_qwen2.5_7b": (768, 256, 32, 8, 2048, 8192, 0, "bfloat16", 16),
-    "gtpo_qwen2.5_32b": (None, 128, None, 16, 2048, 4096, 0, "bfloat16", 32),
-    "stapo_qwen3_8b": (None, 256, 64, 8, 1024, 15360, 40, "bfloat16", 16),
-    "gtpo_qwen2.5_7b": (None, 128, None, 16, 2048, 4096, 0, "bfloat16", 16),
-}
-WEIGHTS = {  # STARE's W and M, steps
-    "short_cot_qwen2.5_math_7b": (1.1, 0.9, 5500),
-    "short_cot_qwen2.5_14b": (1.05, 0.95, 1500),
-    "short_cot_qwen2.5_32b": (1.05, 0.95, 1500),
-    "long_cot_r1_distill_1.5b": (1.1, 0.9, 5000),
-    "long_cot_qwen3_8b": (1.1, 0.9, 5000),
-}
-
-
+STARE = ("short_cot_qwen2.5_math_7b", "short_cot_qwen2.5_14b", "short_cot_qwen2.5_32b", "long_cot_r1_distill_1.5b")
+STARE += ("long_cot_qwen3_8b",)
+STAPO = ("stapo_qwen3_1.7b", "stapo_qwen3_8b", "stapo_qwen3_14b")
+GTPO = ("gtpo_qwen2.5_7b", "gtpo_qwen2.5_32b")
+SIX = {"aime24": 32, "aime25": 32, "amc23": 32, "math500": 4, "minerva": 4, "olympiadbench": 4}
+W = (1.01, 1.05, 1.1, 1.2, 1.5, 2.0, 3.0, 4.0)
 # STARE's ablations: what differs from the recipe of Qwen2.5-Math-7B
 ABLATED: dict[str, dict[str, Any]] = {
     **{f"operator_{name.lower()}": {"variant": name} for name in ("O1", "O2", "O3", "O4", "C1", "C2", "C3", "C4")},
@@ -85,13 +68,16 @@ ABLATED: dict[str, dict[str, Any]] = {
     "gate_token": {"gate": "token"},
     "fixed_threshold": {"rare_below": 0.1},
     "adaptive": {"adaptive": True},
-    "no_gate": {"entropy_target": None},
+    **{f"w_{w:g}": {"amplify": w} for w in W},
+    **{f"w_{w:g}_no_gate": {"amplify": w, "entropy_target": None} for w in W},
+    **{f"p_{p:g}": {"share": p} for p in (0.05, 0.1, 0.2, 0.4)},
+    **{f"target_{target:g}": {"entropy_target": target} for target in (0.2, 0.3, 0.4)},
 }
 
 
 @functools.cache
 def loaded(name: str) -> Config:
-    return load_config(f"{'ablations' if name in CELLS else 'recipes'}/{name}.yaml", [])
+    return load_config(f"recipes/{name}")
 
 
 @pytest.fixture(scope="module")
@@ -114,10 +100,59 @@ def test_an_architecture_has_the_published_parameters(name: str) -> None:
     assert sum(math.prod(sizes) for sizes in expected(shape).values()) == PARAMETERS[name]
 
 
+# with the published settings, line by line
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_what_was_published(name: str) -> None:
+    """Or differs as published.yaml says that it does, and why."""
+    tree = loaded(name).model_dump(mode="json")
+    rows = published(recipes()[name])
+    assert len(rows) >= (8 if name.startswith("gtpo") else 20)
+    for row in rows:
+        assert value_of(tree, row.setting) == row.wanted, row.setting
+        assert row.source.partition(":")[0] in sources(), row
+
+
+def test_every_mark_in_a_layer_has_its_row() -> None:
+    """A value that says where it was published stands in the table under that layer, or under one that it goes with."""
+    tables = yaml.safe_load((FOLDER / "published.yaml").read_text())["layers"]
+    shared = {"methods/training", *(f"regimes/{path.stem}" for path in (FOLDER / "regimes").glob("*.yaml"))}
+    mark, missing = re.compile(r"\[[RPTJ8]\]"), []
+    for path in sorted((FOLDER / "methods").glob("*.yaml")):
+        layer = f"methods/{path.stem}"
+        if layer in shared:
+            continue
+        rows = {row["setting"] for row in tables.get(layer, [])}
+        section = ""
+        for line in path.read_text().splitlines():
+            if found := re.match(r"(\w+):$", line):
+                section = found[1]
+            elif (found := re.match(r"  (\w+): *[^#\s]", line)) and mark.search(line) and "silent" not in line:
+                name = f"{section}.{found[1]}"
+                missing += [f"{layer}: {name}"] if not any(each.startswith(name) for each in rows) else []
+    assert missing == []
+
+
+def test_the_rows_that_the_papers_list() -> None:
+    wanted = {
+        *(f"{name}{suffix}" for name in STARE for suffix in ("", "_grpo", "_c2", "_mix", "_dapo", "_twenty_entropy")),
+        *(f"{name}{suffix}" for name in STARE for suffix in ("_justrl", "_clip_cov", "_kl_cov")),
+        *(f"{name}{suffix}" for name in STAPO for suffix in ("", "_v1", "_grpo", "_twenty_entropy", "_justrl")),
+        *(f"{name}{suffix}" for name in GTPO for suffix in ("", "_eq6", "_grpo_s", "_grpo", "_dapo", "_dapo_forks")),
+        *("justrl_r1_distill_1.5b", "dapo_qwen2.5_32b", "twenty_entropy_qwen3_14b", "kl_cov_qwen2.5_7b"),
+        *(f"ablation_{name}" for name in (*ABLATED, "operator_none")),
+    }
+    assert set(RECIPES) == wanted
+
+
+# that it runs
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_passes_preflight_and_fits_its_gpus(name: str, models: Path) -> None:
-    run = check(load_config(f"recipes/{name}.yaml", on(models, loaded(name))))
-    assert run.config.memory.device_gb == 80
+    run = check(load_config(f"recipes/{name}", on(models, loaded(name))))
+    assert run.config.memory.device_gb == 80 and run.config.algorithm == loaded(name).algorithm
     check_memory(run)
 
 
@@ -126,40 +161,110 @@ def test_memory_is_looked_at_and_not_only_named(models: Path) -> None:
     name = "short_cot_qwen2.5_32b"
     changes = [*on(models, loaded(name)), "model.recompute=none"]
     with pytest.raises(ConfigError, match=r"a GPU of 80\.0 GB is too small for the phases update"):
-        check_memory(check(load_config(f"recipes/{name}.yaml", changes)))
+        check_memory(check(load_config(f"recipes/{name}", changes)))
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_recipe_is_what_was_published(name: str) -> None:
+def test_several_updates_where_the_method_needs_them() -> None:
+    """KL-Cov's gradient is exactly 0 with one update a batch, and Clip-Cov's bound never acts."""
+    for name in RECIPES:
+        method, batch = loaded(name).algorithm.name, loaded(name).batch
+        assert batch.updates > 1 or method not in ("kl_cov", "clip_cov"), name
+
+
+# how answers are scored
+
+
+def group_advantages_of(rewards: list[float]) -> list[float]:
+    """(r - mean) / std, in float64 and without the package."""
+    mean = sum(rewards) / len(rewards)
+    spread = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
+    return [(r - mean) / spread for r in rewards]
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if "overlong" in str(loaded(name).algorithm.settings())])
+def test_the_overlong_punishment_weighs_what_it_does_with_rewards_of_minus_and_plus_one(name: str) -> None:
+    """Right and wrong, each with and without the full penalty: 1.162, .387, -.387, -1.162 as in DAPO."""
     config = loaded(name)
-    batch, rollout = config.batch, config.rollout
-    said = (batch.generate_prompts, batch.prompts, batch.mini_batch_prompts, batch.samples_per_prompt)
-    lengths = (rollout.max_prompt_tokens, rollout.max_new_tokens)
-    found = (*said, *lengths, config.optimizer.warmup_steps, config.model.dtype, config.parallel.world_size)
-    assert found == PUBLISHED[name]
-    assert (config.optimizer.lr, config.optimizer.clip_grad, rollout.temperature) == (1e-6, 1.0, 1.0)
-    asked = 1 if config.algorithm.name == "dapo" else 32
-    assert {(task.name, task.samples) for task in evaluation_tasks(config)} == {("aime24", asked), ("aime25", asked)}
+    overlong = config.algorithm.method.overlong  # type: ignore[attr-defined]
+    if overlong is None:
+        return
+    assert overlong.max_length == config.rollout.max_new_tokens
+    right, wrong = (make_verifier(config.reward.verifier)(text, "4") for text in said("4"))
+    full = float(overlong.penalty(torch.tensor([overlong.max_length])))
+    here = group_advantages_of([right, right + full, wrong, wrong + full])
+    assert here == pytest.approx(group_advantages_of([1, 1 - 1, -1, -1 - 1]), abs=1e-12)
+    assert here == pytest.approx([1.1619, 0.3873, -0.3873, -1.1619], abs=1e-4)
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_the_final_evaluation_is_what_was_published(name: str) -> None:
-    """avg@32 of the small sets and avg@4 of the large ones, at temperature 1 and top-p 0.7; training asks two alone,
-    every ten steps."""
+def said(answer: str) -> tuple[str, str]:
+    """A right and a wrong response, in the form that every verifier here reads."""
+    return f"Answer: {answer}\n\\boxed{{{answer}}}", f"Answer: 1{answer}\n\\boxed{{1{answer}}}"
+
+
+def test_verifiers_and_prompts_are_those_of_the_papers() -> None:
+    box = "{prompt}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+    for name in RECIPES:
+        config = loaded(name)
+        own = name.split("_")[0]
+        wanted = {"stapo": "dapo_boxed", "justrl": "dapo_boxed", "dapo": "dapo", "twenty": "dapo"}
+        verifier = wanted.get(own, "math" if own in ("gtpo", "kl") else "stare")
+        assert config.reward.verifier == verifier, name
+        assert {task.verifier for task in config.eval.tasks} == {None}, name  # the run's own
+        assert (config.data.template == box) == (verifier != "dapo"), name
+    prompt = loaded("dapo_qwen2.5_32b").data.template.format(prompt="What is 2 + 2?")  # type: ignore[union-attr]
+    assert prompt == (
+        "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+        "$Answer (without quotes) where $Answer is the answer to the problem.\n\nWhat is 2 + 2?\n\nRemember to put "
+        'your answer on its own line after "Answer:".'
+    )
+
+
+# what is evaluated
+
+
+@pytest.mark.parametrize("name", STARE)
+def test_the_final_evaluation_of_stare(name: str) -> None:
+    """avg@32 of the small sets and avg@4 of the large ones; training asks two alone, every ten steps."""
     tasks = evaluation_tasks(loaded(name), offline=True)
-    samples = {"aime24": 32, "aime25": 32, "amc23": 32, "math500": 4, "minerva": 4, "olympiadbench": 4}
-    assert {task.name: task.samples for task in tasks} == samples
+    assert {task.name: task.samples for task in tasks} == SIX
     assert {(task.config.rollout.temperature, task.top_p, task.config.eval.greedy) for task in tasks} == {
         (1, 0.7, False)
     }
     assert loaded(name).eval.every == 10
+    assert [task.name for task in evaluation_tasks(loaded(name))] == ["aime24", "aime25"]
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("stapo")])
+def test_stapo_is_judged_by_six_sets_at_both_temperatures(name: str) -> None:
+    tasks = evaluation_tasks(loaded(name), offline=True)
+    asked = {
+        task.name: (task.samples, task.config.rollout.temperature, task.top_p, task.config.rollout.max_new_tokens)
+        for task in tasks
+    }
+    assert asked == {
+        **{set_: (n, 0.7, 0.9, 20480) for set_, n in SIX.items()},
+        **{f"{set_}_t1": (n, 1.0, 1.0, 20480) for set_, n in SIX.items()},
+    }
+    assert [task.name for task in evaluation_tasks(loaded(name))] == ["aime24", "aime25"]
+
+
+def test_gtpo_is_judged_by_math500_too_and_all_are_kept_from_training() -> None:
+    for name in GTPO:
+        tasks = evaluation_tasks(loaded(name), offline=True)
+        assert {task.name: task.samples for task in tasks} == {"aime24": 32, "aime25": 32, "math500": 32}
+    files = {f"data/{name}.jsonl" for name in SIX}
+    for name in RECIPES:
+        config = loaded(name)
+        assert set(config.data.decontaminate) == files >= {task.path for task in config.eval.tasks}, name
+
+
+# variants differ in what they name alone
+
+
+@pytest.mark.parametrize("name", STARE)
 def test_the_baseline_differs_in_weights_and_gate_alone(name: str) -> None:
     stare, grpo = loaded(name), loaded(f"{name}_grpo")
     method = stare.algorithm.method
-    assert (method.amplify, method.attenuate, stare.run.steps) == WEIGHTS[name]  # type: ignore[attr-defined]
     assert (method.variant, method.share, method.entropy_target) == ("O1", 0.1, 0.3)  # type: ignore[attr-defined]
     one, other = (config.model_dump(mode="json") for config in (stare, grpo))
     assert one.pop("algorithm")["name"] == "stare" and other.pop("algorithm")["name"] == "grpo"
@@ -169,73 +274,140 @@ def test_the_baseline_differs_in_weights_and_gate_alone(name: str) -> None:
         assert getattr(method, setting) == getattr(grpo.algorithm.method, setting), setting
 
 
-def test_every_cell_of_the_ablations_has_its_file() -> None:
-    assert {*CELLS} == ABLATED.keys() | {"operator_none"}
-    none, grpo = loaded("operator_none"), loaded("short_cot_qwen2.5_math_7b_grpo")
-    assert none.algorithm == grpo.algorithm and none.run.steps == 4000
+@pytest.mark.parametrize("name", [name for name in RECIPES if recipes()[name].over and name not in ABLATIONS])
+def test_a_variant_keeps_what_is_not_its_methods(name: str) -> None:
+    """Model, layout, lengths, scoring, evaluation and optimizer are those of the recipe that it is compared with."""
+    over = recipes()[name].over
+    assert over is not None
+    one, other = (loaded(each).model_dump(mode="json") for each in (name, over))
+    free = (
+        {"algorithm", "statistics", "batch", "data"} if name.endswith("_mix") else {"algorithm", "statistics", "batch"}
+    )
+    for section in one.keys() - free:
+        if section == "run":
+            one[section].pop("name"), other[section].pop("name")
+        assert one[section] == other[section], section
+    for key in ("prompts", "samples_per_prompt", "epochs"):
+        assert one["batch"][key] == other["batch"][key]
 
 
 @pytest.mark.parametrize("name", ABLATED)
 def test_an_ablation_differs_in_what_it_ablates_alone(name: str) -> None:
-    cell, recipe = (loaded(each).model_dump(mode="json") for each in (name, "short_cot_qwen2.5_math_7b"))
-    assert cell["run"].pop("name") == "ablation-" + name.removeprefix("operator_").replace("_", "-")
+    each, recipe = (loaded(n).model_dump(mode="json") for n in (f"ablation_{name}", "short_cot_qwen2.5_math_7b"))
+    assert each["run"].pop("name") == f"ablation-{name}".replace("_", "-")
     recipe["run"].pop("name")
     recipe["run"]["steps"] = 4000
     recipe["algorithm"] |= ABLATED[name]
-    assert cell == recipe
+    assert each == recipe
 
 
-@pytest.mark.parametrize("name", CELLS)
-def test_an_ablation_passes_preflight(name: str, models: Path) -> None:
-    """Its memory is the recipe's."""
-    run = check(load_config(f"ablations/{name}.yaml", on(models, loaded(name))))
-    assert run.config.algorithm == loaded(name).algorithm
+def test_no_operator_is_the_baseline() -> None:
+    none, grpo = loaded("ablation_operator_none"), loaded("short_cot_qwen2.5_math_7b_grpo")
+    assert none.algorithm == grpo.algorithm and none.run.steps == 4000
 
 
-def test_variants_of_a_recipe_differ_in_what_they_name_alone() -> None:
-    for name, of, changed in (
-        ("stapo_v1_qwen3_8b", "stapo_qwen3_8b", {"version": "v1", "quantile": 0.8}),
-        ("gtpo_qwen2.5_7b_eq6", "gtpo_qwen2.5_7b", {"normalise": "separate"}),
+def test_methods_that_select_by_the_policy_of_the_update_do() -> None:
+    for name in RECIPES:
+        by_current = loaded(name).algorithm.name in ("stapo", "twenty_entropy")
+        assert (loaded(name).statistics.surprisal == "current") == by_current, name
+
+
+def test_the_mixed_data_are_four_sets_without_repeats() -> None:
+    data = loaded("short_cot_qwen2.5_14b_mix").data
+    assert [Path(file.path).stem for file in data.mixture] == ["deepscaler", "skywork_or1", "polaris", "dapo_math_17k"]
+    assert data.path is None and data.deduplicate
+
+
+# the command
+
+
+def test_the_command_lists_every_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1 : 1 + len(RECIPES)]] == RECIPES
+    assert all(any(line.startswith(name) for line in lines[-len(refused()) :]) for name in refused())
+    assert main(["recipes", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in found["recipes"]] == RECIPES and found["refused"] == refused()
+
+
+def test_the_command_holds_a_recipe_against_what_was_published(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "dapo_qwen2.5_32b"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (factor,) = (line for line in lines if "algorithm.overlong.factor  " in line)
+    assert factor.split() == ["*", "algorithm.overlong.factor", "1.0", "0.5", "D:21"]
+    assert any("overlong.factor: verifiers here give 0 and 1" in line for line in lines)
+    assert any(line.startswith("  D: Shenzhi-Wang/Beyond-the-80-20-Rule-RLVR at 6f5dda6") for line in lines)
+    assert main(["recipes", "--json", "recipes/gtpo_qwen2.5_7b_dapo"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["layers"] == [*recipes()["gtpo_qwen2.5_7b"].layers, "methods/on_gtpo_dapo"]
+    assert {row["setting"]: row["here"] for row in found["settings"]}["batch.prompts"] == 128
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("short_cot_qwen25_math_7b", "did you mean short_cot_qwen2.5_math_7b"),
+        ("xyz", "megatron-stare recipes lists them"),
+        ("tool_use_qwen2.5_7b", "publishes neither the agent's settings nor the data"),
+        ("stapo_v1_qwen3_8b", "it is called stapo_qwen3_8b_v1 now"),
+    ],
+)
+def test_what_is_not_published_is_refused(name: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (
+        ["recipes", name],
+        ["train", f"recipes/{name}", "--dry-run"],
+        ["plan", f"configs/recipes/{name}.yaml"],
     ):
-        one, other = (loaded(each).model_dump(mode="json") for each in (name, of))
-        assert other["run"].pop("name") != one["run"].pop("name")
-        assert one == {**other, "algorithm": {**other["algorithm"], **changed}}
+        assert main(command) == 2
+        said = capsys.readouterr()
+        assert words in said.err and said.out == "" and "\n  fix: " in said.err
 
 
-def test_the_methods_of_the_other_papers() -> None:
-    names = ("stapo_qwen3_8b", "gtpo_qwen2.5_7b", "gtpo_qwen2.5_7b_grpo_s")
-    stapo, gtpo, grpo_s = (loaded(name).algorithm for name in names)
-    assert (stapo.name, gtpo.name, grpo_s.name) == ("stapo", "gtpo", "grpo_s")
-    assert (stapo.method.tau_p, stapo.method.quantile) == (0.002, 0.75)  # type: ignore[attr-defined]
-    assert (gtpo.method.alpha1, gtpo.method.alpha2) == (1.0, 0.1)  # type: ignore[attr-defined]
-    for name in ("justrl_r1_distill_1.5b", "dapo_qwen2.5_32b", "twenty_entropy_qwen3_14b"):
-        config = loaded(name)
-        method: Any = config.algorithm.method
-        assert (method.clip_low, method.clip_high, method.dual_clip) == (0.2, 0.28, 10.0)
-        assert config.optimizer.weight_decay == 0.1
-        overlong = None if config.algorithm.name == "justrl" else (20480, 4096, 1.0)
-        assert overlong == (method.overlong and (*vars(method.overlong).values(),))
-    assert loaded("justrl_r1_distill_1.5b").batch.micro_batch_tokens == 32768
-    assert loaded("kl_cov_qwen2.5_7b").optimizer.weight_decay == 0.0
-    assert loaded("gtpo_qwen2.5_32b_grpo_s").algorithm.name == "grpo_s"
+def test_a_configuration_lies_over_a_recipe(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    for named in (
+        "recipes/stapo_qwen3_8b_grpo",
+        "recipes/stapo_qwen3_8b_grpo.yaml",
+        "configs/recipes/stapo_qwen3_8b_grpo",
+    ):
+        mine.write_text(f"defaults: [{named}]\nrun: {{steps: 7}}\n")
+        config = load_config(mine)
+        assert config.run.steps == 7 and config.algorithm == loaded("stapo_qwen3_8b_grpo").algorithm
+    mine.write_text("defaults: [recipes/stapo_qwen3_8b_gppo]\n")
+    with pytest.raises(ConfigError, match="did you mean"):
+        load_config(mine)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/stapo_qwen3_8b_grpo").write_text("run: {steps: 9}\nmodel: {path: x}\n")
+    mine.write_text("defaults: [recipes/stapo_qwen3_8b_grpo]\n")
+    assert load_config(mine).run.steps == 9  # a file that is there goes before what ships
 
 
-@pytest.mark.parametrize("path", [*LAYERS, *FOLDER.glob("*.yaml"), *ABLATIONS.glob("*.yaml")], ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", LAYERS, ids=lambda p: p.stem)
 def test_every_value_has_its_source_or_is_said_to_be_ours(path: Path) -> None:
     """On its line, in the comment above it, or for the whole file at its top."""
-    mark = re.compile(r"\[[RPTNJ8]\]|silent: our choice|assumed")
+    mark = re.compile(r"\[[RPTNJ8]\]|silent: our choice|assumed|as above")
+    words = ("name", "layers", "reproduces", "result", "layer", "suffix", "over", "settings")
     lines = path.read_text().splitlines()
     if any("very value is our choice" in line for line in lines if line.startswith("#")):
         return
     above = ""
     for line in lines:
-        value = re.match(r"\s+(?!name|-|#)(\w+): *[^#\s]", line)
-        assert value is None or mark.search(line) or mark.search(above) or "greedy" in line, line
+        if line.startswith("refused:"):
+            return
+        value = re.match(r"\s+(?!-|#)([\w.]+): *[^#\s]", line)
+        free = path.stem == "index" and value and (value[1] in words or value[1] in RECIPES)
+        free = free or (value is not None and value[1] == "name")
+        assert value is None or free or mark.search(line) or mark.search(above) or "greedy" in line, line
         above = line if line.strip().startswith("#") else ""
 
 
 def test_a_recipe_is_layers_of_a_method_a_regime_a_model_and_a_cluster() -> None:
-    for name in RECIPES:
-        layers = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())["defaults"]
-        kinds = [Path(layer).parent.name for layer in layers]
-        assert kinds in (["methods", "regimes", "models", "clusters"], ["recipes", "methods"]), name
+    for recipe in recipes().values():
+        kinds = [layer.partition("/")[0] for layer in recipe.layers]
+        assert kinds in (
+            (["methods"], ["data"], []) if recipe.over else (["methods", "regimes", "models", "clusters"],)
+        )
+    named = {layer for recipe in recipes().values() for layer in recipe.layers}
+    files = {f"{path.parent.name}/{path.stem}" for path in FOLDER.glob("*/*.yaml")}
+    assert files - named == {"methods/training"}

@@ -44,7 +44,7 @@ def responses() -> list[tuple[list[int], list[int]]]:
     return [(prompts[i // SAMPLES], draw(5 + i % 4)) for i in range(PROMPTS * SAMPLES)]
 
 
-def batch_of(finish: str = "stop", engine: float = -1.0) -> RolloutBatch:
+def batch_of(finish: str = "stop", engine: float = -1.0, rewards: list[float] = REWARDS) -> RolloutBatch:
     samples: list[Trajectory] = []
     for i, (prompt, response) in enumerate(responses()):
         whose = Prompt(i // SAMPLES, str(i // SAMPLES), "", "", tuple(prompt))
@@ -55,7 +55,7 @@ def batch_of(finish: str = "stop", engine: float = -1.0) -> RolloutBatch:
             [engine] * len(response),
             finish_reason=finish,  # type: ignore[arg-type]
         )
-        sample.reward, sample.reward_status = REWARDS[i], "ok"
+        sample.reward, sample.reward_status = rewards[i], "ok"
         samples.append(sample)
     return RolloutBatch.from_trajectories(samples, step=1)
 
@@ -109,9 +109,9 @@ def scores(policy: Any) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat(log_probs), torch.cat(entropies), torch.tensor(whose)
 
 
-def advantages() -> Tensor:
+def advantages(rewards: list[float] = REWARDS) -> Tensor:
     """[samples] (r - mean) / (std + 1e-6) by group, with the unbiased standard deviation."""
-    groups = torch.tensor(REWARDS, dtype=torch.float64).reshape(PROMPTS, SAMPLES)
+    groups = torch.tensor(rewards, dtype=torch.float64).reshape(PROMPTS, SAMPLES)
     centred = groups - groups.mean(1, keepdim=True)
     return (centred / (groups.std(1, keepdim=True) + 1e-6)).flatten()
 
@@ -227,3 +227,68 @@ def test_a_batch_without_a_loss_token_moves_no_entropy_bonus(ranks: RankPool, tm
     ((_, _, states),) = ranks.run(steps, 1, config, [batch_of(), batch_of("length"), batch_of()])
     assert [state["entropy_bonus/coef"] for state in states] == pytest.approx([0.499, 0.499, 0.498])
     assert [state["entropy_bonus/open"] for state in states] == [0.0, 0.0, 0.0]
+
+
+EQUAL = [1.0, 1.0, 1.0, *REWARDS[3:6], 0.0, 0.0, 0.0, *REWARDS[9:]]
+"""Rewards where the first prompt's are all 1 and the third's all 0."""
+
+
+def skywork_by_hand(path: Path, coef: float, *, dropped: bool) -> dict[str, Tensor]:
+    """The weights after all updates: GRPO clipped at 0.2 less coef times the mean entropy, both over the tokens of the
+    groups that are left.
+
+    Args:
+        dropped: whether groups whose rewards are all equal are; SkyworkAI/Skywork-OR1, trainer.rejection_sample.
+    """
+    policy = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, betas=(0.9, 0.999), eps=1e-3, weight_decay=0.0)
+    with torch.no_grad():
+        old, _, whose = scores(policy)
+    advantage = advantages(EQUAL)[whose]
+    counts = torch.tensor([len(set(EQUAL[3 * g : 3 * g + 3])) > 1 for g in range(PROMPTS)])[whose // SAMPLES]
+    for update in range(EPOCHS * PROMPTS // MINI_BATCH):
+        log_prob, entropy, _ = scores(policy)
+        begin = (update % (PROMPTS // MINI_BATCH)) * MINI_BATCH
+        inside = (whose // SAMPLES >= begin) & (whose // SAMPLES < begin + MINI_BATCH)
+        inside = inside & counts if dropped else inside
+        ratio, a = (log_prob - old).exp()[inside], advantage[inside]
+        term = torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
+        optimizer.zero_grad()
+        (-term.mean() - coef * entropy[inside].mean()).backward()
+        optimizer.step()
+    return {name: x.detach() for name, x in policy.named_parameters()}
+
+
+@pytest.mark.parametrize("layout", [{}, {"tensor": 2}, {"data": 2}], ids=["one", "tp2", "dp2"])
+def test_equal_groups_are_neither_in_n_nor_in_the_entropy(
+    ranks: RankPool, tmp_path: Path, layout: dict[str, int]
+) -> None:
+    save_model(tmp_path, "qwen2_tied")
+    grpo = {"name": "grpo", "aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.2}
+    algorithm = {**grpo, "equal_groups": "mask", "entropy_bonus": {"coef": 0.05}}
+    config = config_of(tmp_path, algorithm, parallel=layout)
+    parts = ranks.run(steps, config.parallel.world_size, config, [batch_of(rewards=EQUAL)])
+    weights = {name: weight for part, _, _ in parts for name, weight in part.items()}
+    want = skywork_by_hand(tmp_path, 0.05, dropped=True)
+    far = furthest(want, skywork_by_hand(tmp_path, 0.05, dropped=False))
+    assert furthest(weights, want) < 1e-5 < far / 20  # with all groups in N it would show
+
+
+@pytest.mark.parametrize("shown", ["mask", "keep"])
+def test_the_bonus_is_steered_by_the_surprisal_of_the_groups_that_are_left(
+    ranks: RankPool, tmp_path: Path, shown: str
+) -> None:
+    save_model(tmp_path, "qwen2_tied")
+    with torch.no_grad():
+        log_prob, _, whose = scores(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64))
+    left = torch.tensor([False, True, False, True])[whose // SAMPLES]
+    of_left, of_all = float(-log_prob[left].mean()), float(-log_prob.mean())
+    assert abs(of_left - of_all) > 1e-3
+    target = (of_left + of_all) / 2
+    bonus = {"coef": 0.0, "target": target, "delta": 1e-3, "coef_max": 1.0, "measure": "surprisal"}
+    algorithm = {"name": "grpo", "aggregation": "token_mean", "equal_groups": shown, "entropy_bonus": bonus}
+    config = config_of(tmp_path, algorithm)
+    ((_, _, states),) = ranks.run(steps, 1, config, [batch_of(rewards=EQUAL)])
+    read = of_left if shown == "mask" else of_all
+    assert states[0]["entropy_bonus/open"] == float(read < target)
+    assert states[0]["entropy_bonus/coef"] == pytest.approx(1e-3 if read < target else 0.0)

@@ -1,0 +1,81 @@
+r"""STARE's three-way scorer: right if any of three ways to read the answer says so.
+
+The answer's region is what stands in the last <answer>, else behind the last </thinking> or </think>; of it, what
+stands behind a mark such as 'Final Answer' or 'Conclusion', else the last 300 characters. The three ways are
+math-verify over the region, math-verify over the region's last box, and a comparison of that box, for which the
+released code (hp-luo/STARE, verl/utils/reward_score/math_stare.py, lines 32-82 and 212-230) takes mathruler and this
+module rewards/math_verifier.py. No box is needed: a number that stands alone at the end is an answer.
+Runs in reward workers.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from math_verify import parse
+from math_verify import verify as equal_math
+
+from megatron_stare.rewards import math_verifier
+from megatron_stare.rewards.boxes import last_boxed
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # as in rewards/math_verifier.py
+
+_SEEN, _PARAGRAPHS = 300, 10  # characters and paragraphs at the end, where no mark stands
+# a mark of the answer, and what is left out of the text behind its last place; the first one that is there counts
+_MARKS = (
+    ("最终答案", "："),
+    ("**答案**", "："),
+    ("Final Answer", ":"),
+    ("答案：", "："),
+    ("**Answer**", ":"),
+    ("Answer:", ":"),
+    ("总结", "："),
+    ("Conclusion", ":"),
+)
+
+KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
+    (r"So the total is \boxed{42}.", "42", 1.0),
+    ("Adding up.\nAnswer: 42", "42", 1.0),
+    ("<think>It is 41.</think>The answer is 42.", "42", 1.0),
+    (r"\boxed{\frac{1}{2}}", "0.5", 1.0),
+    ("<think>It is 42.</think>The answer is 41.", "42", 0.0),
+    (r"<answer>\boxed{41}</answer>", "42", 0.0),
+    ("I do not know.", "42", 0.0),
+)
+
+
+def verify(response: str, answer: str) -> float:
+    """1.0 if one of the three ways takes the response's answer for `answer`, else 0.0."""
+    region = answer_region(response)
+    boxed = last_boxed(region)
+    if _read(region, answer):
+        return 1.0
+    return float(boxed is not None and (math_verifier.equal(answer, boxed) or _read(boxed, answer)))
+
+
+def answer_region(response: str) -> str:
+    """The part of a response that its answer is read from."""
+    if "<answer>" in response:
+        region = response.rpartition("<answer>")[2].partition("</answer>")[0]
+    else:
+        closed = next((tag for tag in ("</thinking>", "</think>") if tag in response), None)
+        region = response.rpartition(closed)[2] if closed else response
+    for mark, colon in _MARKS:
+        if mark in region:
+            return region.rpartition(mark)[2].replace(colon, "").replace("**", "").strip()
+    return "\n\n".join(region.split("\n\n")[-_PARAGRAPHS:])[-_SEEN:].strip()
+
+
+def normal_answer(response: str) -> str:
+    """As math_verifier.normal_answer, of the region; "" where no box stands in it."""
+    return math_verifier.normal_answer(answer_region(response))
+
+
+def _read(text: str, answer: str) -> bool:
+    """Whether math-verify finds the answer in a text."""
+    found = parse(text, parsing_timeout=None)
+    if len(found) < 2:  # an expression and its text: less is a failure to read
+        return False
+    if found[1] == answer:
+        return True
+    return bool(equal_math(parse(f"\\boxed{{{answer}}}", parsing_timeout=None), found, timeout_seconds=None))

@@ -1,0 +1,105 @@
+"""`megatron-stare recipes`: the recipes of published runs, and one of them against what was published."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from megatron_stare.config.load import load_config
+from megatron_stare.config.recipes import FOLDER, Recipe, published, recipe_named, recipes, refused, sources, value_of
+
+_BESIDE = (  # of every recipe, whatever was published of them
+    "model.path",
+    "parallel.tensor",
+    "parallel.data",
+    "rollout.engines",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `recipes`."""
+    parser.add_argument("name", nargs="?", help="one recipe; without it all are listed")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def run_recipes(args: argparse.Namespace) -> None:
+    """Prints the list, or one recipe. Raises UserError where there is no such recipe."""
+    if args.name is None:
+        found: Any = [_row(recipe) for recipe in recipes().values()]
+        if args.json:
+            print(json.dumps({"recipes": found, "refused": dict(refused())}, indent=1, ensure_ascii=False))
+        else:
+            print("\n".join(_listed(found)))
+        return
+    name = recipe_named(f"{FOLDER}/{args.name.removeprefix(FOLDER + '/')}")
+    assert name is not None  # a name in the folder is one, or was refused
+    found = _held(recipes()[name])
+    print(json.dumps(found, indent=1, ensure_ascii=False) if args.json else "\n".join(_told(found)))
+
+
+def _row(recipe: Recipe) -> dict[str, Any]:
+    config = load_config(f"{FOLDER}/{recipe.name}")
+    gpus = config.parallel.world_size
+    return {"name": recipe.name, "gpus": gpus, "reproduces": recipe.reproduces, "published": recipe.result}
+
+
+def _listed(rows: list[dict[str, Any]]) -> list[str]:
+    wide = max(len(row["name"]) for row in rows)
+    lines = [f"{'recipe':{wide}}  GPUs  reproduces (published result)"]
+    lines += [f"{row['name']:{wide}}  {row['gpus']:4}  {row['reproduces']} ({row['published']})" for row in rows]
+    lines += ["", f"{len(rows)} recipes; no result of them has been reproduced here.", "", "Refused:"]
+    return [*lines, *(f"{name:{wide}}  {reason}" for name, reason in refused().items())]
+
+
+def _held(recipe: Recipe) -> dict[str, Any]:
+    """The recipe with every published setting, as JSON."""
+    config = load_config(f"{FOLDER}/{recipe.name}")
+    tree = config.model_dump(mode="json")
+    rows = [
+        {
+            "setting": row.setting,
+            "published": row.value,
+            "here": value_of(tree, row.setting),
+            "source": row.source,
+            **({"because": row.because} if row.because else {}),
+        }
+        for row in published(recipe)
+    ]
+    marks = {row["source"].partition(":")[0] for row in rows}
+    return {
+        **_row(recipe),
+        "layers": recipe.all_layers(),
+        "settings": rows,
+        "ours": {setting: value_of(tree, setting) for setting in _BESIDE},
+        "sources": {mark: text for mark, text in sources().items() if mark in marks},
+    }
+
+
+def _told(found: dict[str, Any]) -> list[str]:
+    lines = [
+        f"{found['name']}: {found['reproduces']}",
+        f"published: {found['published']}",
+        f"layers: {', '.join(found['layers'])}",
+        "",
+    ]
+    table = [("setting", "published", "here", "source")]
+    table += [
+        (row["setting"], _short(row["published"]), _short(row["here"]), row["source"]) for row in found["settings"]
+    ]
+    notes = {row["setting"]: row["because"] for row in found["settings"] if "because" in row}
+    widths = [max(len(row[column]) for row in table) for column in range(3)]
+    for setting, value, here, source in table:
+        cells = (f"{text:{width}}" for text, width in zip((setting, value, here), widths, strict=True))
+        lines.append(f"{'* ' if setting in notes else '  '}{'  '.join(cells)}  {source}")
+    if notes:
+        lines += ["", "* differs, or is read in a way of its own:"]
+        lines += [f"  {setting}: {reason}" for setting, reason in notes.items()]
+    lines += ["", "Sources:", *(f"  {mark}: {text}" for mark, text in found["sources"].items())]
+    ours = ", ".join(f"{setting} {value}" for setting, value in found["ours"].items())
+    return [*lines, "", f"Ours: {ours}. Start: bash scripts/run_recipe.sh {found['name']}"]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 30 else text[:27] + "..."
