@@ -13,9 +13,15 @@ def finder(words: Iterable[str]) -> Callable[[str], list[str]]:
     Args:
         words: at least one; none is empty.
     """
+    found_in = places(words)
+    return lambda text: [word for _, _, word in found_in(text)]
+
+
+def places(words: Iterable[str]) -> Callable[[str], list[tuple[int, int, str]]]:
+    """As `finder`, with where each begins and ends, in characters from the start of the text."""
     longest_first = sorted((re.escape(_plain(word)) for word in words), key=len, reverse=True)
     pattern = re.compile(rf"(?<!\w)(?:{'|'.join(longest_first)})(?!\w)", re.IGNORECASE)
-    return lambda text: [found.lower() for found in pattern.findall(_plain(text))]
+    return lambda text: [(*each.span(), each[0].lower()) for each in pattern.finditer(_plain(text))]
 
 
 def _plain(text: str) -> str:

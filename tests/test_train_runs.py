@@ -58,6 +58,7 @@ def test_a_run_leaves_everything_it_promises(tmp_path: Path) -> None:
         assert [name in row for row in rows] == [False, True]
     shares = [rows[1][f"gradient/token_share_{n}"] for n in range(20)]
     assert sum(shares) == pytest.approx(1) and "gradient/token_share_20" not in rows[1]
+    assert all("reflection/selected_verification" in row for row in rows)
     assert "Entropy forecast" in (run_dir / "report.html").read_text()
     assert [json.loads(line)["weights"] for line in (run_dir / "eval.jsonl").open()] == ["base", "trained"]
     (start,) = read_jsonl(run_dir / "starts.jsonl")

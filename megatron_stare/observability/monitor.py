@@ -16,7 +16,7 @@ from megatron_stare.errors import UserError
 from megatron_stare.observability.alerts import Watch
 from megatron_stare.observability.own_metrics import WHERE as OWN
 from megatron_stare.observability.own_metrics import OwnMetric, measure
-from megatron_stare.observability.reflections import reflections
+from megatron_stare.observability.reflections import reflections, selected_reflections
 from megatron_stare.observability.run_files import METRICS_FILE, read_metrics
 from megatron_stare.observability.sink import WHERE, RunOutline, Sink
 from megatron_stare.observability.step_metrics import Stopwatch, step_metrics
@@ -87,6 +87,7 @@ class Monitor:
         gauged = {name: value for gauge in self.gauges for name, value in gauge().items()}
         found = step_metrics(batch, batch.trajectories, {**result, **gauged}, self._stopwatch)
         found |= reflections(batch.trajectories, self._run.config.observability.reflection_words)
+        found |= selected_reflections(batch.trajectories)
         metrics = {name: float(value) for name, value in found.items()}
         for name, function in self._own.items():
             try:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import re
 import sys
 from pathlib import Path
@@ -154,6 +155,17 @@ def test_a_recipe_passes_preflight_and_fits_its_gpus(name: str, models: Path) ->
     run = check(load_config(f"recipes/{name}", on(models, loaded(name))))
     assert run.config.memory.device_gb == 80 and run.config.algorithm == loaded(name).algorithm
     check_memory(run)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_has_a_plan(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the H100s that it names, without its model; a run that does not fit exits with 1."""
+    monkeypatch.chdir(tmp_path)
+    for variable in ("CUDA_VISIBLE_DEVICES", "TORCHDYNAMO_DISABLE"):
+        monkeypatch.setenv(variable, os.environ.get(variable, ""))  # a plan sets them for its process
+    assert main(["plan", f"recipes/{name}", "--json", "plan.json"]) == 0
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["gpu"]["name"] == "h100-80g" and found["not_checked"]
 
 
 def test_memory_is_looked_at_and_not_only_named(models: Path) -> None:
