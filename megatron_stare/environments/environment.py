@@ -100,7 +100,11 @@ class Response:
         return turn
 
     def observed(self, tokens: Iterable[int], text: str = "") -> None:
-        """Appends what the environment says: tokens that the policy is not trained on."""
+        """Appends what the environment says: tokens that the policy is not trained on, and that no verifier reads.
+
+        Args:
+            text: of the tokens, for people.
+        """
         ids = torch.tensor([*tokens], dtype=torch.int32)
         self._append(ids, torch.zeros(len(ids)), False)
         if len(ids):
@@ -108,7 +112,8 @@ class Response:
         self._texts.append(text)
 
     def trajectory(self) -> Trajectory:
-        """The response as it is now; its text, for the verifier, is that of all turns and observations."""
+        """The response as it is now. Its text, for people, is that of all turns and observations; a verifier reads what
+        the policy sampled, and none of the observations."""
         return Trajectory(
             prompt=self._prompt,
             sample_index=0,  # the rollouts know which of a prompt's it is

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from megatron_stare.batch import FinishReason
-from megatron_stare.records.trajectory import Trajectory
+from megatron_stare.records.trajectory import RewardStatus, Trajectory
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class Response:
 
     prompt: cursor of its prompt, which numbers the prompts of a task from 0.
     sample: its number among the responses to the prompt.
+    text: what the policy said, without the words of an environment.
     tokens: of the response, the stop token and what an environment wrote included.
     answer: what it answers, in its verifier's normal form; "": nothing; None: the verifier does not say.
     """
@@ -27,7 +28,7 @@ class Response:
     tokens: int
     finish_reason: FinishReason
     reward: float | None
-    status: Literal["pending", "ok", "timeout", "crash"]
+    status: RewardStatus
     answer: str | None = None
 
     @property
@@ -41,7 +42,7 @@ class Response:
         return cls(
             prompt=trajectory.prompt.cursor,
             sample=trajectory.sample_index,
-            text=trajectory.text,
+            text=trajectory.said,
             tokens=len(trajectory),
             finish_reason=trajectory.finish_reason,
             reward=trajectory.reward,

@@ -84,7 +84,7 @@ def reflections(samples: Sequence[Trajectory], words: Sequence[str]) -> dict[str
     if not words:
         return {}
     found = finder(words)
-    return {"response/reflections": sum(len(found(s.text)) for s in samples) / len(samples)}
+    return {"response/reflections": sum(len(found(s.said)) for s in samples) / len(samples)}
 
 
 def selected_reflections(samples: Sequence[Trajectory]) -> dict[str, float]:

@@ -122,12 +122,14 @@ def repetition(responses: Sequence[Tensor], n: int = NGRAM) -> float:
 
 
 def tokens_before_answer(sample: Trajectory) -> float:
-    """Tokens before the answer begins: the response's tokens times the share of its text that stands before it.
+    """Sampled tokens before the answer begins: all that the policy sampled, times the share of its text that stands
+    before it.
 
     Only of a sample that has an answer.
     """
     assert sample.answer_at is not None
-    return len(sample) * sample.answer_at / len(sample.text)
+    sampled = sum(tokens for version, tokens in sample.versions if version >= 0)  # not those of an environment
+    return sampled * sample.answer_at / len(sample.said)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -19,6 +19,9 @@ from megatron_stare.records.token_numbers import TokenNumbers
 # (weight version, number of tokens) from the first token on: a response has one or two of them, its tokens thousands
 VersionRuns = tuple[tuple[int, int], ...]
 
+# `given_up`: the response was, before it was whole; it has no reward, as one whose verifier timed out or crashed
+RewardStatus = Literal["pending", "ok", "timeout", "crash", "given_up"]
+
 NOT_SAMPLED = -1  # the version of tokens that no weights sampled: an environment wrote them
 
 
@@ -37,17 +40,24 @@ class Trajectory:
     loss_mask: Tensor  # [n] bool, False where nothing was sampled
     versions: VersionRuns  # covers all n tokens
     finish_reason: FinishReason
-    text: str = ""
+    text: str = ""  # with what an environment said in between; for people
+    sampled_text: str | None = None  # what the policy said of it, all that a verifier reads; None: all of `text`
     reward: float | None = None
-    reward_status: Literal["pending", "ok", "timeout", "crash"] = "pending"
+    reward_status: RewardStatus = "pending"
     experts: Tensor | None = None  # [m, L, K] of the first m tokens of prompt and response; see records/routing.py
-    answer_at: int | None = None  # character of `text` where the answer begins; -1: no answer; None: not known
+    answer_at: int | None = None  # character of `said` where the answer begins; -1: no answer; None: not known
     answer: str | None = None  # in the verifier's normal form; "": no answer; None: not known
     numbers: TokenNumbers | None = None  # of its tokens, on the few that are written out with them
     pieces: Sequence[str] = ()  # of those few, the text of every token; see rollout.model_folder.token_texts
 
     def __len__(self) -> int:
         return self.tokens.numel()
+
+    @property
+    def said(self) -> str:
+        """What the policy said, without the words of its environment: what verifiers read, and all that counts words
+        or answers."""
+        return self.text if self.sampled_text is None else self.sampled_text
 
     @property
     def truncated(self) -> bool:

@@ -147,6 +147,7 @@ def _read_response(prompt: Prompt, tree: dict[str, Any], columns: _Reader) -> Un
         response.answers.append(Answer(tokens, log_probs, versions, each["finish_reason"], each["text"], experts))
     if (done := tree["trajectory"]) is not None:
         tokens, log_probs, loss_mask, experts = columns.next(done, *COLUMNS)
+        done.setdefault("sampled_text", None)  # an older checkpoint has none: all of the text was judged
         plain = {name: done[name] for name in PLAIN} | {"versions": tuple((v, n) for v, n in done["versions"])}
         response.trajectory = Trajectory(
             prompt=prompt,

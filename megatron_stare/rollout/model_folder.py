@@ -4,7 +4,7 @@ the text it makes of what was sampled. Nothing is looked up on the network.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from megatron_stare.batch import FinishReason
 from megatron_stare.errors import DataError
 from megatron_stare.models.shape import ModelShape
+from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory
 from megatron_stare.rollout.engine import GenerateResult
 
 
@@ -93,6 +94,24 @@ def text_of(ids: Tensor, finish_reason: FinishReason, tokenizer: PreTrainedToken
     its tokenizer, and verifiers read what comes before it."""
     body = ids[:-1] if finish_reason == "stop" else ids
     return tokenizer.decode(body.tolist(), skip_special_tokens=True)
+
+
+def sampled_text(trajectory: Trajectory, stop_token_ids: Collection[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of what the policy sampled, and of nothing else, whatever an environment put in between: without special
+    tokens and stop tokens, as `text_of`. What was said before and after the environment's words stands on lines of its
+    own, so that no answer is made of two halves that never stood side by side."""
+    parts: list[list[int]] = [[]]
+    end = 0
+    for version, length in trajectory.versions:
+        if version != NOT_SAMPLED:
+            parts[-1] += trajectory.tokens[end : end + length].tolist()
+        elif parts[-1]:
+            parts.append([])
+        end += length
+    if len(parts) > 1 and not parts[-1]:
+        parts.pop()
+    kept = ([token for token in part if token not in stop_token_ids] for part in parts)
+    return "\n".join(tokenizer.decode(part, skip_special_tokens=True) for part in kept)
 
 
 def token_texts(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -22,7 +22,7 @@ from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory, VersionRu
 from megatron_stare.rollout.dispatch import Serving
 from megatron_stare.rollout.engine import GenerateRequest, GenerateResult
 from megatron_stare.rollout.engine_pool import EnginePool, Exported
-from megatron_stare.rollout.model_folder import text_of
+from megatron_stare.rollout.model_folder import sampled_text, text_of
 from megatron_stare.rollout.under_way import ResponseCut, UnderWay
 
 Progress = Callable[[int, int], None]  # is told trajectories finished and wanted
@@ -196,7 +196,8 @@ class Rollouts:
             check_trajectory(trajectory, params.max_new_tokens)
             made += 1
             progress(made, len(responses))
-            verdict = await judge.of(trajectory.text, prompt.answer)
+            self._set_sampled_text(trajectory, response, params)
+            verdict = await judge.of(trajectory.said, prompt.answer)
             trajectory.reward, trajectory.reward_status = verdict.reward, verdict.status
             trajectory.answer_at, trajectory.answer = verdict.answer_at, verdict.answer
             response.finish(trajectory)
@@ -213,6 +214,16 @@ class Rollouts:
             for number in range(len(responses)):
                 sampling[number] = asyncio.create_task(one(number, serving, judge))
             await serving.finished(list(sampling.values()))
+
+    def _set_sampled_text(self, trajectory: Trajectory, response: UnderWay, params: SamplingParams) -> None:
+        """Sets what a verifier reads: it is made of the tokens, so that no word of an environment is in it whatever the
+        environment calls the response's text. That of a single turn is there already."""
+        answers = response.answers
+        if len(answers) == 1 and torch.equal(answers[0].tokens, trajectory.tokens):
+            said = answers[0].text
+        else:
+            said = sampled_text(trajectory, params.stop_token_ids, self.environment.tokenizer)
+        trajectory.sampled_text = None if said == trajectory.text else said
 
     def _generate(
         self,

@@ -16,7 +16,9 @@ from megatron_stare.observability.reflections import CATEGORIES, reflections, se
 
 @dataclass
 class Said:
-    text: str
+    """A trajectory, of which what the policy said is counted."""
+
+    said: str
 
 
 def count(*texts: str, words: list[str]) -> dict[str, float]:
