@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from support.models import save_model
 from support.runs import ROOT
 
@@ -31,6 +34,23 @@ def test_a_checkpoint_is_held_against_transformers(tmp_path: Path, second: str) 
     logits, weights = done.stdout.splitlines()  # and no word of an upstream's
     assert logits.startswith("logits: largest difference ")
     assert weights == "weights: come back bit for bit"
+
+
+def test_logits_are_held_in_proportion_and_derived_tensors_left_out(tmp_path: Path) -> None:
+    """A right model of logits in the hundreds, and frequencies that old checkpoints hold."""
+    save_model(tmp_path, "qwen2")
+    file = tmp_path / "model.safetensors"
+    held = load_file(file)
+    held["lm_head.weight"] *= 1000
+    held["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(held, file, {"format": "pt"})
+    done = check_parity(str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    difference, largest = re.search(r"difference (\S+) .*up to (\S+)\)", done.stdout).groups()  # type: ignore[union-attr]
+    assert float(largest) > 100 and float(difference) < 1e-5 * float(largest)
+    assert "weights: come back bit for bit" in done.stdout
+    done = check_parity(str(tmp_path), "--threshold", "1e-12")
+    assert done.returncode == 1
 
 
 def test_a_difference_is_found(tmp_path: Path) -> None:

@@ -145,6 +145,51 @@ def test_old_configs_name_rotary_parameters_otherwise(tmp_path: Path) -> None:
     assert read_shape(folder(tmp_path, "llama", rope_parameters=GONE, rope_theta=7.0)).rope_scaling is None
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("newer", "older", "base"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e6}, YARN, GONE),  # a model card's advice over what transformers wrote
+        ({**YARN, "rope_theta": 1e6}, {**YARN, "factor": 2.0}, 1e6),
+        ({**YARN, "rope_theta": 1e6}, YARN, GONE),  # the base of the first is lost
+        ({**YARN, "rope_theta": 1e6}, YARN, 1e4),
+        ({**YARN, "rope_theta": 1e6}, {"type": "linear", "factor": 4.0}, 1e6),
+    ],
+)
+def test_two_rotary_embeddings_are_refused(tmp_path: Path, newer: dict, older: dict, base: Any) -> None:
+    two = {"rope_parameters": newer, "rope_scaling": older, "rope_theta": base}
+    with pytest.raises(DataError, match="rope_parameters and rope_scaling describe two different") as refused:
+        read_shape(folder(tmp_path, "qwen2", **two))
+    assert refused.value.where == str(tmp_path / "config.json") and "leave one of them" in str(refused.value)
+
+
+def test_the_same_rotary_embedding_twice_is_one(tmp_path: Path) -> None:
+    one = {"rope_parameters": {**YARN, "rope_theta": 1e6}, "rope_theta": 1e6}
+    shape = read_shape(folder(tmp_path, "qwen2", **one))
+    assert (shape.rope_theta, dict(shape.rope_scaling)["factor"]) == (1e6, 4.0)  # type: ignore[arg-type]
+    for older in (YARN, {**YARN, "rope_theta": 1e6}, None, {}):
+        again = read_shape(folder(tmp_path, "qwen2", **one, rope_scaling=older))
+        assert (again.rope_theta, dict(again.rope_scaling)["factor"]) == (1e6, 4.0)  # type: ignore[arg-type]
+
+
+def test_transformers_takes_the_older_name_which_is_why(tmp_path: Path) -> None:
+    """Were this to change upstream, the refusal could go."""
+    from transformers import AutoConfig
+
+    two = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": YARN, "rope_theta": GONE}
+    read = AutoConfig.from_pretrained(folder(tmp_path, "qwen2", **two)).rope_parameters
+    assert read["rope_type"] == "yarn" and read["rope_theta"] != 1e6
+
+
+def test_one_expert_a_token_with_its_weight_renormalised_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"one expert a token whose weight is renormalised \(norm_topk_prob\)"):
+        read_shape(folder(tmp_path, "qwen3_moe", num_experts_per_tok=1, norm_topk_prob=True))
+    assert read_shape(folder(tmp_path, "qwen3_moe", num_experts_per_tok=1, norm_topk_prob=False)).experts_per_token == 1
+    assert read_shape(folder(tmp_path, "qwen3_moe", num_experts_per_tok=2, norm_topk_prob=True)).renormalise_experts
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_every_rule_is_found_again_by_its_megatron_name(tmp_path: Path, name: str) -> None:
     shape = read_shape(folder(tmp_path, name))

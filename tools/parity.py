@@ -31,6 +31,7 @@ from megatron_stare.models.shape import ModelShape
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import sampled_trajectory
+from megatron_stare.weights.check import left_out
 from megatron_stare.weights.hf_folder import HfFolder
 
 TIMEOUT_S = 1800.0
@@ -108,8 +109,9 @@ def one_rank(rank: int, init: str, task: Task) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def compare(task: Task, shape: ModelShape, ranks: list[dict[str, Any]]) -> tuple[float, list[str]]:
-    """The largest difference of two logits, and the weights that came back changed, more than once or not at all."""
+def compare(task: Task, shape: ModelShape, ranks: list[dict[str, Any]]) -> tuple[float, float, list[str]]:
+    """The largest difference of two logits, the largest logit, and the weights that came back changed, more than once
+    or not at all."""
     model = AutoModelForCausalLM.from_pretrained(task.path, dtype=torch.float32, local_files_only=True)
     batch = sequences(task, shape.vocab_size)
     want = torch.cat([model(tokens[None]).logits[0, :-1] for tokens in batch.tokens.split(batch.lengths.tolist())])
@@ -122,7 +124,7 @@ def compare(task: Task, shape: ModelShape, ranks: list[dict[str, Any]]) -> tuple
     for rank in ranks:
         for name, weight in rank["weights"].items():
             held.setdefault(name, []).append(weight)
-    names = folder.names() - ({"lm_head.weight"} if shape.tied else set())  # some write a tied head as well
+    names = folder.names() - left_out(folder.names(), shape)
     changed = sorted(
         name
         for name in names | held.keys()
@@ -130,4 +132,4 @@ def compare(task: Task, shape: ModelShape, ranks: list[dict[str, Any]]) -> tuple
         or name not in names
         or not torch.equal(held[name][0], folder.slice(name)[:].to(held[name][0].dtype))
     )
-    return float((got - want).abs().max()), changed
+    return float((got - want).abs().max()), float(want.abs().max()), changed

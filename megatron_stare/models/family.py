@@ -74,6 +74,7 @@ class ModelFamily:
         Raises:
             DataError: naming it.
         """
+        _refuse_two_ropes(config, where)
         rope = rope_parameters(config)
         scaling = rope["rope_type"]
         if scaling not in ("default", *self.rope_scalings):
@@ -206,6 +207,25 @@ class ModelFamily:
         2 h n: the ratio is n / (12 h).
         """
         return length * (1 + length / (12 * shape.hidden))
+
+
+def _refuse_two_ropes(config: Mapping[str, Any], where: str) -> None:
+    """Raises DataError where config.json describes two rotary embeddings: transformers and servers take the older
+    name's, and then lose the base that the newer one holds."""
+    newer, older = config.get("rope_parameters"), config.get("rope_scaling")
+    if not newer or not older:
+        return
+    one, other = rope_parameters({"rope_parameters": newer}), rope_parameters({"rope_scaling": older})
+    base = one.pop("rope_theta", config.get("rope_theta"))
+    other_base = other.pop("rope_theta", config.get("rope_theta"))
+    if (one, base) == (other, other_base):
+        return
+    raise DataError(
+        "rope_parameters and rope_scaling describe two different rotary embeddings",
+        where=where,
+        fix="leave one of them: what a model card says to add as rope_scaling (YaRN, say) belongs into "
+        "rope_parameters, beside the rope_theta that is there",
+    )
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,13 @@ class Qwen3Moe(Qwen3):
         super().check(config, where)
         if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
             raise DataError("mixtures of dense and expert layers are not supported", where=where)
+        if config["num_experts_per_tok"] == 1 and config.get("norm_topk_prob", False):
+            raise DataError(
+                "one expert a token whose weight is renormalised (norm_topk_prob) is not supported: the weight is "
+                "always 1, so its router learns nothing, and Megatron refuses it",
+                where=where,
+                fix="a model with two experts a token or more, or with norm_topk_prob false",
+            )
 
     def shape(self, config: Mapping[str, Any]) -> ModelShape:
         return replace(

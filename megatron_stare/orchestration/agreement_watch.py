@@ -40,13 +40,13 @@ ROUTING = (
 
 
 class AgreementWatch:
-    """Compares after every weight sync and every log-prob pass. Silent where an engine in process computes in float32:
-    there the metrics of the update say how far its log-probs are off."""
+    """Compares after every weight sync and every log-prob pass. Logs nothing where an engine in process computes in
+    float32: there the metrics of the update say how far its log-probs are off. It is held to the limit all the same."""
 
     def __init__(self, run: ResolvedRun, trainers: TrainerGroup, engines: EnginePool) -> None:
         config = run.config
         self._limits = Limits.of(config)
-        self._on = engines.served or self._limits.in_16_bits
+        self._logged = engines.served or self._limits.in_16_bits
         # without the log-prob pass there is nothing to compare rollouts with, and the canary alone watches
         self._has_log_probs = not config.skips_log_prob_pass
         self._trainers, self._engines = trainers, engines
@@ -90,18 +90,18 @@ class AgreementWatch:
         Raises:
             AgreementError: the log-probs differ by more than a limit, and what is to blame; or by ever more.
         """
-        if not self._on:
-            return {}
         if not self._has_log_probs:
             return dict(self._newest)
         sampled, where = self._trainers.compare(), f"step {step}"
         if self._older and set(sampled.of_version) - {step - 1}:  # older weights' log-probs differ as policies do
-            return {**agreement_metrics(sampled, step), **self._newest}
+            return {**agreement_metrics(sampled, step), **self._newest} if self._logged else {}
         if passed := self._limits.passed(sampled):
             verdict = rollout_verdict(sampled, self._trainers.compare(1.0), self._temperature, self._limits)
             if self._routes_apart:
                 verdict = f"{ROUTING}; else {verdict}"
             require_agreement("log-probs of sampled tokens", passed, verdict, where)
+        if not self._logged:
+            return {}
         metrics = agreement_metrics(sampled, step)
         if self._limits.in_16_bits and sampled.everywhere.tokens:
             growth = self._trend.add(sampled.everywhere.mean)

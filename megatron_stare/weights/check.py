@@ -1,9 +1,10 @@
-"""Holds a Hugging Face folder's weights against its config.json, reading nothing but the files' headers."""
+"""Holds a Hugging Face folder's weights against its config.json, by the files' headers."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_stare.errors import DataError
@@ -15,6 +16,8 @@ from megatron_stare.weights.safetensors_file import DTYPES, Entry, read_header
 
 # tensors that old checkpoints hold although they follow from config.json
 _DERIVED = (".rotary_emb.inv_freq",)
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_PIECE = 1 << 24  # bytes that are compared at a time
 
 
 def rules(shape: ModelShape) -> list[Rule]:
@@ -35,8 +38,16 @@ def expected(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     return {name: family_of(shape).size(name, shape) for rule in rules(shape) for name in rule.hf}
 
 
+def left_out(names: Iterable[str], shape: ModelShape) -> set[str]:
+    """The names of tensors that a folder may hold and no model is given: what follows from config.json, and a tied
+    head, which is the embedding."""
+    return {name for name in names if name.endswith(_DERIVED) or (shape.tied and name == _HEAD)}
+
+
 def check_folder(path: str | Path, shape: ModelShape) -> dict[str, Entry]:
     """Where every tensor of the model lies. Names, shapes, dtypes and the files' lengths are those expected.
+
+    A tied head that is stored beside the embedding is compared with it, byte by byte; nothing else is read.
 
     Raises:
         DataError: the first thing that is not so.
@@ -54,13 +65,15 @@ def check_folder(path: str | Path, shape: ModelShape) -> dict[str, Entry]:
             )
         if name in wanted:
             entries[name] = headers[file][name]
-        elif not (name.endswith(_DERIVED) or (shape.tied and name == "lm_head.weight")):
+        elif name not in left_out([name], shape):
             raise DataError(
                 f"the tensor {name!r} is not one of a {shape.family} model as config.json describes it",
                 where=str(file),
                 fix="config.json and the weights do not belong together",
             )
     _refuse_missing([name for name in wanted if name not in entries], path)
+    if shape.tied and _HEAD in where:
+        _check_tied(headers[where[_HEAD]][_HEAD], entries[_EMBEDDING])
     for name, entry in entries.items():
         _check_entry(name, entry, wanted[name])
     return entries
@@ -73,6 +86,28 @@ def _refuse_missing(names: list[str], path: Path) -> None:
             f"missing: the tensor {names[0]!r}{more}",
             where=str(path),
             fix="config.json and the weights do not belong together, or the folder is not complete",
+        )
+
+
+def _check_tied(head: Entry, embedding: Entry) -> None:
+    """Raises DataError where a stored head is not the embedding that it is tied to: which of the two a model then
+    computes with differs between transformers and all others."""
+    same = (head.dtype, head.shape, head.nbytes) == (embedding.dtype, embedding.shape, embedding.nbytes)
+    if same:
+        with head.file.open("rb") as one, embedding.file.open("rb") as other:
+            one.seek(head.start)
+            other.seek(embedding.start)
+            left = head.nbytes
+            while left and same:
+                piece = min(left, _PIECE)
+                same = one.read(piece) == other.read(piece)
+                left -= piece
+    if not same:
+        raise DataError(
+            "config.json ties the embedding and the head (tie_word_embeddings), and the folder holds a head of its own",
+            where=f"{head.file}: {_HEAD}",
+            fix="if the model was trained with its own head, set tie_word_embeddings to false; else take "
+            "lm_head.weight out of the folder",
         )
 
 

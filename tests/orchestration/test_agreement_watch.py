@@ -17,8 +17,8 @@ from megatron_stare.rollout.agreement import AgreementError
 MODEL = Path(__file__).parents[2] / "assets" / "tiny-adder"
 
 
-def found(mean: float, p99: float = 0.05) -> LogProbDifference:
-    sizes = Sizes(1000, 0, 3.0, mean)
+def found(mean: float, p99: float = 0.05, largest: float = 3.0) -> LogProbDifference:
+    sizes = Sizes(1000, 0, largest, mean)
     quantiles = {"p50": 0.0, "p90": mean, "p99": p99, "p999": 0.3}
     return LogProbDifference(sizes, -3.0, quantiles, {0: sizes}, {0: sizes}, sizes, sizes, Sizes(0, 0, 0.0, 0.0))
 
@@ -47,9 +47,15 @@ def watch(trainers: Trainers, dtype: str = "bfloat16", staleness: int | None = N
     return AgreementWatch(resolve_run(config), trainers, engines)  # type: ignore[arg-type]
 
 
-def test_an_engine_in_process_is_watched_in_16_bits_and_left_alone_in_float32() -> None:
+def test_an_engine_in_process_is_watched_in_16_bits_and_only_held_to_its_limit_in_float32() -> None:
     trainers = Trainers()
-    assert watch(trainers, "float32").after_log_probs(1) == {} and trainers.asked == 0
+    trainers.told = found(1e-6, largest=9e-4)
+    assert watch(trainers, "float32").after_log_probs(1) == {} and trainers.asked == 1
+    assert watch(trainers, "float32", staleness=1).after_log_probs(1) == {}
+    trainers.told = found(1e-6, largest=2e-3)
+    with pytest.raises(AgreementError, match=r"step 3: log-probs of sampled tokens differ by up to 0\.002 nats"):
+        watch(trainers, "float32").after_log_probs(3)
+    trainers = Trainers()
     metrics = watch(trainers).after_log_probs(1)
     assert (metrics["agreement/mean"], metrics["agreement/max"], metrics["agreement/p999"]) == (0.006, 3.0, 0.3)
     assert "agreement/unlikely_mean" not in metrics  # there were none

@@ -172,6 +172,24 @@ def test_bad_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: st
     refused(capsys, tmp_path / "hf", tmp_path / "megatron", message)
 
 
+def test_a_tied_head_of_its_own_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers computes with it, engines and Megatron with the embedding."""
+    save_model(tmp_path / "hf", "qwen2_tied")
+    held = load_file(tmp_path / "hf/model.safetensors")
+    embedding = held["model.embed_tokens.weight"]
+    same = tmp_path / "same"
+    save_model(same, "qwen2_tied")
+    rewrite(same, lambda t: t.update({"lm_head.weight": embedding.clone()}))
+    check_folder(same, read_shape(same))
+    last = embedding.clone()
+    last[-1, -1] += 1e-3
+    for number, other in enumerate((last, embedding[:-1].clone(), embedding.bfloat16(), embedding.T.contiguous())):
+        spoilt = tmp_path / f"hf{number}"
+        save_model(spoilt, "qwen2_tied")
+        rewrite(spoilt, lambda t, other=other: t.update({"lm_head.weight": other}))  # type: ignore[misc]
+        refused(capsys, spoilt, tmp_path / "megatron", "the folder holds a head of its own", "--check")
+
+
 def refused(capsys: pytest.CaptureFixture[str], source: Path, target: Path, message: str, *options: str) -> None:
     """One error, and nothing written."""
     capsys.readouterr()  # what transformers said when it saved the model
