@@ -63,7 +63,7 @@ def hacking_signals(samples: Sequence[Trajectory]) -> dict[str, float]:
 
     Metrics of where the answer stands are missing where the verifier does not say it.
     """
-    verified = [s for s in samples if s.reward_status == "ok"]
+    verified = [s for s in samples if s.judged]
     right, wrong = [s for s in verified if is_right(s)], [s for s in verified if not is_right(s)]
     signals = {
         "signal/length_reward": length_reward_correlation(verified),

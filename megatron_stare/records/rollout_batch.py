@@ -160,7 +160,7 @@ class RolloutBatch(_Columns):
             response_lengths=torch.tensor([len(t) for t in ordered], dtype=torch.int64),
             groups=torch.tensor([group_of[t.prompt.cursor] for t in ordered], dtype=torch.int64),
             rewards=torch.tensor([t.reward if t.reward is not None else 0.0 for t in ordered], dtype=torch.float64),
-            verified=torch.tensor([t.reward_status == "ok" for t in ordered], dtype=torch.bool),
+            verified=torch.tensor([t.judged for t in ordered], dtype=torch.bool),
             truncated=torch.tensor([t.truncated for t in ordered], dtype=torch.bool),
             experts=_experts(ordered),
             step=step,

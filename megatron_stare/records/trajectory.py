@@ -60,6 +60,11 @@ class Trajectory:
         return self.text if self.sampled_text is None else self.sampled_text
 
     @property
+    def judged(self) -> bool:
+        """Whether it has a reward to be compared with others'. One whose verifier ran out of time has, and it is 0."""
+        return self.reward is not None and self.reward_status in ("ok", "timeout")
+
+    @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
 

@@ -8,22 +8,29 @@ settled before it, see `rewards/answer_text.py`. Runs in reward workers; no torc
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Callable
 from dataclasses import replace
 
 from math_verify import LatexExtractionConfig
 from math_verify import parse as parse_math
 from math_verify import verify as equal_math
 
-from megatron_stare.rewards import answer_text
+from megatron_stare.rewards import answer_parts, answer_text, answer_units
 from megatron_stare.rewards.boxes import last_box, last_boxed
 
 # It warns once a process that its own time limit is off. Ours is outside: see rewards/verifier_pool.py.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-_EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0),)
-_WITHOUT_UNITS = (
-    replace(_EXTRACTION[0], normalization_config=replace(_EXTRACTION[0].normalization_config, units=False)),
-)
+_DEFAULT = LatexExtractionConfig(boxed_match_priority=0)
+# units are settled before: math-verify would take any text behind a number for one
+_EXTRACTION = (replace(_DEFAULT, normalization_config=replace(_DEFAULT.normalization_config, units=False)),)
+_DEEPEST = 6  # times that an answer is taken apart: a list of named tuples takes four
+_LONGEST_LIST = 60
+_MEMBER = re.compile(r"^\s*[A-Za-z]\s*\\in(?![A-Za-z])\s*")
+_SPACED = re.compile(r"(?<![_^\d])\d+\s+\d")  # not the base of a logarithm and what stands behind it
+_MIXED = re.compile(r"(?<![\w.}^_])(\d+)\s+(\d+/\d+)(?![\d.])|(?<![\w.}^_])(\d+)\s*(\\[dt]?frac\{\d+\}\{\d+\})")
+_WORDS = re.compile(r"\\(?:text|mathrm|textrm|textbf|mbox)\s*\{[^{}]*[A-Za-z]{2}[^{}]*\}")
 _LONGEST = 1_000  # characters that are read as mathematics; the longest reference of MATH-500 has 159
 
 KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
@@ -41,6 +48,11 @@ KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
     ("The answer is 42.", "42", 0.0),
     (r"\boxed{42", "42", 0.0),
     (r"\boxed{}", "42", 0.0),
+    (r"\boxed{10}", r"10\%", 1.0),  # which math-verify reads otherwise with another antlr4
+    (r"\boxed{V_1:V_2=11:21}", "11:21", 1.0),
+    (r"\boxed{5\text{ km}}", r"5\text{ m}", 0.0),
+    (r"\boxed{7\text{ million}}", "7", 0.0),
+    (r"\boxed{0.\overline{3}}", r"\frac{1}{3}", 1.0),
 )
 """(response, reference, reward) that every worker grades as it starts. math-verify turns its own failures (a parser of
 another version, say) into "not equal", which would look like a policy that never learns."""
@@ -60,32 +72,192 @@ def equal(wanted: str, given: str) -> bool:
     """Whether two answers mean the same, `wanted` being the reference, which says how an answer may be written."""
     if len(wanted) > _LONGEST or len(given) > _LONGEST:
         return wanted.strip() == given.strip()
+    times = answer_parts.clock(wanted), answer_parts.clock(given)
+    if all(times):
+        return times[0] == times[1] or (times[0] == replace(times[1], half=None))  # type: ignore[type-var]
+    return _same(answer_parts.readable(wanted), answer_parts.readable(given), _DEEPEST)
+
+
+def _same(wanted: str, given: str, deeper: int) -> bool:
+    """As `equal`, of answers in LaTeX; `deeper` bounds how often they are taken apart."""
     in_words = r"\text" in wanted
+    written = wanted, given  # with what `bare` leaves out: the sign of a currency
     wanted, given = answer_text.bare(wanted), answer_text.bare(given)
-    if not given or not wanted:
+    if not given or not wanted or not deeper:
         return False
-    if answer_text.alike(wanted, given):  # also what math-verify cannot parse: names, choices
-        return True
-    if answer_text.must_be_written_alike(wanted, given) or answer_text.of_another_kind(wanted, given):
-        return False
+    if (
+        answer_text.alike(wanted, given)
+        and not any(r"\$" in each for each in written)
+        and _spaced(wanted) == _spaced(given)
+    ):
+        return True  # also what math-verify cannot parse: names, choices
+    nothings = answer_parts.nothing(wanted), answer_parts.nothing(given)
+    if any(nothings):
+        return nothings[0] == nothings[1]
+    if answer_text.must_be_written_alike(wanted, given):
+        return _of_equations(wanted, given, lambda one, other: _same(one, other, deeper - 1)) is True
     if (named := answer_text.word(wanted)) is not None and len(named) > 1:
         if in_words or named == answer_text.word(given):  # else it may be a product: mgh
             return named == answer_text.word(given)
     elif answer_text.one_value(wanted) and answer_text.hedges(given):
         return False
-    if "=" not in given:
-        wanted = answer_text.without_name(wanted)
-    if given.endswith("%") and not wanted.endswith("%") and equal(wanted, given.removesuffix("%").removesuffix("\\")):
-        return True
-    numbers = answer_text.number(wanted), answer_text.number(given)
+    if (found := _in_parts(wanted, given, deeper)) is not None:
+        return found
+    return _same_value(wanted, given, *written)
+
+
+def _in_parts(wanted: str, given: str, deeper: int) -> bool | None:
+    """Compares lists, unions, sets, tuples, intervals and equations part by part; None: neither answer is any."""
+
+    def same(one: str, other: str) -> bool:
+        return _same(one, other, deeper - 1)
+
+    if r"\begin" in wanted + given:
+        return None
+    if as_interval := answer_text.intervals(given):
+        return same(wanted, as_interval)
+    wanted, given = (_MEMBER.sub("", text) for text in (wanted, given))
+    unions = answer_parts.union(wanted), answer_parts.union(given)
+    if max(map(len, unions)) > 1:
+        return _matched(*unions, same)
+    brackets = answer_parts.bracketed(wanted), answer_parts.bracketed(given)
+    is_set = [bool(bracket and bracket.opened == "{") for bracket in brackets]
+    if any(is_set) and re.search(r"\||\\mid|:", wanted + given):  # by a condition
+        return None
+    tuples = [bracket if bracket and not here else None for bracket, here in zip(brackets, is_set, strict=True)]
+    lists = [
+        [part for each in bracket.parts for part in answer_parts.items(each)]
+        if bracket and here
+        else answer_parts.items(text)
+        for text, bracket, here in zip((wanted, given), brackets, is_set, strict=True)
+    ]
+    if all(tuples):
+        return _same_tuples(tuples[0], tuples[1], same)  # type: ignore[arg-type]
+    if max(map(len, lists)) > 1 or any(is_set):
+        if not any(tuples):
+            return _matched(lists[0], lists[1], same)
+        # a tuple may be written without its brackets, in its order
+        bracket = tuples[0] or tuples[1]
+        assert bracket is not None
+        if any(is_set) or (bracket.opened, bracket.closed) != ("(", ")"):
+            return False
+        one, other = (found.parts if found else items for found, items in zip(tuples, lists, strict=True))
+        return len(one) == len(other) and all(map(same, one, other))
+    return _of_equations(wanted, given, same)
+
+
+def _same_tuples(
+    wanted: answer_parts.Bracketed, given: answer_parts.Bracketed, same: Callable[[str, str], bool]
+) -> bool:
+    """Compares entry by entry; of two entries it may be an interval, whose brackets count."""
+    ends = (wanted.opened, wanted.closed) == (given.opened, given.closed)
+    if len(wanted.parts) != len(given.parts) or not (ends or len(wanted.parts) > 2):
+        return False
+    return all(map(same, wanted.parts, given.parts))
+
+
+def _matched(wanted: list[str], given: list[str], same: Callable[[str, str], bool]) -> bool:
+    """Whether two lists are the same but for their order; what stands twice in one does in the other."""
+    if len(wanted) != len(given) or len(wanted) > _LONGEST_LIST:
+        return False
+    left = list(given)
+    for part in wanted:
+        found = next((n for n, other in enumerate(left) if same(part, other)), None)
+        if found is None:
+            return False
+        del left[found]
+    return True
+
+
+def _of_equations(wanted: str, given: str, same: Callable[[str, str], bool]) -> bool | None:
+    """Compares answers that are equations; None: neither is, or both are and one says nothing of a name."""
+    first, second = answer_parts.sides(wanted), answer_parts.sides(given)
+    if len(first) == len(second) == 1:
+        return None
+    one, other = _named(first, same), _named(second, same)
+    if len(first) == 1:
+        return same(wanted, other[1]) if other else all(same(wanted, side) for side in second)
+    if len(second) == 1:
+        return one is not None and same(one[1], given)
+    if one is None or other is None:
+        return None
+    return answer_text.alike(one[0], other[0]) and same(one[1], other[1])
+
+
+def _named(sides: list[str], same: Callable[[str, str], bool]) -> tuple[str, str] | None:
+    """What an equation says of which name: x = 5 and 5 = x, and x = 2 + 3 = 5 where the values are equal; None: it is
+    another equation, or none."""
+    if len(sides) < 2 or not all(sides):
+        return None
+    if answer_parts.is_name(sides[0]):
+        values = sides[1:]
+        return (sides[0], values[-1]) if all(map(same, values[1:], values)) else None
+    if len(sides) == 2 and answer_parts.is_name(sides[1]):
+        return sides[1], sides[0]
+    return None
+
+
+def _same_value(wanted: str, given: str, *written: str) -> bool:
+    """Compares two single values, each with the unit that stands behind it.
+
+    Args:
+        written: both as they were before what dresses them was left out; none: there was nothing.
+    """
+    bare = [re.sub(r"\s*\\?%\s*$", "", text) for text in (wanted, given)]
+    percents = [text != rest for text, rest in zip((wanted, given), bare, strict=True)]
+    if any(percents):
+        if _same_value(*bare):
+            return True
+        parts = [f"({rest})/100" if here else rest for rest, here in zip(bare, percents, strict=True)]
+        return percents[0] != percents[1] and _by_math_verify(*parts)
+    texts = [
+        sign.strip("$ ").strip() if r"\$" in sign or sign.lstrip("$ ").startswith(("€", "£")) else text
+        for text, sign in zip((wanted, given), written or ("", ""), strict=True)
+    ]
+    first, second = (answer_units.quantity(_dollar(text)) for text in texts)
+    if first is None or second is None or (factor := answer_units.agree(first, second)) is None:
+        return False
+    one, other = answer_text.bare(first.value), answer_text.bare(second.value)
+    if not one or not other or _apart(one) or _apart(other) or (":" in one) != (":" in other):
+        return False
+    one, other = _MIXED.sub(_sum, one), _MIXED.sub(_sum, other)
+    numbers = answer_text.number(one), answer_text.number(other)
     if numbers[0] is not None and numbers[1] is not None:
-        return answer_text.same_number(numbers[0], numbers[1])
-    given = answer_text.intervals(given) or given
-    extraction = _WITHOUT_UNITS if answer_text.ends_in_a_name(wanted) else _EXTRACTION
+        return answer_text.same_number(numbers[0], numbers[1] * factor.numerator / factor.denominator)
+    if factor != 1:
+        other = rf"({other})\cdot\frac{{{factor.numerator}}}{{{factor.denominator}}}"
+    return _by_math_verify(one, other)
+
+
+def _dollar(text: str) -> str:
+    r"""A sum of dollars with the sign in front alone: \$5 of $\$5$."""
+    return rf"\${text[2:].strip('$ ')}" if text.startswith(r"\$") else text
+
+
+def _sum(found: re.Match[str]) -> str:
+    """A mixed number as what it says: 3 1/2 as 3 + 1/2."""
+    whole, part = (each for each in found.groups() if each)
+    return f"({whole}+{part})"
+
+
+def _apart(text: str) -> bool:
+    """Whether digits stand beside digits with only a space between, as in 3 4, or words that are no unit: neither may
+    be read as a number."""
+    return bool(_WORDS.search(text)) or _spaced(text)
+
+
+def _spaced(text: str) -> bool:
+    """Whether digits stand beside digits with only a space between, that set off no thousands and no fraction."""
+    spaced = _SPACED.search(_MIXED.sub(_sum, text))
+    return spaced is not None and not re.fullmatch(r"[-+]?\d{1,3}(?:\s\d{3})+(?:\.\d+)?", text)
+
+
+def _by_math_verify(wanted: str, given: str) -> bool:
     first, second = (
-        parse_math(f"\\boxed{{{text}}}", extraction_config=extraction, parsing_timeout=None) for text in (wanted, given)
+        parse_math(f"\\boxed{{{text}}}", extraction_config=_EXTRACTION, parsing_timeout=None)
+        for text in (wanted, given)
     )
-    return equal_math(first, second, timeout_seconds=None, allow_set_relation_comp=True)
+    return bool(equal_math(first, second, timeout_seconds=None, allow_set_relation_comp=True))
 
 
 def normal_answer(response: str) -> str:

@@ -8,6 +8,7 @@ deadline for the answer each worker is at. Imports no torch, so it can live in a
 from __future__ import annotations
 
 import math
+import re
 import selectors
 import signal
 import time
@@ -28,7 +29,9 @@ _KILLED = f"was killed by {signal.SIGKILL.name}"  # see WorkerProcess.kill
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one answer. `reward` is None unless `status` is 'ok'; `detail` says why.
+    """What became of one answer. `reward` is None where there is none, and `detail` says why. An answer that its
+    verifier does not get done with in time is wrong, 0: a policy is not to gain by answers that hang. Where the
+    verifier is a server it may be the server that hangs, and there is no reward.
 
     `answer_at` is the character where the answer begins, -1 where none stands in the right format, and None where the
     verifier does not say. `answer` is its normal form (rewards/verifier.py), "" where there is none, None as above.
@@ -114,6 +117,7 @@ class VerifierPool:
     def __init__(self, verifier: str, workers: int, timeout_s: float) -> None:
         self._verifier = verifier
         self._timeout_s = timeout_s
+        self._out_of_time = None if re.search(r"https?://", verifier) else 0.0
         self._selector = selectors.EpollSelector()
         self._slots: list[_Slot] = []
         self._closed = False
@@ -266,7 +270,7 @@ class VerifierPool:
         if not slot.ready:
             raise ConfigError(f"verifier {self._verifier!r} did not load in {_START_LIMIT_S:g} s", where=_WHERE)
         self._stop(slot)
-        self._lose(slot, answers, Verdict(None, "timeout", f"no verdict within {self._timeout_s:g} s"))
+        self._lose(slot, answers, Verdict(self._out_of_time, "timeout", f"no verdict within {self._timeout_s:g} s"))
 
     def _lose(self, slot: _Slot, answers: Answers, verdict: Verdict) -> None:
         """Blames the answer the worker was at, returns the others to the front of the queue, starts a new worker."""

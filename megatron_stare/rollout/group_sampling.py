@@ -186,7 +186,7 @@ class _Settled:
 
 def informative(group: Sequence[Trajectory]) -> bool:
     """Whether the verified rewards of a prompt differ, so that it has advantages."""
-    return len({trajectory.reward for trajectory in group if trajectory.reward_status == "ok"}) > 1
+    return len({trajectory.reward for trajectory in group if trajectory.judged}) > 1
 
 
 def tokens_of(trajectories: Sequence[Trajectory]) -> int:

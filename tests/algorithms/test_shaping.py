@@ -37,7 +37,7 @@ def batch_of(seed: int) -> RolloutBatch:
             n = int(torch.randint(1, 41, (), generator=generator))
             finish = "length" if chance(0.2) else "stop"
             sample = sampled_trajectory(prompt, number, [2] * n, [0.0] * n, finish_reason=finish)  # type: ignore[arg-type]
-            sample.reward, sample.reward_status = float(chance(solved)), "timeout" if chance(0.25) else "ok"
+            sample.reward, sample.reward_status = float(chance(solved)), "crash" if chance(0.25) else "ok"
             samples.append(sample)
     return RolloutBatch.from_trajectories(samples)
 

@@ -112,7 +112,7 @@ def test_groups_that_teach_nothing():
     unknown = {(2, 1), (3, 0), (3, 1)}
     batch = RolloutBatch.from_trajectories(
         replace(
-            sample(reward=reward, status="timeout" if (cursor, index) in unknown else "ok"),
+            sample(reward=reward, status="crash" if (cursor, index) in unknown else "ok"),
             prompt=Prompt(cursor, str(cursor), "", ""),
             sample_index=index,
         )

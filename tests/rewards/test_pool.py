@@ -58,7 +58,7 @@ def test_a_hang_costs_itself_alone(pool, how):
     before = pool.pids
     verdicts = pool.verify([RIGHT] * 100 + [(how, "")] + [WRONG] * 100)
     assert verdicts[:100] == [OK] * 100
-    assert verdicts[100] == Verdict(None, "timeout", "no verdict within 1 s")
+    assert verdicts[100] == Verdict(0.0, "timeout", "no verdict within 1 s")
     assert verdicts[101:] == [ZERO] * 100
     assert len(set(before) & set(pool.pids)) == 1
     assert all(gone(pid, 0) for pid in set(before) - set(pool.pids))
@@ -102,7 +102,7 @@ def test_answers_are_not_waited_for_once_too_many_have_failed(tmp_path, borne, t
         with pytest.raises(TooManyFailuresError) as stopped:
             pool.verify([(f"tried {asked}", "")] * 64, most_failures=borne)
         assert asked.read_text() == "x" * tried
-        assert stopped.value.failed == [Verdict(None, "timeout", "no verdict within 1 s")] * tried
+        assert stopped.value.failed == [Verdict(0.0, "timeout", "no verdict within 1 s")] * tried
         assert stopped.value.known == tried
         assert pool.pids == []  # nobody waits for what is under way
 
