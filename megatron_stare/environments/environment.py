@@ -6,7 +6,7 @@ Shape legend: n tokens of a turn or of the response so far.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_stare.batch import FinishReason, Prompt
 from megatron_stare.config.schema import Config
 from megatron_stare.environments import ENVIRONMENTS
-from megatron_stare.errors import ConfigError
+from megatron_stare.errors import ConfigError, UserError
 from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory, VersionRuns
 from megatron_stare.registry import resolve
 
@@ -29,7 +29,9 @@ class Turn:
 
     text: decoded without special tokens and without the stop token.
     experts: of the first m tokens of the context and this turn, where the run replays the engine's routing.
-    finish_reason: 'length' also where the run's response length left no room for a token.
+    finish_reason: 'length' also where the run's response length left no room for a token; 'stop' also at a stop string.
+    stop: the stop string that ended it, which `text` has; None: none did. What stands behind it in `text` was said in
+        the same token.
     """
 
     tokens: Tensor  # [n] int32
@@ -38,19 +40,57 @@ class Turn:
     finish_reason: FinishReason
     text: str
     experts: Tensor | None = None  # [m, L, K], see records/routing.py
+    stop: str | None = None
+
+
+class CallFailedError(UserError):
+    """A tool raised an error, which is its answer: an environment that catches it goes on, now and whenever the call is
+    answered from the journal."""
+
+
+# asked with the request and the call's id; its answer is what JSON can hold
+Tool = Callable[[Any, str], Awaitable[Any]]
 
 
 class Generate(Protocol):
-    """Tokens of the policy for one trajectory."""
+    """What an environment asks for one trajectory: tokens of the policy, and answers of its own tools."""
 
-    async def __call__(self, context: Sequence[int], max_new_tokens: int | None = None) -> Turn:
-        """Continues `context`, the prompt's tokens and the response so far, to a stop token or the length limit.
+    async def __call__(
+        self, context: Sequence[int], max_new_tokens: int | None = None, stop: str | Sequence[str] = ()
+    ) -> Turn:
+        """Continues `context`, the prompt's tokens and the response so far, to a stop token, a stop string or the
+        length limit.
 
         Args:
             max_new_tokens: of this turn; None: as many as rollout.max_new_tokens leaves of the whole response.
+            stop: strings that end the turn with the token in which the first of them is complete in its text. Each ends
+                in an ASCII character, and has no special token in it: a turn's text has none.
 
         Raises:
-            DataError: `context` does not begin with the prompt's tokens.
+            DataError: `context` does not begin with the prompt's tokens, or a stop string cannot be one.
+        """
+        ...
+
+    async def call(self, tool: Tool, request: Any, *, idempotent: bool = False) -> Any:
+        """The answer of something outside of the run, asked for no more than once.
+
+        The intent is journalled before the call, the answer after it. Where the environment is run again, for a
+        response that was cut or a run that is resumed, the journal answers. Of a call that was begun and never answered
+        nobody knows whether it acted: the tool is asked again, under the same id, where it is idempotent, and the
+        response is given up where it is not.
+
+        Args:
+            tool: awaited as `tool(request, id)`. The id is that of this call and of no other; its name and the request
+                say which call it is, when the environment is run again.
+            request: what JSON can hold.
+            idempotent: asking twice under one id does what asking once does.
+
+        Returns:
+            The tool's answer, as JSON gives it back: tuples are lists.
+
+        Raises:
+            CallFailedError: the tool raised an error.
+            DataError: request or answer is not what JSON can hold, or the environment asks something else than it did.
         """
         ...
 

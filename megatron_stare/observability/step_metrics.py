@@ -29,6 +29,12 @@ METRICS = (
     ),
     Metric("reward/crashes", "responses", "whose verifier raised or took its process down", "0; as above"),
     Metric(
+        "environment/given_up",
+        "responses",
+        "whose environment had begun a call that nobody knows the end of and that cannot be made again; without loss",
+        "0, or a few in the step after a run was killed",
+    ),
+    Metric(
         "group/degenerate",
         "share",
         "prompt groups whose rewards are all equal, which teach nothing",
@@ -129,6 +135,7 @@ def step_metrics(
         "reward/mean": float(rewards.mean()) if len(rewards) else float("nan"),
         "reward/timeouts": float(sum(s.reward_status == "timeout" for s in samples)),
         "reward/crashes": float(sum(s.reward_status == "crash" for s in samples)),
+        "environment/given_up": float(sum(s.reward_status == "given_up" for s in samples)),
         "group/degenerate": degenerate_share(batch),
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),

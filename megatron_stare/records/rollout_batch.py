@@ -212,17 +212,18 @@ def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _experts(ordered: Sequence[Trajectory]) -> Tensor | None:
-    named = [t for t in ordered if t.experts is not None]
+    named = [t.experts for t in ordered if t.experts is not None]
     if not named:
         return None
-    if missing := [t for t in ordered if t.experts is None]:
+    if missing := [t for t in ordered if t.experts is None and t.reward_status != "given_up"]:
         raise DataError(
             f"{len(missing)} of {len(ordered)} trajectories do not name the experts of their tokens, others do",
             where=f"prompt {missing[0].prompt.id}, sample {missing[0].sample_index}",
             fix="an environment that makes its own Trajectory must pass on the last turn's `experts`",
         )
-    parts = [covering(t.experts, len(t.prompt.token_ids) + len(t)) for t in named if t.experts is not None]
-    for trajectory in named:
+    known = [named[0][:0] if t.experts is None else t.experts for t in ordered]
+    parts = [covering(each, len(t.prompt.token_ids) + len(t)) for each, t in zip(known, ordered, strict=True)]
+    for trajectory in ordered:
         trajectory.experts = None
     return _joined(parts, parts[0].dtype)
 

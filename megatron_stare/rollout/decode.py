@@ -53,7 +53,6 @@ def decode_batch(model: Any, requests: Sequence[GenerateRequest], params: Sampli
     starts = np.array([r.start for r in requests])
     limits = torch.tensor([min(r.max_new_tokens or params.max_new_tokens, params.max_new_tokens) for r in requests])
     longest = int(limits.max())
-    stop = torch.tensor(params.stop_token_ids, dtype=torch.int64)
     ids = torch.zeros(len(requests), longest, dtype=torch.int32)  # [B, R]
     log_probs = torch.zeros(len(requests), longest)  # [B, R]
     lengths = limits.clone()  # [B]
@@ -61,12 +60,13 @@ def decode_batch(model: Any, requests: Sequence[GenerateRequest], params: Sampli
 
     rows = torch.arange(len(requests))  # [b] which request each row of the running batch is
     logits, cache, positions, mask = _prefill(model, requests, longest)
+    ending, kind = _ending(requests, params.stop_token_ids, logits.shape[-1])
     for step in range(longest):
         noise = None if params.greedy else uniforms(keys, starts + step)[rows]
         tokens, token_log_probs = choose_tokens(logits, params.temperature, noise, params.top_p)
         # finished rows that are still in the batch write on; what they write lies beyond their length
         ids[rows, step], log_probs[rows, step] = tokens.to(torch.int32), token_log_probs
-        ends = torch.isin(tokens, stop) & ~stopped[rows] & (step < limits[rows])
+        ends = ending[kind[rows], tokens] & ~stopped[rows] & (step < limits[rows])
         lengths[rows[ends]] = step + 1
         stopped[rows[ends]] = True
         live = (~stopped[rows] & (step + 1 < limits[rows])).nonzero()[:, 0]
@@ -83,6 +83,17 @@ def decode_batch(model: Any, requests: Sequence[GenerateRequest], params: Sampli
         Decoded(ids[i, :n].clone(), log_probs[i, :n].clone(), "stop" if ended else "length")
         for i, (n, ended) in enumerate(zip(lengths.tolist(), stopped.tolist(), strict=True))
     ]
+
+
+def _ending(
+    requests: Sequence[GenerateRequest], stop_token_ids: Sequence[int], vocabulary: int
+) -> tuple[Tensor, Tensor]:
+    """Which tokens end a row: [k, V] bool for each of the sets of tokens that requests name, and [B] whose is which."""
+    sets = {ids: number for number, ids in enumerate(dict.fromkeys(r.stop_token_ids for r in requests))}
+    ending = torch.zeros(len(sets), vocabulary, dtype=torch.bool)
+    for ids, number in sets.items():
+        ending[number, [i for i in {*ids, *stop_token_ids} if i < vocabulary]] = True
+    return ending, torch.tensor([sets[r.stop_token_ids] for r in requests])
 
 
 def _prefill(

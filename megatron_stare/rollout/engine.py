@@ -36,6 +36,7 @@ class GenerateRequest:
     max_new_tokens: int | None = None  # at most as many as the sampling parameters allow; None: as many
     noise_step: int | None = None  # the step that the response was begun in; None: that of the sampling parameters
     replica: int | None = None  # that had what stands before it, and may still hold its keys and values
+    stop_token_ids: tuple[int, ...] = ()  # that end it beside those of the sampling parameters
 
 
 @dataclass

@@ -120,6 +120,7 @@ def _response(response: UnderWay, columns: _Writer) -> dict[str, Any]:
             "versions": answer.versions,
             "finish_reason": answer.finish_reason,
             "text": answer.text,
+            "stop": answer.stop,
         }
         for answer in response.answers
     ]
@@ -135,16 +136,19 @@ def _response(response: UnderWay, columns: _Writer) -> dict[str, Any]:
         "step": response.step,
         "context": response.context,
         "answers": answers,
+        "calls": response.calls,
         "trajectory": finished,
     }
 
 
 def _read_response(prompt: Prompt, tree: dict[str, Any], columns: _Reader) -> UnderWay:
     response = UnderWay(prompt, tree["sample_index"], tree["step"], context=tree["context"])
+    response.calls = [(asked, call) for asked, call in tree.get("calls", [])]  # an older checkpoint has none
     for each in tree["answers"]:
         tokens, log_probs, experts = columns.next(each, "tokens", "log_probs")
         versions = tuple((v, n) for v, n in each["versions"])
-        response.answers.append(Answer(tokens, log_probs, versions, each["finish_reason"], each["text"], experts))
+        reason, text, stop = each["finish_reason"], each["text"], each.get("stop")
+        response.answers.append(Answer(tokens, log_probs, versions, reason, text, experts, stop))
     if (done := tree["trajectory"]) is not None:
         tokens, log_probs, loss_mask, experts = columns.next(done, *COLUMNS)
         done.setdefault("sampled_text", None)  # an older checkpoint has none: all of the text was judged

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from megatron_stare.batch import Prompt, SamplingParams
-from megatron_stare.environments.environment import WHERE, Environment, Generate, Turn
-from megatron_stare.errors import DataError, WeightVersionError
+from megatron_stare.environments.environment import WHERE, Environment
+from megatron_stare.errors import DataError
 from megatron_stare.interruption import run_whole
 from megatron_stare.records.rollout_batch import RolloutBatch
-from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory, VersionRuns
+from megatron_stare.records.trajectory import NOT_SAMPLED, RewardStatus, Trajectory
+from megatron_stare.rollout.calls import CallJournal
 from megatron_stare.rollout.dispatch import Serving
-from megatron_stare.rollout.engine import GenerateRequest, GenerateResult
 from megatron_stare.rollout.engine_pool import EnginePool, Exported
-from megatron_stare.rollout.model_folder import sampled_text, text_of
-from megatron_stare.rollout.under_way import ResponseCut, UnderWay
+from megatron_stare.rollout.model_folder import sampled_text
+from megatron_stare.rollout.turns import Turns, covered
+from megatron_stare.rollout.turns import check_result as check_result  # for who looks for the contracts' checks here
+from megatron_stare.rollout.turns import check_versions as check_versions
+from megatron_stare.rollout.under_way import ResponseCut, ResponseGivenUp, UnderWay
 
 Progress = Callable[[int, int], None]  # is told trajectories finished and wanted
 Enough = Callable[
@@ -37,7 +39,7 @@ class Verdict(Protocol):
     @property
     def reward(self) -> float | None: ...
     @property
-    def status(self) -> Literal["ok", "timeout", "crash"]: ...
+    def status(self) -> RewardStatus: ...
     @property
     def answer_at(self) -> int | None: ...
     @property
@@ -94,11 +96,13 @@ class Rollouts:
     """What makes trajectories: engines, environment and verifier.
 
     verify: opens the verifier for a number of answers; see rewards/verdicts.py.
+    calls: of the environment's tools; by default they are known to this process alone.
     """
 
     pool: EnginePool
     environment: Environment
     verify: Callable[[int], contextlib.AbstractAsyncContextManager[Judge]]
+    calls: CallJournal = field(default_factory=CallJournal)
 
     def make(
         self,
@@ -170,19 +174,33 @@ class Rollouts:
         sampling: dict[int, asyncio.Task[None]] = {}
         made, given_up = 0, False
 
+        async def judged(response: UnderWay, turns: Turns, trajectory: Trajectory, judge: Judge) -> None:
+            """Checks what an environment made, and has it verified. Waits for the verifier."""
+            turns.check_repeated()
+            trajectory.prompt, trajectory.sample_index = response.prompt, response.sample_index
+            check_trajectory(trajectory, params.max_new_tokens)
+            self._set_sampled_text(trajectory, response, params)
+            verdict = await judge.of(trajectory.said, response.prompt.answer)
+            trajectory.reward, trajectory.reward_status = verdict.reward, verdict.status
+            trajectory.answer_at, trajectory.answer = verdict.answer_at, verdict.answer
+            response.finish(trajectory)
+
         async def one(number: int, serving: Serving, judge: Judge) -> None:
             """One trajectory, from its prompt to its verdict. Waits for its environment, which waits for tokens, and
             then for the verifier; unblocked by them, by a cut, or by cancellation once there is enough."""
             nonlocal made, given_up
             response = responses[number]
             prompt = response.prompt
-            calls = itertools.count()
+            turns = Turns(serving, response, params, tokens, self.environment.tokenizer, self.calls)
             try:
-                trajectory = await self.environment.run(
-                    prompt, self._generate(serving, response, calls, params, tokens)
-                )
+                trajectory = await self.environment.run(prompt, turns)
             except ResponseCut:
                 return
+            except ResponseGivenUp:
+                trajectory = response.give_up()
+            except Exception:
+                await turns.take_back_failures()
+                raise
             except asyncio.CancelledError:
                 if given_up:
                     return
@@ -190,17 +208,11 @@ class Rollouts:
             finally:
                 del sampling[number]
                 serving.leave()
-            if next(calls) < len(response.answers):
-                raise response.not_repeated()
-            trajectory.prompt, trajectory.sample_index = prompt, response.sample_index
-            check_trajectory(trajectory, params.max_new_tokens)
             made += 1
             progress(made, len(responses))
-            self._set_sampled_text(trajectory, response, params)
-            verdict = await judge.of(trajectory.said, prompt.answer)
-            trajectory.reward, trajectory.reward_status = verdict.reward, verdict.status
-            trajectory.answer_at, trajectory.answer = verdict.answer_at, verdict.answer
-            response.finish(trajectory)
+            if trajectory is not response.trajectory:
+                await judged(response, turns, trajectory, judge)
+            self.calls.forget(response.key)
             verified(trajectory)
             group = groups[prompt.cursor]
             group.append(trajectory)
@@ -225,71 +237,6 @@ class Rollouts:
             said = sampled_text(trajectory, params.stop_token_ids, self.environment.tokenizer)
         trajectory.sampled_text = None if said == trajectory.text else said
 
-    def _generate(
-        self,
-        serving: Serving,
-        response: UnderWay,
-        calls: Iterator[int],
-        params: SamplingParams,
-        tokens: int | None,
-    ) -> Generate:
-        """What the environment of a response asks for tokens: see environments.environment.Generate.
-
-        Args:
-            calls: numbers what it asks for.
-            tokens: as in `carry_on`.
-        """
-        prompt, budget = response.prompt, tokens
-
-        async def generate(context: Sequence[int], max_new_tokens: int | None = None) -> Turn:
-            nonlocal budget
-            start = len(context) - len(prompt.token_ids)
-            if tuple(context[: len(prompt.token_ids)]) != prompt.token_ids:
-                raise DataError("what is to be continued does not begin with the prompt", where=f"prompt {prompt.id}")
-            left = params.max_new_tokens - start
-            if left < 1:
-                return Turn(torch.zeros(0, dtype=torch.int32), torch.zeros(0), (), "length", "")
-            call, limit = next(calls), min(left, max_new_tokens or left)
-            answer = response.answer(call, context)
-            while answer.finish_reason is None:
-                asked = limit - len(answer)
-                if asked < 1:
-                    raise response.not_repeated()
-                if budget is not None:
-                    asked = min(asked, budget)
-                    budget -= asked
-                    if not asked:
-                        raise response.cut(context)
-                result = await serving.generate(
-                    GenerateRequest(
-                        rid=f"{prompt.cursor}:{response.sample_index}:{call}",
-                        input_ids=(*context, *answer.tokens.tolist()) if len(answer) else tuple(context),
-                        prompt_cursor=prompt.cursor,
-                        sample_index=response.sample_index,
-                        start=start + len(answer),
-                        max_new_tokens=asked,
-                        noise_step=response.step,
-                        replica=response.replica,
-                    )
-                )
-                check_result(result, params.stop_token_ids)
-                if tokens is not None:
-                    check_versions([result], params.step - 1)
-                first = not len(answer)
-                answer.add(result)
-                response.replica = result.replica
-                # one that ends by its length before it was told to has no room left in the engine's context
-                if result.finish_reason != "length" or result.output_ids.numel() < asked or len(answer) == limit:
-                    answer.finish_reason = result.finish_reason
-                    answer.text = (
-                        result.text
-                        if first
-                        else text_of(answer.tokens, result.finish_reason, self.environment.tokenizer)
-                    )
-            return answer.turn()
-
-        return generate
-
 
 @dataclass(frozen=True)
 class Collected:
@@ -312,25 +259,6 @@ def training_params(params: SamplingParams) -> SamplingParams:
     if params.greedy or params.top_p != 1:
         raise ValueError(f"training samples from the whole distribution, not with {params}")
     return params
-
-
-def check_result(result: GenerateResult, stop_token_ids: Collection[int]) -> None:
-    """Raises DataError where an engine breaks its contract: columns of different lengths, or a finish reason that its
-    tokens contradict."""
-    where = f"request {result.rid}"
-    ids, log_probs = result.output_ids.numel(), result.output_log_probs.numel()
-    versions = covered(result.versions)
-    if not ids == log_probs == versions:
-        raise DataError(
-            f"the engine returned {ids} tokens, {log_probs} log-probs and weight versions of {versions}", where=where
-        )
-    if result.finish_reason == "stop" and (not ids or int(result.output_ids[-1]) not in stop_token_ids):
-        raise DataError(
-            f"the response stopped, but its last token {result.output_ids[-1:].tolist()} is no stop token "
-            f"({sorted(stop_token_ids)})",
-            where=where,
-            fix="the engine must return the stop token with its log-prob, and stop at no other",
-        )
 
 
 def check_trajectory(trajectory: Trajectory, max_new_tokens: int) -> None:
@@ -359,25 +287,3 @@ def check_trajectory(trajectory: Trajectory, max_new_tokens: int) -> None:
         if version == NOT_SAMPLED and bool(trajectory.loss_mask[end : end + tokens].any()):
             raise DataError("a token carries loss that no weights sampled", where=where)
         end += tokens
-
-
-def covered(versions: VersionRuns) -> int:
-    """Tokens that the runs cover."""
-    return sum(tokens for _, tokens in versions)
-
-
-def check_versions(responses: Sequence[Trajectory | GenerateResult], expected_version: int) -> None:
-    """Raises WeightVersionError unless every sampled token was sampled by the weights of `expected_version`."""
-    found: Counter[int] = Counter()
-    for response in responses:
-        for version, tokens in response.versions:
-            found[version] += tokens
-    del found[NOT_SAMPLED]
-    if set(found) <= {expected_version}:
-        return
-    counts = ", ".join(f"version {version}: {count} tokens" for version, count in sorted(found.items()))
-    raise WeightVersionError(
-        f"the trainer holds version {expected_version}, but the rollout was sampled by {counts}",
-        where="rollout",
-        fix="sync the weights to every engine before generating, and drop the samples of other versions",
-    )

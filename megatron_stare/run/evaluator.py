@@ -16,6 +16,7 @@ from megatron_stare.evaluation.response import Response
 from megatron_stare.records.trajectory import Trajectory
 from megatron_stare.rewards.verdicts import Verdicts, verdicts
 from megatron_stare.rewards.verifier_pool import TooManyFailuresError, VerifierPool
+from megatron_stare.rollout.calls import CallJournal
 from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.rollout_source import Progress, Rollouts, check_versions
 from megatron_stare.run.evaluate import Evaluated, evaluate
@@ -121,11 +122,15 @@ class Evaluator:
             rollouts.make(prompts, count, params, wanted=missing, verified=verified)
         return [known[prompt.cursor, index] for prompt, index in wanted]
 
-    def rollouts(self, verifier: str, environment: Environment) -> Rollouts:
-        """What makes verified trajectories."""
+    def rollouts(self, verifier: str, environment: Environment, calls: CallJournal | None = None) -> Rollouts:
+        """What makes verified trajectories.
+
+        Args:
+            calls: the journal of the environment's; None: of this process alone.
+        """
         if self._engines is None:
             raise RuntimeError("there are no engines to answer anything")
-        return Rollouts(self._engines, environment, partial(self._judged, verifier))
+        return Rollouts(self._engines, environment, partial(self._judged, verifier), calls or CallJournal())
 
     def _right(self, verifier: str, pairs: Sequence[tuple[str, str]]) -> list[bool]:
         """See answer_classes.Judged. A reference that the verifier cannot read is equal to nothing."""

@@ -43,6 +43,7 @@ from megatron_stare.process_settings import port_share
 from megatron_stare.resolved import ResolvedRun
 from megatron_stare.rewards.known_answers import open_pool
 from megatron_stare.rewards.verifier_pool import VerifierPool
+from megatron_stare.rollout.calls import CALLS, CallJournal
 from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.kept import without
 from megatron_stare.rollout.make_source import make_groups, make_source
@@ -158,7 +159,7 @@ class Session:
             self._kept = self.groups.kept()
             self.samples = make_source(
                 config,
-                self.evaluator.rollouts(self.task.verifier, inputs.environment),
+                self.evaluator.rollouts(self.task.verifier, inputs.environment, CallJournal(self.dir.path / CALLS)),
                 self.groups,
                 lambda step: replace(
                     self.task.sampling(step, config.run.seed, self.stop_ids),

@@ -84,11 +84,16 @@ def sampling_seed(params: SamplingParams, request: GenerateRequest) -> int:
     return int(key >> np.uint64(33))
 
 
-def sampling_fields(params: SamplingParams, seed: int, max_new_tokens: int | None = None) -> dict[str, Any]:
+def sampling_fields(
+    params: SamplingParams, seed: int, max_new_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
+) -> dict[str, Any]:
     """Every field that shapes a response, so that no default of a server's release or model folder has a say.
 
     Only evaluation cuts the support, and by top-p alone (never top-k, min-p, penalties, bias or grammar): log-probs
     would then be those of another distribution than the trainer's.
+
+    Args:
+        stop_token_ids: beside those of `params`.
     """
     return {
         "temperature": params.temperature,
@@ -102,7 +107,7 @@ def sampling_fields(params: SamplingParams, seed: int, max_new_tokens: int | Non
         "max_new_tokens": min(max_new_tokens or params.max_new_tokens, params.max_new_tokens),
         "n": 1,
         "stop": None,
-        "stop_token_ids": list(params.stop_token_ids),
+        "stop_token_ids": [*params.stop_token_ids, *stop_token_ids],
         "stop_regex": None,
         "ignore_eos": False,
         "no_stop_trim": True,
@@ -123,7 +128,9 @@ def generate_body(request: GenerateRequest, params: SamplingParams, rid: str) ->
     body = {
         "rid": rid,
         "input_ids": list(request.input_ids),
-        "sampling_params": sampling_fields(params, sampling_seed(params, request), request.max_new_tokens),
+        "sampling_params": sampling_fields(
+            params, sampling_seed(params, request), request.max_new_tokens, request.stop_token_ids
+        ),
         "return_logprob": True,
         "logprob_start_len": -1,  # log-probs of the response alone
         "top_logprobs_num": 0,
@@ -169,6 +176,7 @@ def result_of(
     """The response in an answer of POST /generate.
 
     Args:
+        stop_token_ids: that end every response; those of `request` are looked at beside them.
         routed: of the model, where the experts of its tokens were asked for.
 
     Raises:
@@ -188,7 +196,7 @@ def result_of(
         output_ids=ids,
         output_log_probs=_column(sampled, np.float32, _LOG_PROB),
         versions=version_runs(meta, len(ids), f"{where}, request {request.rid}"),
-        finish_reason=_finish_reason(meta["finish_reason"], ids, stop_token_ids),
+        finish_reason=_finish_reason(meta["finish_reason"], ids, {*stop_token_ids, *request.stop_token_ids}),
         prompt_tokens=int(meta["prompt_tokens"]),
         experts=None
         if routed is None

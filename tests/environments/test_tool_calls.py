@@ -1,0 +1,392 @@
+"""Calls of an environment's tools: answered ones are never made again, whatever is cut, killed or resumed."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import signal
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.replicas import TOKENIZER, Replicas, judged
+from support.runs import metrics, model, train
+
+from megatron_stare.batch import Prompt, SamplingParams
+from megatron_stare.config.schema import Config
+from megatron_stare.environments.environment import CallFailedError, Environment, Response
+from megatron_stare.errors import DataError, UserError
+from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.records.trajectory import Trajectory, sampled_trajectory
+from megatron_stare.rollout.calls import CallJournal
+from megatron_stare.rollout.engine_pool import EnginePool
+from megatron_stare.rollout.kept import from_bytes, to_bytes
+from megatron_stare.rollout.local import LocalEngine
+from megatron_stare.rollout.rollout_source import Rollouts
+from megatron_stare.rollout.under_way import UnderWay
+
+MODEL = Path(__file__).parents[2] / "assets" / "tiny-adder"
+PARAMS = SamplingParams(temperature=1.0, max_new_tokens=24, seed=3, step=1, stop_token_ids=(1,))
+CONFIG = Config.model_validate({"model": {"path": str(MODEL)}, "rollout": {"max_new_tokens": 24}})
+
+
+class Search(Environment):
+    """Asks its tool behind each of two turns. The tool never answers twice the same."""
+
+    idempotent = False
+
+    def __init__(self) -> None:
+        super().__init__(CONFIG, TOKENIZER)
+        self.runs, self.asked, self.numbers = 0, [], itertools.count(1)  # type: ignore[var-annotated]
+
+    async def run(self, prompt: Prompt, generate: Any) -> Trajectory:
+        self.runs += 1
+        response = Response(prompt)
+        for _ in range(2):
+            turn = response.sampled(await generate(response.context, max_new_tokens=6))
+            said = await generate.call(
+                self.search, {"prompt": prompt.id, "text": turn.text}, idempotent=self.idempotent
+            )
+            response.observed(TOKENIZER(said, add_special_tokens=False).input_ids, text=said)
+        response.sampled(await generate(response.context))
+        return response.trajectory()
+
+    async def search(self, request: Any, call: str) -> str:
+        self.asked.append((call, request["prompt"], request["text"]))
+        await asyncio.sleep(0)
+        return f";{next(self.numbers) % 10}+"
+
+
+def prompts(count: int = 3) -> list[Prompt]:
+    texts = [f"{10 + 7 * i}+{99 - i}+{20 + i}=" for i in range(count)]
+    return [Prompt(40 + i, str(i), t, str(i), tuple(TOKENIZER(t).input_ids)) for i, t in enumerate(texts)]
+
+
+def rollouts(environment: Environment, journal: CallJournal | None = None) -> Rollouts:
+    engine = LocalEngine(str(MODEL), 8)
+    engine.begin_weight_update(0)
+    engine.update_weights(list(load_file(MODEL / "model.safetensors").items()))
+    engine.end_weight_update()
+    return Rollouts(EnginePool(Replicas([engine])), environment, judged, journal or CallJournal())
+
+
+def begun(count: int = 3, samples: int = 2) -> list[list[UnderWay]]:
+    return [[UnderWay(prompt, index, 1) for index in range(samples)] for prompt in prompts(count)]
+
+
+def grow(made: Rollouts, groups: list[list[UnderWay]], tokens: int | None = 4) -> list[UnderWay]:
+    """One round; what is not finished then."""
+    unfinished = [each for group in groups for each in group if each.trajectory is None]
+    asyncio.run(made.carry_on(unfinished, PARAMS, tokens=tokens))
+    return [each for each in unfinished if each.trajectory is None]
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "step_000001.jsonl").read_text().splitlines()]
+
+
+def check_once(environment: Search, groups: list[list[UnderWay]]) -> None:
+    """Two calls a response, each with an id of its own, and what they answered is in the responses."""
+    assert len(environment.asked) == len({call for call, *_ in environment.asked}) == 2 * sum(map(len, groups))
+    answers = [f";{n % 10}+" for n in range(1, len(environment.asked) + 1)]
+    found = [each.trajectory.text for group in groups for each in group if each.trajectory is not None]
+    assert sum(text.count(f";{d}+") for text in found for d in range(10)) >= len(answers)
+
+
+def test_a_tool_is_asked_once_whatever_rounds_its_response_takes() -> None:
+    environment = Search()
+    made, groups, rounds = rollouts(environment), begun(), 0
+    while grow(made, groups):
+        rounds += 1
+        groups = from_bytes(to_bytes(groups))
+    assert rounds >= 3 and environment.runs > 6 + 2 * rounds
+    check_once(environment, groups)
+
+
+def test_a_tool_is_not_asked_again_by_a_process_that_takes_over(tmp_path: Path) -> None:
+    """Whichever checkpoint it goes on from: of before the calls, or between them."""
+    environment = Search()
+    groups, journal = begun(), CallJournal(tmp_path / "calls")
+    made = rollouts(environment, journal)
+    states = [to_bytes(groups)]
+    while grow(made, groups):
+        states.append(to_bytes(groups))
+    check_once(environment, groups)
+    asked = list(environment.asked)
+    for state in states:
+        again = from_bytes(state)
+        taken_over = rollouts(environment, CallJournal(tmp_path / "calls"))
+        while grow(taken_over, again):
+            pass
+        assert environment.asked == asked
+        for one, other in zip(itertools.chain(*again), itertools.chain(*groups), strict=True):
+            assert one.trajectory is not None and other.trajectory is not None
+            assert torch.equal(one.trajectory.tokens, other.trajectory.tokens)
+
+
+def test_the_intent_is_on_disk_before_the_call_and_the_answer_after(tmp_path: Path) -> None:
+    class Looks(Search):
+        async def search(self, request: Any, call: str) -> str:
+            mine = [line for line in lines(tmp_path / "calls") if line["id"] == call]
+            assert [sorted(line) for line in mine] == [["asked", "call", "cursor", "id", "sample"]]
+            return await super().search(request, call)
+
+    environment = Looks()
+    made = rollouts(environment, CallJournal(tmp_path / "calls"))
+    made.make(prompts(), 2, PARAMS)
+    for call, prompt, text in environment.asked:
+        intent, answer = (line for line in lines(tmp_path / "calls") if line["id"] == call)
+        assert json.loads(intent["asked"]) == ["search", {"prompt": prompt, "text": text}]
+        assert str(answer["answer"]).startswith(";")
+
+
+def unanswered(tmp_path: Path, idempotent: bool) -> tuple[Search, list[list[UnderWay]], tuple[str, str, str]]:
+    """What is left by a process that was killed at its fourth call: the journal of before its answer."""
+    environment, groups = Search(), begun()
+    made = rollouts(environment, CallJournal(tmp_path / "calls"))
+    state = to_bytes(groups)
+    while grow(made, groups):
+        pass
+    file = tmp_path / "calls" / "step_000001.jsonl"
+    lost = environment.asked[3]
+    kept = [line for line in file.read_text().splitlines(True) if lost[0] not in line or "asked" in line]
+    file.write_text("".join(kept) + '{"id": "' + lost[0])  # its answer was being written
+    environment.idempotent = idempotent
+    environment.asked.clear()
+    return environment, from_bytes(state), lost
+
+
+def test_an_unanswered_call_is_made_again_under_its_id_where_that_does_no_harm(tmp_path: Path) -> None:
+    environment, groups, lost = unanswered(tmp_path, True)
+    made = rollouts(environment, CallJournal(tmp_path / "calls"))
+    while grow(made, groups):
+        pass
+    assert environment.asked[0] == lost
+    assert all(call != lost[0] for call, *_ in environment.asked[1:])
+    assert len(environment.asked) <= 2  # what comes behind another answer is another call
+    assert all(each.trajectory is not None and each.trajectory.reward == 1.0 for group in groups for each in group)
+    last = rollouts(environment, CallJournal(tmp_path / "calls"))  # and it is answered now
+    environment.asked.clear()
+    last.make(prompts(), 2, PARAMS)
+    assert environment.asked == []
+
+
+def test_else_its_response_is_given_up_and_the_others_go_on(tmp_path: Path) -> None:
+    environment, groups, lost = unanswered(tmp_path, False)
+    made = rollouts(environment, CallJournal(tmp_path / "calls"))
+    while grow(made, groups):
+        groups = from_bytes(to_bytes(groups))
+    assert environment.asked == []
+    ended = [each.trajectory for group in groups for each in group]
+    (gone,) = [t for t in ended if t is not None and t.reward_status == "given_up"]
+    assert gone.prompt.id == lost[1] and (len(gone), gone.reward, gone.finish_reason) == (0, None, "abort")
+    assert sum(t is not None and t.reward_status == "ok" for t in ended) == 5
+    batch = RolloutBatch.from_trajectories([t for t in ended if t is not None])
+    assert batch.verified.tolist().count(False) == 1 and batch.response_lengths.min() == 0
+
+
+def test_a_checkpoint_knows_of_calls_that_its_journal_has_lost(tmp_path: Path) -> None:
+    """As one that is moved without it."""
+    for idempotent in (True, False):
+        environment, groups = Search(), begun(1, 1)
+        made = rollouts(environment)
+        grow(made, groups, 8)  # behind the first call
+        ((call, *_),) = environment.asked
+        environment.idempotent = idempotent
+        again = from_bytes(to_bytes(groups))
+        other = rollouts(environment, CallJournal(tmp_path / str(idempotent)))
+        if not idempotent:
+            while grow(other, again):
+                pass
+            assert again[0][0].trajectory.reward_status == "given_up" and len(environment.asked) == 1  # type: ignore[union-attr]
+            continue
+        with pytest.raises(DataError, match="did not say again"):  # it answers otherwise, which is said
+            grow(other, again)
+        assert [each for each, *_ in environment.asked] == [call, call]
+
+
+def test_an_environment_that_asks_something_else_is_refused_before_it_acts() -> None:
+    class Fickle(Search):
+        async def run(self, prompt: Prompt, generate: Any) -> Trajectory:
+            self.runs += 1
+            response = Response(prompt)
+            await generate.call(self.search, {"prompt": prompt.id, "text": str(self.runs)}, idempotent=True)
+            response.sampled(await generate(prompt.token_ids))
+            return response.trajectory()
+
+    class Forgetful(Fickle):
+        async def run(self, prompt: Prompt, generate: Any) -> Trajectory:
+            self.runs += 1
+            response = Response(prompt)
+            if self.runs == 1:
+                await generate.call(self.search, {"prompt": prompt.id, "text": ""})
+            response.sampled(await generate(prompt.token_ids))
+            return response.trajectory()
+
+    for environment in (Fickle(), Forgetful()):
+        made, groups = rollouts(environment), begun(1, 1)
+        assert grow(made, groups)
+        with pytest.raises(DataError, match="did not say again what it had said"):
+            grow(made, groups, None)
+        assert len(environment.asked) == 1
+
+
+class Failing(Search):
+    """Its tool fails for the first prompt. `catches`: and it goes on."""
+
+    catches = True
+    caught: ClassVar[list[str]] = []
+
+    async def run(self, prompt: Prompt, generate: Any) -> Trajectory:
+        response = Response(prompt)
+        try:
+            said = await generate.call(self.search, {"prompt": prompt.id, "text": ""}, idempotent=True)
+        except CallFailedError as error:
+            if not self.catches:
+                raise
+            self.caught.append(error.what)
+            said = ";0+"
+        response.observed(TOKENIZER(said, add_special_tokens=False).input_ids, text=said)
+        response.sampled(await generate(response.context))
+        return response.trajectory()
+
+    async def search(self, request: Any, call: str) -> str:
+        said = await super().search(request, call)
+        if request["prompt"] == "0" and len(self.asked) <= 3:
+            raise OSError("nobody is there")
+        return said
+
+
+def test_the_error_of_a_tool_is_its_answer_for_who_catches_it(tmp_path: Path) -> None:
+    environment, groups = Failing(), begun(3, 1)
+    made = rollouts(environment, CallJournal(tmp_path / "calls"))
+    assert grow(made, groups)
+    made = rollouts(environment, CallJournal(tmp_path / "calls"))
+    while grow(made, groups):
+        pass
+    assert len(environment.asked) == 3
+    assert len(environment.caught) > 1 and set(environment.caught) == {"the tool failed: OSError: nobody is there"}
+    assert groups[0][0].trajectory is not None and groups[0][0].trajectory.text.startswith(";0+")
+
+
+def test_an_error_that_ends_the_run_is_not_answered_to_the_one_that_is_resumed(tmp_path: Path) -> None:
+    environment = Failing()
+    environment.catches = False
+    with pytest.raises(CallFailedError, match="prompt 0, tool search: the tool failed: OSError: nobody is there"):
+        rollouts(environment, CallJournal(tmp_path / "calls")).make(prompts(), 1, PARAMS)
+    failed = [call for call, prompt, _ in environment.asked if prompt == "0"]
+    made = rollouts(environment, CallJournal(tmp_path / "calls")).make(prompts(), 1, PARAMS)
+    assert [call for call, prompt, _ in environment.asked if prompt == "0"] == failed * 2  # under the same id
+    assert [t.reward for t in made] == [1.0] * 3
+
+
+def test_calls_at_the_same_time_are_told_apart(tmp_path: Path) -> None:
+    class Both(Search):
+        async def run(self, prompt: Prompt, generate: Any) -> Trajectory:
+            self.runs += 1
+            response = Response(prompt)
+            asked = [generate.call(self.search, {"prompt": prompt.id, "text": text}) for text in ("a", "a", "b")]
+            said = "".join(await asyncio.gather(*asked))
+            response.observed(TOKENIZER(said, add_special_tokens=False).input_ids, text=said)
+            response.sampled(await generate(response.context))
+            return response.trajectory()
+
+    environment, groups = Both(), begun()
+    made = rollouts(environment, CallJournal(tmp_path / "calls"))
+    while grow(made, groups):
+        made = rollouts(environment, CallJournal(tmp_path / "calls"))
+    assert environment.runs > 6 and len(environment.asked) == len({call for call, *_ in environment.asked}) == 18
+
+
+@pytest.mark.parametrize("what", ["request", "answer"])
+def test_what_json_cannot_hold_is_refused(what: str) -> None:
+    class Odd(Search):
+        async def run(self, prompt: Prompt, generate: Any) -> Trajectory:
+            await generate.call(self.search, {"prompt": prompt.id, "text": {1} if what == "request" else ""})
+            raise AssertionError
+
+        async def search(self, request: Any, call: str) -> Any:
+            self.asked.append(call)
+            return float("nan")
+
+    environment = Odd()
+    with pytest.raises(DataError, match="what JSON cannot hold"):
+        rollouts(environment).make(prompts(1), 1, PARAMS)
+    assert len(environment.asked) == (what == "answer")
+
+
+def test_a_call_that_cannot_be_journalled_is_not_made(tmp_path: Path) -> None:
+    (tmp_path / "calls").write_text("in the way")
+    environment = Search()
+    with pytest.raises(UserError, match="a call of the environment cannot be journalled"):
+        rollouts(environment, CallJournal(tmp_path / "calls")).make(prompts(1), 1, PARAMS)
+    assert environment.asked == []
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    environment = Search()
+    rollouts(environment, CallJournal(tmp_path / "calls")).make(prompts(1), 1, PARAMS)
+    file = tmp_path / "calls" / "step_000001.jsonl"
+    first, *rest = file.read_text().splitlines(True)
+    file.write_text("".join([first, first[5:], *rest]))
+    with pytest.raises(DataError, match=r"step_000001.jsonl:2: not a line of the journal"):
+        rollouts(environment, CallJournal(tmp_path / "calls")).make(prompts(1), 1, PARAMS)
+
+
+def test_a_response_that_is_given_up_names_no_experts() -> None:
+    prompt = prompts(1)[0]
+    experts = torch.zeros(len(prompt.token_ids) + 1, 1, 2, dtype=torch.uint8)
+    one = sampled_trajectory(prompt, 0, [4, 9], [-0.5, -0.25])
+    one.experts, one.reward_status = experts, "ok"
+    gone = UnderWay(prompt, 1, 1).give_up()
+    batch = RolloutBatch.from_trajectories([one, gone])
+    assert batch.experts is not None and len(batch.experts) == 2 * len(prompt.token_ids) + 2
+    gone.reward_status, one.experts = "ok", experts
+    with pytest.raises(DataError, match="do not name the experts"):
+        RolloutBatch.from_trajectories([one, gone])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("kind", ["AsksOutside", "AsksIdempotently"])
+def test_a_run_killed_in_a_call_goes_on(kind: str, partial: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    log, order = tmp_path / "log", tmp_path / "order"
+    monkeypatch.setenv("TOOL_LOG", str(log))
+    monkeypatch.setenv("KILL_IN", str(order))
+    order.write_text("14")  # of the fourth step, behind the checkpoint of the second
+    settings = {
+        "run.dir": tmp_path / "run",
+        "run.steps": 5,
+        "run.rollouts_every": 1,
+        "rollout.environment": f"environments.asks_outside.{kind}",
+        "rollout.max_new_tokens": 24,
+        "run.checkpoint_every": 2,
+        "batch.prompts": 4,
+        "batch.samples_per_prompt": 2,
+        "eval.prompts": 0,
+        **({"partial.tokens": 8, "partial.prompts": 5, "algorithm.correction": "{mode: truncate}"} if partial else {}),
+    }
+    layout = ("runtime.runner=inline", "parallel.tensor=1")
+    killed = train(model(), *layout, cwd=tmp_path, **settings)
+    assert killed.returncode == -signal.SIGKILL and not order.exists()
+    before = [json.loads(line) for line in log.read_text().splitlines()]
+    noted = [json.loads(line) for file in (tmp_path / "run/calls").iterdir() for line in file.read_text().splitlines()]
+    unknown = {line["id"] for line in noted} - {line["id"] for line in noted if "answer" in line}
+    assert before[-1][0] in unknown  # and intents that no call followed
+    done = train(model(), *layout, "--resume", cwd=tmp_path, **settings)
+    assert done.returncode == 0, done.stderr
+    after = [json.loads(line) for line in log.read_text().splitlines()][len(before) :]
+    lost = before[-1]
+    ids = [call for call, *_ in before + after]
+    if kind == "AsksIdempotently":
+        assert ids.count(lost[0]) == 2
+        assert all(ids.count(call) == 1 for call in ids if call != lost[0])
+    else:
+        assert len(set(ids)) == len(ids)
+    rows = metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert sum(row["environment/given_up"] for row in rows) == (len(unknown) if kind == "AsksOutside" else 0)
+    assert all(row["update/finite"] == 1.0 for row in rows)
