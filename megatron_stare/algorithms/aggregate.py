@@ -34,7 +34,8 @@ def coefficients(
             'token_mean' 1 / N (DAPO, STARE; with a mask the mean over kept tokens);
             'sequence_mean' 1 / (B n_i), the mean over responses of their token means (GRPO);
             'sequence_sum' 1 / B; 'dr_grpo' 1 / (B L_max) (Dr. GRPO, arXiv 2503.20783);
-            'dr_grpo_verl' 1 / L_max, as verl's seq-mean-token-sum-norm, which forgets B;
+            'dr_grpo_verl' 1 / L_max, as verl's seq-mean-token-sum-norm to release 0.7,
+            which forgot B; from 0.8 it is 'dr_grpo';
             'micro_batch_mean' (b / B) / N of the micro-batch of b responses, as verl's legacy actor.
         tokens: N of the whole batch, 0-dim.
         lengths: [B] n_i of the whole batch; None: batch.sequence_lengths and batch.num_sequences.
