@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -137,6 +138,25 @@ def experts_of(model, tokens):
     for hook in hooks:
         hook.remove()
     return torch.stack(found, 1).sort(-1).values.to(torch.uint8)
+
+
+def test_a_server_ends_a_response_at_the_tokens_of_its_request(engine):
+    """Beside those of all; the token itself comes with its log-prob, as a stop token does."""
+    servers.sync(engine, 6, servers.weights())
+    greedy = replace(PARAMS, greedy=True)
+    wanted = requests(8)
+    free = engine.generate(wanted, greedy)
+    counts = Counter(token for result in free for token in set(ids_of(result)[:-1]))
+    (token, shared), *_ = counts.most_common()
+    assert shared >= 4
+    # thousands are no more to a server than one: ids beyond the vocabulary are never said
+    found = engine.generate([replace(r, stop_token_ids=(token, *range(1000, 9000))) for r in wanted], greedy)
+    for one, whole in zip(found, free, strict=True):
+        said = ids_of(whole)
+        end = said.index(token) + 1 if token in said else len(said)
+        assert ids_of(one) == said[:end] and len(one.output_log_probs) == end
+        assert one.finish_reason == ("stop" if token in said else whole.finish_reason)
+        torch.testing.assert_close(one.output_log_probs, whole.output_log_probs[:end], atol=1e-4, rtol=0)
 
 
 def test_what_would_kill_a_server_is_refused_before_it_is_sent(engine):
