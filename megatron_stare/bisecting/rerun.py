@@ -22,6 +22,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.errors import RollBack, UserError
 from megatron_stare.observability.json_lines import read_jsonl, write_atomically
 from megatron_stare.observability.run_files import METRICS_FILE, read_metrics
+from megatron_stare.rollout.calls import CALLS
 from megatron_stare.run.held_run import HeldRun
 from megatron_stare.run.opening import Inputs, read_inputs
 from megatron_stare.run.session import Session
@@ -68,6 +69,8 @@ def prepare(run: Path, checkpoint: Path, folder: Path, settings: Mapping[str, An
         write_atomically(folder / METRICS_FILE, rows)
         if (run / ROLLBACKS).exists():
             shutil.copyfile(run / ROLLBACKS, folder / ROLLBACKS)
+        if (run / CALLS).exists():  # tools of an environment are not asked again what they have answered
+            shutil.copytree(run / CALLS, folder / CALLS)
     except OSError as error:
         raise UserError(f"the steps cannot be made again there ({error.strerror})", where=str(folder)) from error
 

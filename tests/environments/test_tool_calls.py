@@ -6,6 +6,8 @@ import asyncio
 import itertools
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,9 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.replicas import TOKENIZER, Replicas, judged
-from support.runs import metrics, model, train
+from support.runs import TIMEOUT_S, metrics, model, train
+from support.runs import environment as shell
 
 from megatron_stare.batch import Prompt, SamplingParams
+from megatron_stare.bisecting.rerun import prepare
 from megatron_stare.config.schema import Config
 from megatron_stare.environments.environment import CallFailedError, Environment, Response
 from megatron_stare.errors import DataError, UserError
@@ -390,3 +394,22 @@ def test_a_run_killed_in_a_call_goes_on(kind: str, partial: bool, tmp_path: Path
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert sum(row["environment/given_up"] for row in rows) == (len(unknown) if kind == "AsksOutside" else 0)
     assert all(row["update/finite"] == 1.0 for row in rows)
+    if partial:
+        return
+    # `bisect` makes the last step again, in a folder of its own, and asks nobody
+    again = tmp_path / "again"
+    prepare(tmp_path / "run", tmp_path / "run/checkpoints/step_000004", again, {})
+    asked = log.read_text()
+    go_on = [
+        sys.executable,
+        "-m",
+        "megatron_stare.cli",
+        "train",
+        str(again / "config.yaml"),
+        f"run.dir={again}",
+        "--resume",
+    ]
+    made = subprocess.run(go_on, cwd=tmp_path, env=shell(), capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert made.returncode == 0, made.stderr
+    assert metrics(again)[-1]["loss/tokens"] == rows[-1]["loss/tokens"]
+    assert log.read_text() == asked

@@ -94,7 +94,8 @@ unpack("index").then(({ runs, pairs }) => {
       const { rows, reasons } = runs[run], i = pairs[pair][run], why = reasons[rows.step[i]];
       const facts = [`step ${rows.step[i]}`, rows.cursor[i] === null ? "" : `prompt ${rows.cursor[i]}`,
         rows.sample[i] === null ? "" : `sample ${rows.sample[i]}`, rewardOf(run, i), meta(run, i),
-        response.status && response.status !== "ok" ? `verifier: ${response.status}` : "",
+        response.status === "given_up" ? "given up: nobody knows what became of a call of its environment"
+          : response.status && response.status !== "ok" ? `verifier: ${response.status}` : "",
         response.finish ? `ended by ${response.finish}` : ""];
       sections[run].querySelector(".facts").textContent = facts.filter(Boolean).join(" · ");
       const training = rows.numbers[i] >= 0;
