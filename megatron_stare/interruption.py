@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import shlex
 import signal
@@ -42,7 +41,6 @@ class Standing:
     step: int  # the last that was finished; 0: none
     steps: int  # that the run has
     checkpoint: int | None  # the step of the newest complete one
-    chosen: bool  # whether the user gave the run's directory
 
 
 class Interruption:
@@ -281,19 +279,13 @@ def what_now(
     if standing is None:
         return f"{begun} before the run began; start it with\n  {shlex.join([*command, *options])}"
     begun += f" after step {standing.step} of {standing.steps}"
-    if standing.checkpoint is not None:
+    if standing.checkpoint is None:
+        kept = "there is no checkpoint yet, so it begins again"
+    else:
         again = "; what came after it is done again" if standing.checkpoint < standing.step else ""
-        resume = [*command, f"run.dir={standing.run_dir}", *options, "--resume"]
         kept = f"the last checkpoint is of step {standing.checkpoint}{again}"
-        return f"{begun}; {kept}; continue with\n  {shlex.join(resume)}"
-    fresh = [f"run.dir={_free(standing.run_dir)}"] if standing.chosen else []
-    anew = [*command, *fresh, *options]
-    return f"{begun}; there is no checkpoint yet, so the run starts anew, with\n  {shlex.join(anew)}"
-
-
-def _free(run_dir: Path) -> Path:
-    """A directory beside this one that does not exist."""
-    return next(p for n in itertools.count(2) if not (p := run_dir.with_name(f"{run_dir.name}-{n}")).exists())
+    resume = [*command, f"run.dir={standing.run_dir}", *options, "--resume"]
+    return f"{begun}; {kept}; continue with\n  {shlex.join(resume)}"
 
 
 def _handle(number: int, frame: FrameType | None) -> None:

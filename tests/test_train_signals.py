@@ -142,9 +142,14 @@ def test_without_a_checkpoint_none_is_promised_and_an_ignored_signal_stays_ignor
     assert re.search(r"interrupted \(SIGINT\) after step \d+ of 50; there is no checkpoint yet", said), said
     assert "SIGTERM" not in said
     again = to_type(said)
-    assert "--resume" not in again and "run.dir=run-2" in again  # run holds the metrics of this one
-    dry = subprocess.run([*again, "--dry-run"], cwd=tmp_path, env=environment(), capture_output=True, text=True)
-    assert dry.returncode == 0, dry.stderr
+    assert again[-1] == "--resume" and again.count("run.dir=run") == 1
+    status = [sys.executable, "-m", "megatron_stare.cli", "status", "run"]
+    stands = subprocess.run(status, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert "--resume" in stands.stdout and "run-2" not in stands.stdout  # the same way on
+    again[again.index("run.steps=50")] = "run.steps=2"
+    done = subprocess.run(again, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2]  # it began again
 
 
 def test_more_signals_while_ray_is_closed_leave_nothing(start) -> None:
@@ -222,8 +227,8 @@ def test_a_signal_at_any_time_is_answered_in_two_lines(tmp_path: Path) -> None:
 
 
 SAID = """SIGINT: closing the run, which takes some seconds
-interrupted (SIGINT) after step 3 of 50; there is no checkpoint yet, so the run starts anew, with
-  megatron-stare train configs/quickstart.yaml
+interrupted (SIGINT) after step 3 of 50; there is no checkpoint yet, so it begins again; continue with
+  megatron-stare train configs/quickstart.yaml run.dir=RUN --resume
 """
 SAVED = SAID.replace("INT", "USR1").replace("there is no checkpoint yet", "the last checkpoint is of step 3")
 

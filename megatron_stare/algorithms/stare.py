@@ -131,6 +131,10 @@ class Stare(Grpo):
             raise ValueError("rare_below must lie in (0, 1), or be null")
         if self.rare_below is not None and self.common == "bottom":
             raise ValueError("rare_below parts the tokens in two: common must be complement")
+        if self.entropy_target is not None and not self.entropy_target > 0:
+            raise ValueError(
+                "entropy_target must be above 0 nats, or null: no entropy is below it, so the gate never opens"
+            )
         if self.adaptive and self.entropy_target is None:
             raise ValueError("adaptive moves the weights towards entropy_target, which is null")
         if self.gate != "batch" and self.entropy_target is None:

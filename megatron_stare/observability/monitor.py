@@ -161,7 +161,7 @@ class Monitor:
                 raise UserError(
                     f"the record of the run cannot be written ({error.strerror or error})",
                     where=str(error.filename or self._run.dir),
-                    fix="make room, and continue from the last checkpoint with --resume",
+                    fix="make room, and continue with --resume",
                 ) from error
 
     def _warn_once(self, name: str, text: str) -> None:

@@ -160,7 +160,7 @@ class HeldRun:
             early = isinstance(error, KeyboardInterrupt) or (isinstance(error, UserError) and self.stepping)
             if early and (made or newest is not None):
                 run = self._config.run
-                stopped_at(Standing(self.dir.path, self.state.step, run.steps, newest, chosen=run.dir is not None))
+                stopped_at(Standing(self.dir.path, self.state.step, run.steps, newest))
             if error is not None and self._began and not (made or self.went_back):
                 self.dir.discard()
             self.dir.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -125,3 +126,10 @@ def test_the_command_line_comes_up_without_torch() -> None:
     """Reading a section imports its method, and that torch; asking for help does not."""
     looked = "import sys, megatron_stare.cli; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", looked]).returncode == 0
+
+
+@pytest.mark.parametrize("target", [0, -0.1, math.nan])
+def test_a_target_that_no_entropy_is_below_is_refused(target: float) -> None:
+    with pytest.raises(ConfigError, match="entropy_target must be above 0 nats"):
+        build_method({"name": "stare", "entropy_target": target})
+    assert build_method({"name": "stare", "entropy_target": None}).initial_state()["gate"] == 1.0

@@ -67,6 +67,16 @@ def test_what_entropy_did(entropy: list[float], target: float | None, sentence: 
 
 def test_a_gate_that_never_opened_is_said() -> None:
     closed = [{"entropy/mean": 0.4, "entropy/target": 0.1, "stare/gate": 0.0}] * 30
+    assert (
+        headline(run_of(closed)).sentence.startswith(
+            "Entropy ended at 0.400 without its gate (target 0.100) ever opening, reward"
+        )
+        or headline(run_of(closed)).sentence == "Entropy ended at 0.400 without its gate (target 0.100) ever opening."
+    )
+    near = [{"entropy/mean": 0.14, "entropy/target": 0.12, "stare/gate": 0.0}] * 30
+    assert "held" not in headline(run_of(near)).sentence  # near its target by itself: nothing held it there
+    opened = headline(run_of([*near, {**near[0], "stare/gate": 1.0}])).sentence
+    assert opened.startswith("Entropy held at 0.140 (target 0.120)")
     (remark,) = headline(run_of(closed)).remarks
     assert remark.startswith("The gate never opened in 30 steps: its entropy never came below the target")
     assert headline(run_of([*closed, {**closed[0], "stare/gate": 1.0}])).remarks == []
@@ -101,9 +111,18 @@ def test_a_comparison_is_paired_by_problem_and_by_step(tmp_path: Path) -> None:
     assert found["pass@1, greedy"].value == "+0.000"
     assert found["pass@1, greedy"].note.endswith("no difference is shown")
     assert reward.value == "+0.25"  # the scatter of the batches cancels
-    assert reward.note.startswith("[0.250, 0.250], 95 %, paired by step in blocks of 20, 40 last steps of both")
+    assert reward.note.startswith("[0.250, 0.250], 95 %, paired by step in blocks of 20, ")
+    assert re.search(r", 0\.\d+ and 0\.\d+ in the 40 last steps of both$", reward.note.partition(";")[0])
     other = [{**record, "problem": [0] * 100} for record in two.evals]
     assert against(one, run_of([], other))["pass@1, sampled"].note == "different problems"
+
+
+def test_a_difference_says_what_it_is_the_difference_of() -> None:
+    """A longer run's own last third is of other steps: beside 0.117 and 0.140 a difference of 0 is not to be read."""
+    long = run_of([{"entropy/mean": 0.14}] * 30 + [{"entropy/mean": 0.1}] * 60)
+    short_one = run_of([{"entropy/mean": 0.14}] * 30)
+    entropy = against(short_one, long)["Entropy, last third"]
+    assert entropy.value == "+0" and "0.140 and 0.140 in the 10 last steps of both" in entropy.note
 
 
 def test_only_settings_that_tell_are_shown(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
-r"""How answers are written: units, money, times, lists, sets, tuples, intervals, equations, Unicode and words; with right
-and wrong answers labelled by hand."""
+r"""How answers are written: units, money, times, lists, sets, tuples, intervals, equations, Unicode and words.
+
+Right and wrong answers were labelled by hand."""
 
 from __future__ import annotations
 

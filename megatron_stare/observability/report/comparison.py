@@ -53,7 +53,8 @@ def _steps(first: RunRecord, run: RunRecord, key: str, good: str) -> Figure | No
         return None
     blocks = [i // RECENT for i in range(len(shared))]
     mean, low, high = paired_interval([theirs[s] for s in shared], [ours[s] for s in shared], problems=blocks)
-    said = f"{len(shared)} last steps of both"
+    means = (sum(of[s] for s in shared) / len(shared) for of in (theirs, ours))
+    said = f"{' and '.join(map(short, means))} in the {len(shared)} last steps of both"
     if math.isnan(low):
         return Figure("", f"{mean:+.3g}", f"{said}, too few for an interval")
     note = f"[{short(low)}, {short(high)}], 95 %, paired by step in blocks of {RECENT}, {said}"

@@ -79,6 +79,8 @@ def _entropy(figures: dict[str, float | None]) -> str:
     if last < COLLAPSED * (target or began):
         against = f"{short(ratio, 2)} × its target {short(target)}" if ratio is not None else f"from {short(began)}"
         return f"entropy collapsed to {short(last)} ({against})"
+    if figures["gate_on_share"] == 0 and target is not None:
+        return f"entropy ended at {short(last)} without its gate (target {short(target)}) ever opening"
     if ratio is None:
         return f"entropy went from {short(began)} to {short(last)}"
     how = "held at" if abs(ratio - 1) <= BAND else f"ended {'above' if ratio > 1 else 'below'} its target, at"
