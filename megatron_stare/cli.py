@@ -188,11 +188,23 @@ def parser() -> argparse.ArgumentParser:
     bisect_command.add_arguments(bisect)
     bisect.set_defaults(run=bisect_command.run_command)
 
-    run_tool = commands.add_parser("tool", help="run one of the checks that come along")
-    run_tool.add_argument("tool", choices=TOOLS, metavar="TOOL", help=", ".join(TOOLS))
+    run_tool = commands.add_parser(
+        "tool",
+        help="run one of the checks that come along",
+        description="\n".join(f"  {name:18} {_purpose(name)}" for name in TOOLS),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    run_tool.add_argument("tool", choices=TOOLS, metavar="TOOL", help="one of the above")
     run_tool.add_argument("arguments", nargs=argparse.REMAINDER, help="the tool's own; --help lists them")
     run_tool.set_defaults(run=_tool)
     return top
+
+
+def _purpose(name: str) -> str:
+    """The first sentence of a tool's own words."""
+    with tool(name).open(encoding="utf-8") as file:
+        line = file.readline()
+    return line.strip().removeprefix("r").strip('"').rstrip(":.")
 
 
 def _train(args: argparse.Namespace) -> int:

@@ -356,8 +356,24 @@ def _lock(lock: IO[str], path: Path) -> None:
         except OSError as error:
             if not left:
                 lock.close()
-                raise UserError("another process is running in this directory", where=str(path)) from error
+                raise UserError(
+                    f"another process{_holder(path)} is running in this directory",
+                    where=str(path),
+                    fix=f"megatron-stare status {path} says how it stands; end it, or give another run.dir",
+                ) from error
             time.sleep(LOCK_WAIT_S)  # `megatron-stare status` holds it for microseconds
+
+
+def _holder(path: Path) -> str:
+    """Who holds a run's lock, in brackets: its pid, where it is on this machine."""
+    try:
+        inode = (path / LOCK_FILE).stat().st_ino
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return ""
+    fields = (line.replace("-> ", "").split() for line in lines)
+    pids = [each[4] for each in fields if len(each) > 5 and each[5].rpartition(":")[2] == str(inode)]
+    return f" (pid {pids[0]})" if pids and pids[0] != "-1" else ""
 
 
 def refuse_busy(path: Path) -> None:

@@ -304,7 +304,7 @@ HERE = f"--checkpoint={MODEL}"
         ((HERE, "eval.samples=4", "eval.k=[1, 5]"), "eval.k: pass@5 cannot be told from 4 responses a problem"),
         ((HERE, "eval.k=[0]"), "pass@0 cannot be told"),
         ((HERE, "eval.tasks=[{name: sums, samples: 2, k: [4]}]"), "eval.tasks[sums].k: pass@4 cannot be told from 2"),
-        ((HERE, "eval.samples=0"), "eval.samples: Input should be greater than or equal to 1"),
+        ((HERE, "eval.samples=0"), "eval.samples: must be at least 1"),
         ((HERE, "eval.prompts=20000"), "an evaluation of 20000 problems would ask some twice"),
         ((HERE, "rollout.max_new_tokens=1000"), "exceed the model's 128 positions"),
         ((HERE, "reward.verifier=maths"), "did you mean 'math'"),

@@ -77,11 +77,101 @@ def config_error(error: ValidationError, layers: Sequence[Layer | Override]) -> 
     if isinstance(told, ConfigError):
         return ConfigError(told.what, where=where, fix=told.fix)
     if first["type"] == "extra_forbidden":
+        near = _elsewhere(loc[-1])
+        if near and loc[0] != "algorithm":
+            return ConfigError(f"unknown name {loc[-1]!r}", where=where, fix=f"here it is {' or '.join(near)}")
         return unknown_name(loc[-1], _keys_at(loc[:-1]), where)
     if first["type"] == "missing":
         return ConfigError("this key is required and missing", where=where)
-    message = first["msg"].removeprefix("Value error, ")
-    return ConfigError(f"{message} (got {first['input']!r})", where=where)
+    return ConfigError(f"{_in_words(first)} (got {first['input']!r})", where=where)
+
+
+# settings by the names that other trainers have for them; docs/from_trl.md, from_verl.md and from_slime.md have more
+_ELSEWHERE = {
+    "learning_rate": "optimizer.lr",
+    "lr_scheduler_type": "optimizer.schedule",
+    "max_grad_norm": "optimizer.clip_grad",
+    "grad_clip": "optimizer.clip_grad",
+    "adam_beta1": "optimizer.beta1",
+    "adam_beta2": "optimizer.beta2",
+    "max_steps": "run.steps",
+    "total_training_steps": "run.steps",
+    "output_dir": "run.dir",
+    "run_name": "run.name",
+    "save_steps": "run.checkpoint_every",
+    "save_freq": "run.checkpoint_every",
+    "eval_steps": "eval.every",
+    "test_freq": "eval.every",
+    "report_to": "observability.sinks",
+    "logger": "observability.sinks",
+    "model_name_or_path": "model.path",
+    "bf16": "model.dtype",
+    "fp16": "model.dtype",
+    "gradient_checkpointing": "model.recompute",
+    "num_generations": "batch.samples_per_prompt",
+    "rollout_n": "batch.samples_per_prompt",
+    "train_batch_size": "batch.prompts",
+    "batch_size": "batch.prompts",
+    "ppo_mini_batch_size": "batch.mini_batch_prompts",
+    "num_iterations": "batch.epochs",
+    "max_prompt_length": "rollout.max_prompt_tokens",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_response_length": "rollout.max_new_tokens",
+    "reward_funcs": "reward.verifier",
+    "train_files": "data.path",
+    "tensor_model_parallel_size": "parallel.tensor",
+    "pipeline_model_parallel_size": "parallel.pipeline",
+    "beta": "algorithm.reference_kl",
+    "epsilon": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high",
+    "clip_ratio_low": "algorithm.clip_low",
+    "clip_ratio_high": "algorithm.clip_high",
+    "loss_agg_mode": "algorithm.aggregation",
+    "entropy_coeff": "algorithm.entropy_bonus",
+}
+
+
+def _elsewhere(name: str) -> list[str]:
+    """Dotted settings that go by this name: in another trainer, or in other sections here."""
+    if name in _ELSEWHERE:
+        return [_ELSEWHERE[name]]
+    sections = ((section, field.annotation) for section, field in Config.model_fields.items())
+    return [
+        f"{section}.{name}"
+        for section, model in sections
+        if isinstance(model, type) and issubclass(model, BaseModel) and name in model.model_fields
+    ]
+
+
+_KINDS = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "string": "text",
+    "list": "a list, such as [{0}] or [a, b]",
+    "dict": "a section of settings",
+    "model": "a section of settings",
+}
+_BOUNDS = {
+    "greater_than": ("must be above", "gt"),
+    "greater_than_equal": ("must be at least", "ge"),
+    "less_than": ("must be below", "lt"),
+    "less_than_equal": ("must be at most", "le"),
+}
+
+
+def _in_words(error: ErrorDetails) -> str:
+    """What is wrong with a value, in words of ours; pydantic's where there are none."""
+    kind, context = error["type"], error.get("ctx", {})
+    if kind in _BOUNDS:
+        words, name = _BOUNDS[kind]
+        return f"{words} {context[name]:g}"
+    if kind == "literal_error":
+        return f"must be {context['expected']}"
+    stem = kind.removesuffix("_from_float").removesuffix("_parsing").removesuffix("_type")
+    if stem in _KINDS and kind != stem:
+        return f"must be {_KINDS[stem].format(error['input'])}"
+    return error["msg"].removeprefix("Value error, ")
 
 
 def _to_blame(wrong: ErrorDetails, layers: Sequence[Layer | Override]) -> str:

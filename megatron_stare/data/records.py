@@ -7,6 +7,7 @@ prompt as a list of messages and the answer in "reward_model", {"ground_truth": 
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import zlib
@@ -21,6 +22,9 @@ HUB = "hf:"
 
 PROMPT_KEY = "prompt"
 ANSWER_KEYS = ("answer", "label", "reward_model.ground_truth")
+# columns that data sets have in their place
+_PROMPTS = ("question", "problem", "query", "input", "instruction", "text")
+_ANSWERS = ("solution", "target", "final_answer", "ground_truth", "gold", "output", "expected_answer", "answers")
 
 Row = tuple[int, str, Any]
 Messages = tuple[tuple[str, str], ...]
@@ -72,11 +76,23 @@ def read_rows(path: str | Path) -> tuple[Iterator[Row], int]:
     try:
         content = Path(path).read_bytes()
     except OSError as error:
-        raise DataError(f"cannot read the prompts ({error.strerror})", where=name) from error
+        raise DataError(f"cannot read the prompts ({error.strerror})", where=name, fix=_nearby(Path(path))) from error
     if name.endswith(".parquet"):
         return _parquet_rows(name), zlib.crc32(content)
     rows = _array_rows(content, name) if name.endswith(".json") else _json_rows(content, name)
     return rows, zlib.crc32(content)
+
+
+def _nearby(path: Path) -> str:
+    """What may be meant by a file that is not there."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f"there is no folder {folder} either"
+    files = sorted(each.name for each in folder.iterdir() if each.suffix in (".jsonl", ".json", ".parquet"))
+    if near := difflib.get_close_matches(path.name, files, n=1):
+        return f"did you mean {folder / near[0]}?"
+    more = f" and {len(files) - 5} more" if len(files) > 5 else ""
+    return f"in {folder} there are {', '.join(files[:5])}{more}" if files else f"there are no prompts in {folder}"
 
 
 def _json_rows(content: bytes, name: str) -> Iterator[Row]:
@@ -156,9 +172,14 @@ def _record(fields: Any, number: int, where: str, prompt_key: str, answer_key: s
         raise DataError(f'expected an object like {{"prompt": ..., "answer": ...}}, got {_kind(fields)}', where=where)
     keys = (answer_key,) if answer_key else ANSWER_KEYS
     answer_key = next((key for key in keys if _get(fields, key) is not _MISSING), keys[0])
-    for key in (prompt_key, answer_key):
+    for key, setting, usual in ((prompt_key, "data.prompt_key", _PROMPTS), (answer_key, "data.answer_key", _ANSWERS)):
         if _get(fields, key) is _MISSING:
-            raise DataError(f"no {key!r}; the keys here are {', '.join(map(repr, fields)) or 'none'}", where=where)
+            named = next((each for each in usual if each in fields), None)
+            raise DataError(
+                f"no {key!r}; the keys here are {', '.join(map(repr, fields)) or 'none'}",
+                where=where,
+                fix=f"set {setting}={named}" if named else f"say which it is in {setting}",
+            )
     prompt, answer = _get(fields, prompt_key), _get(fields, answer_key)
     messages = _messages(prompt, prompt_key, where) if isinstance(prompt, list) else ()
     if not messages and not isinstance(prompt, str):

@@ -80,7 +80,7 @@ def read_shape(path: str | Path) -> ModelShape:
         raise DataError(
             f"cannot read the model's config.json ({error.strerror})",
             where=str(file),
-            fix="model.path must be a Hugging Face model folder on this machine",
+            fix=_to_download(path),
         ) from error
     except json.JSONDecodeError as error:
         raise DataError(f"not valid JSON: {error}", where=str(file)) from error
@@ -90,6 +90,20 @@ def read_shape(path: str | Path) -> ModelShape:
         return family.shape(config)
     except KeyError as error:
         raise DataError(f"the field {error} is missing", where=str(file)) from error
+
+
+def _to_download(path: str | Path) -> str:
+    """How a folder that is not here comes to be: of OWNER/NAME, by the command that fetches it."""
+    parts = Path(path).parts
+    if Path(path).exists() or len(parts) < 2:
+        return "model.path must be a Hugging Face model folder on this machine"
+    owner, name = parts[-2:]
+    if owner in ("models", "..", ".", "/"):
+        return f"put the Hugging Face model folder there: hf download OWNER/{name} --local-dir {path}"
+    return (
+        "model.path must be a Hugging Face model folder on this machine; where there is a network: "
+        f"hf download {owner}/{name} --local-dir models/{name}, and then model.path=models/{name}"
+    )
 
 
 def published_shape(path: str | Path) -> ModelShape | None:

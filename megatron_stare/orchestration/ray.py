@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import pickle
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -282,9 +283,29 @@ def start_ray(config: Config) -> None:
     _init("Ray does not start", "runtime", fix, **new, **common)
 
 
+@contextlib.contextmanager
+def _group_for_ray() -> Iterator[None]:
+    """While open, processes that are started are in a process group of their own, and stay there.
+
+    A shell, and `timeout`, signal a whole group. Ray's processes would end at once, and with them the ranks that are to
+    save the last step. A process that leads its session cannot leave its group, and there they stay in it.
+    """
+    mine = os.getpgrp()
+    leader = subprocess.Popen(["sleep", "600"], preexec_fn=os.setpgrp)  # the group is there while a member is
+    try:
+        with contextlib.suppress(OSError):
+            os.setpgid(0, leader.pid)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.setpgid(0, mine)
+        leader.kill()
+        leader.wait()
+
+
 def _init(what: str, where: str, fix: str, **settings: Any) -> None:
     try:
-        with uninterrupted(), own_sigterm():  # half a start is more than Ray can shut down
+        with uninterrupted(), own_sigterm(), _group_for_ray():  # half a start is more than Ray can shut down
             ray.init(**settings)
     except Exception as error:  # Ray raises bare Exceptions where a node does not come up in time
         half = None if _own_node() else half_started(error)

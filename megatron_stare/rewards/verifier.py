@@ -12,6 +12,7 @@ alone, and serves as a reference; "" where there is none. Majorities are counted
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -99,6 +100,7 @@ def _proven(name: str) -> Verifier:
     verify = resolve(name, VERIFIERS, _WHERE)
     if not callable(verify):
         raise ConfigError(f"{name!r} is not a function", where=_WHERE)
+    _check_signature(verify, name)
     module = _module(verify)
     faults = _faults(verify, getattr(module, "KNOWN_ANSWERS", ()))
     if self_test := getattr(module, "self_test", None):
@@ -106,6 +108,26 @@ def _proven(name: str) -> Verifier:
     if faults:
         raise ConfigError(f"the verifier gets known answers wrong: {'; '.join(faults)}", where=_WHERE)
     return verify
+
+
+def _check_signature(verify: Verifier, name: str) -> None:
+    """Raises ConfigError for a function that cannot be called with a response and an answer, as rewards of other
+    trainers cannot, which are given lists."""
+    try:
+        signature = inspect.signature(verify)
+    except (TypeError, ValueError):  # of a function that is not Python's
+        return
+    try:
+        signature.bind("", "")
+        fits = "completions" not in signature.parameters
+    except TypeError:
+        fits = False
+    if not fits:
+        raise ConfigError(
+            f"{name!r} takes {signature}, and a verifier is called with one response and its answer",
+            where=_WHERE,
+            fix="def verify(response: str, answer: str) -> float; other columns of the data are not passed to it",
+        )
 
 
 def _faults(verify: Verifier, known: Sequence[KnownAnswer]) -> list[str]:

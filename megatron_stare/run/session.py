@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -232,9 +233,12 @@ class Session:
         if due and not self.guards.ends:  # or a resume would begin with what they were to keep out
             if self.config.sglang.colocated:
                 self.engines.close()  # whatever they were doing, the memory is the trainer's now
-            with contextlib.suppress(WorkerLostError):  # it was not written in the time that is left
+            try:
                 self.checkpoints.save(self._whole_state(), seconds_left())
                 self.checkpoints.finish(seconds_left())
+            except WorkerLostError as lost:  # or it was not written in the time that is left
+                with contextlib.suppress(OSError):  # of the terminal
+                    print(f"step {self.state.step} could not be saved: {str(lost).splitlines()[0]}", file=sys.stderr)
 
     def steps(self) -> Iterator[int]:
         """The steps still to do. After each, and so before the next is given, what is due is saved and evaluated.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
 import math
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -56,9 +56,9 @@ def refused(tmp_path: Path, section: str, *overrides: str) -> str:
         ("{amplify: 2}", (), "mine.yaml: algorithm.name: the method's name is missing\n  fix: one of clip_cov, cispo"),
         ("{name: stare, amplfy: 2}", (), "mine.yaml: algorithm.amplfy: unknown name 'amplfy'\n  fix: did you mean 'am"),
         ("stare", ("algorithm.amplfy=2",), "algorithm.amplfy=2: algorithm.amplfy: unknown name"),
-        ("{name: stare, share: much}", ("run.seed=2",), "mine.yaml: algorithm.share: Input should be a valid number"),
-        ("{name: stare, share: 0.1}", ("algorithm.share=much",), "algorithm.share=much: algorithm.share: Input should"),
-        ("{name: stare, variant: O9}", (), "mine.yaml: algorithm.variant: Input should be 'O1', 'O2', 'O3', "),
+        ("{name: stare, share: much}", ("run.seed=2",), "mine.yaml: algorithm.share: must be a number"),
+        ("{name: stare, share: 0.1}", ("algorithm.share=much",), "algorithm.share=much: algorithm.share: must be a number"),
+        ("{name: stare, variant: O9}", (), "mine.yaml: algorithm.variant: must be 'O1', 'O2', 'O3', "),
         ("{name: stare, share: 2}", (), "mine.yaml: algorithm: share must lie in [0, 1]"),
         (
             "stare",
@@ -68,7 +68,7 @@ def refused(tmp_path: Path, section: str, *overrides: str) -> str:
         ("stare", ("algorithm.reference_kl={estimator: k9}",), "algorithm.reference_kl={estimator: k9}: algorithm.ref"),
         ("stare", ("algorithm.nothing.here=1",), "algorithm.nothing.here=1: algorithm.nothing: unknown name"),
         ("own.Mine", ("algorithm.strenght=2",), "algorithm.strenght=2: algorithm.strenght: unknown name 'strenght'\n"),
-        ("own.Mine", ("algorithm.strength=a",), "algorithm.strength=a: algorithm.strength: Input should be a"),
+        ("own.Mine", ("algorithm.strength=a",), "algorithm.strength=a: algorithm.strength: must be a"),
         # a dataclass that pydantic was not told to be strict about
         ("own.Mine", ("algorithm.bounds.lover=2",), "algorithm.bounds.lover=2: algorithm.bounds.lover: unknown name"),
         ("own.mine", (), "mine.yaml: algorithm.name: unknown name 'mine'\n  fix: did you mean 'Mine'?"),

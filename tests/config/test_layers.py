@@ -164,7 +164,7 @@ def test_layers_that_cannot_be(elsewhere: Path, files: dict[str, str], error: st
         ("run: {steps: -1}", "run: {seed: 2}", "run: {name: a}", (), "low.yaml: run.steps: "),
         ("run: {steps: -1}", "run: {steps: -2}", "run: {name: a}", (), "high.yaml: run.steps: "),
         ("run: {steps: 1}", "run: {stps: 2}", "run: {steps: 3}", (), "high.yaml: run.stps: unknown name"),
-        ("run: {steps: 1}", "run: 3", "batch: {}", (), "high.yaml: run: Input should be"),
+        ("run: {steps: 1}", "run: 3", "batch: {}", (), "high.yaml: run: must be a section of settings"),
         ("run: {steps: -1}", "run: {seed: 2}", "run: {name: a}", ("run.steps=-3",), "run.steps=-3: run.steps: "),
         ("algorithm: stair", "algorithm: {share: 0.1}", "run: {name: a}", (), "low.yaml: algorithm.name: unknown name"),
         # what a method says of its settings together is blamed on the layer that made it so

@@ -30,7 +30,7 @@ def test_what_is_not_set_follows_from_the_limit_of_a_remote_call() -> None:
         ({"collective_s": 601.0}, r"limits\.collective_s 601 exceeds runtime\.timeout_s 600"),
         ({"rollout_s": 599.0}, r"3 attempts of 200 s each exceed limits\.rollout_s 599"),
         ({"rollout_s": 50.0, "request_s": 26.0, "attempts": 2}, "2 attempts of 26 s each exceed"),
-        ({"attempts": 0}, "greater than or equal to 1"),
+        ({"attempts": 0}, "must be at least 1"),
     ],
 )
 def test_a_limit_that_leaves_another_no_time_is_refused(limits: dict[str, Any], message: str) -> None:

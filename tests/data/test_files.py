@@ -234,7 +234,7 @@ def test_a_mixture_that_cannot_be():
     for data, complaint in (
         ({"path": "a.jsonl", "mixture": [{"path": "b.jsonl"}]}, "set one of them"),
         ({"mixture": [{"path": "x/a.jsonl"}, {"path": "y/a.jsonl"}]}, "called 'a': give one a `name`"),
-        ({"mixture": [{"path": "a.jsonl", "weight": 0}]}, "greater than 0"),
+        ({"mixture": [{"path": "a.jsonl", "weight": 0}]}, "must be above 0"),
     ):
         with pytest.raises(ConfigError, match=complaint):
             configuration(data)
