@@ -32,8 +32,12 @@ INLINE = {"runtime.runner": "inline", "parallel.tensor": 1, "eval.prompts": 0}
 class Run:
     """A run in a process of its own, which takes signals as one started in a terminal does."""
 
-    def __init__(self, arguments: list[str], folder: Path, ignored: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, arguments: list[str], folder: Path, ignored: tuple[int, ...] = (), *, apart: bool = False
+    ) -> None:
         def dispositions() -> None:  # those of pytest would be inherited
+            if apart:  # a group of its own, as a shell gives to what it starts
+                os.setpgrp()
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
 
@@ -93,8 +97,8 @@ def alive(process: psutil.Process) -> Iterator[psutil.Process]:
 def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def begin(arguments: list[str], ignored: tuple[int, ...] = ()) -> Run:
-        runs.append(Run(arguments, tmp_path, ignored))
+    def begin(arguments: list[str], ignored: tuple[int, ...] = (), *, apart: bool = False) -> Run:
+        runs.append(Run(arguments, tmp_path, ignored, apart=apart))
         return runs[-1]
 
     yield begin
@@ -163,6 +167,24 @@ def test_more_signals_while_ray_is_closed_leave_nothing(start) -> None:
         run.until(f"{signal.Signals(number).name}: already closing")
     said = run.end(128 + signal.SIGINT)
     assert re.search(r"interrupted \(SIGINT\) after step \d+ of 50; there is no checkpoint yet", said), said
+
+
+def test_a_signal_to_the_whole_group_saves_the_last_step_too(start, tmp_path: Path) -> None:
+    """As `timeout` does it: the process, and then its group, in which Ray's processes would end before they saved."""
+    settings = {"run.steps": 50, "eval.prompts": 0, "run.checkpoint_every": 0}
+    run = start(command(model(), "run.dir=run", **settings), apart=True)
+    run.step(2)
+    started = psutil.Process(run.process.pid).children(recursive=True)
+    groups = {child.name(): os.getpgid(child.pid) for child in started if child.name() in ("raylet", "gcs_server")}
+    assert (
+        len(groups) == 2 and run.process.pid not in groups.values() and os.getpgid(run.process.pid) == run.process.pid
+    )
+    run.process.send_signal(signal.SIGTERM)
+    run.until("SIGTERM: ")
+    os.killpg(run.process.pid, signal.SIGTERM)
+    said = run.end(128 + signal.SIGTERM)
+    step = int(re.search(r"the last checkpoint is of step (\d+); continue with", said)[1])  # type: ignore[index]
+    assert step == metrics(tmp_path / "run")[-1]["step"] >= 2
 
 
 @pytest.mark.slow

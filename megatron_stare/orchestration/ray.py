@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 import pickle
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +34,14 @@ from megatron_stare.network import LOOPBACK, Listener, free_port, interface_addr
 from megatron_stare.observability.heartbeat import CallBeats
 from megatron_stare.orchestration.placed import Spot
 from megatron_stare.orchestration.placement import Node, Plan, lost_node, still_pending
-from megatron_stare.orchestration.ray_processes import ended, half_started, loss_behind, nothing_left, undo
+from megatron_stare.orchestration.ray_processes import (
+    ended,
+    group_of_its_own,
+    half_started,
+    loss_behind,
+    nothing_left,
+    undo,
+)
 from megatron_stare.workers import Handle, WorkerLostError, Workers, WorkerSilentError
 
 LEFT_S = 10.0  # that workers are given to close at the end of a run
@@ -283,29 +289,9 @@ def start_ray(config: Config) -> None:
     _init("Ray does not start", "runtime", fix, **new, **common)
 
 
-@contextlib.contextmanager
-def _group_for_ray() -> Iterator[None]:
-    """While open, processes that are started are in a process group of their own, and stay there.
-
-    A shell, and `timeout`, signal a whole group. Ray's processes would end at once, and with them the ranks that are to
-    save the last step. A process that leads its session cannot leave its group, and there they stay in it.
-    """
-    mine = os.getpgrp()
-    leader = subprocess.Popen(["sleep", "600"], preexec_fn=os.setpgrp)  # the group is there while a member is
-    try:
-        with contextlib.suppress(OSError):
-            os.setpgid(0, leader.pid)
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            os.setpgid(0, mine)
-        leader.kill()
-        leader.wait()
-
-
 def _init(what: str, where: str, fix: str, **settings: Any) -> None:
     try:
-        with uninterrupted(), own_sigterm(), _group_for_ray():  # half a start is more than Ray can shut down
+        with uninterrupted(), own_sigterm(), group_of_its_own():  # half a start is more than Ray can shut down
             ray.init(**settings)
     except Exception as error:  # Ray raises bare Exceptions where a node does not come up in time
         half = None if _own_node() else half_started(error)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -96,3 +98,23 @@ def _agent_of(process: psutil.Process) -> int | None:
     with contextlib.suppress(psutil.Error, OSError, LookupError, ValueError):
         return int(process.environ()[AGENT])
     return None
+
+
+@contextlib.contextmanager
+def group_of_its_own() -> Iterator[None]:
+    """While open, processes that are started are in a process group of their own, and stay there.
+
+    A shell, and `timeout`, signal a whole group. Ray's processes would end at once, and with them the ranks that are to
+    save the last step. A process that leads its session cannot leave its group, and there they stay in it.
+    """
+    mine = os.getpgrp()
+    leader = subprocess.Popen(["sleep", "600"], preexec_fn=os.setpgrp)  # the group is there while a member is
+    try:
+        with contextlib.suppress(OSError):
+            os.setpgid(0, leader.pid)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.setpgid(0, mine)
+        leader.kill()
+        leader.wait()

@@ -57,7 +57,7 @@ def refused(tmp_path: Path, section: str, *overrides: str) -> str:
         ("{name: stare, amplfy: 2}", (), "mine.yaml: algorithm.amplfy: unknown name 'amplfy'\n  fix: did you mean 'am"),
         ("stare", ("algorithm.amplfy=2",), "algorithm.amplfy=2: algorithm.amplfy: unknown name"),
         ("{name: stare, share: much}", ("run.seed=2",), "mine.yaml: algorithm.share: must be a number"),
-        ("{name: stare, share: 0.1}", ("algorithm.share=much",), "algorithm.share=much: algorithm.share: must be a number"),
+        ("{name: stare, share: 0.1}", ("algorithm.share=much",), "algorithm.share=much: algorithm.share: must be a"),
         ("{name: stare, variant: O9}", (), "mine.yaml: algorithm.variant: must be 'O1', 'O2', 'O3', "),
         ("{name: stare, share: 2}", (), "mine.yaml: algorithm: share must lie in [0, 1]"),
         (
