@@ -34,14 +34,7 @@ from megatron_stare.network import LOOPBACK, Listener, free_port, interface_addr
 from megatron_stare.observability.heartbeat import CallBeats
 from megatron_stare.orchestration.placed import Spot
 from megatron_stare.orchestration.placement import Node, Plan, lost_node, still_pending
-from megatron_stare.orchestration.ray_processes import (
-    ended,
-    group_of_its_own,
-    half_started,
-    loss_behind,
-    nothing_left,
-    undo,
-)
+from megatron_stare.orchestration.ray_processes import ended, half_started, loss_behind, nothing_left, own_group, undo
 from megatron_stare.workers import Handle, WorkerLostError, Workers, WorkerSilentError
 
 LEFT_S = 10.0  # that workers are given to close at the end of a run
@@ -291,7 +284,7 @@ def start_ray(config: Config) -> None:
 
 def _init(what: str, where: str, fix: str, **settings: Any) -> None:
     try:
-        with uninterrupted(), own_sigterm(), group_of_its_own():  # half a start is more than Ray can shut down
+        with uninterrupted(), own_sigterm(), own_group():  # half a start is more than Ray can shut down
             ray.init(**settings)
     except Exception as error:  # Ray raises bare Exceptions where a node does not come up in time
         half = None if _own_node() else half_started(error)

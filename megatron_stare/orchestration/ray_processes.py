@@ -101,7 +101,7 @@ def _agent_of(process: psutil.Process) -> int | None:
 
 
 @contextlib.contextmanager
-def group_of_its_own() -> Iterator[None]:
+def own_group() -> Iterator[None]:
     """While open, processes that are started are in a process group of their own, and stay there.
 
     A shell, and `timeout`, signal a whole group. Ray's processes would end at once, and with them the ranks that are to
