@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_stare.batch import SamplingParams
 from megatron_stare.environments.environment import WHERE, CallFailedError, Tool, Turn
@@ -105,7 +106,7 @@ class Turns:
         answer.add(result)
         paused = reason == "stop" and int(result.output_ids[-1]) not in self._params.stop_token_ids
         if paused:
-            answer.stop = self._complete(answer, stops)
+            answer.stop = completed(answer.tokens, stops, self._tokenizer)
             if answer.stop is None and len(answer) < limit:
                 return
             reason = "length" if answer.stop is None else "stop"
@@ -115,12 +116,6 @@ class Turns:
         answer.finish_reason = reason
         ends = "length" if paused else reason  # whether the last token is a stop token, which is not of the text
         answer.text = result.text if first and not paused else text_of(answer.tokens, ends, self._tokenizer)
-
-    def _complete(self, answer: Answer, stops: tuple[str, ...]) -> str | None:
-        """The stop string that the last token completes; None: none is complete."""
-        longest = TOKENS_A_CHARACTER * (max(map(len, stops)) + 1)
-        text = text_of(answer.tokens[-longest:], "length", self._tokenizer)
-        return next((stop for stop in stops if stop in text), None)
 
     async def call(self, tool: Tool, request: Any, *, idempotent: bool = False) -> Any:
         """See Generate. Waits for the journal and the tool.
@@ -198,6 +193,14 @@ def _checked(stops: tuple[str, ...], tokenizer: Any, prompt: str) -> tuple[str, 
             continue
         raise DataError(f"the stop string {stop!r} {what}", where=f"{WHERE}, prompt {prompt}", fix=fix)
     return stops
+
+
+def completed(tokens: Tensor, stops: tuple[str, ...], tokenizer: Any) -> str | None:
+    """The stop string that the last of the tokens [n] completes, none before it having done so; None: it completes
+    none."""
+    longest = TOKENS_A_CHARACTER * (max(map(len, stops)) + 1)
+    text = text_of(tokens[-longest:], "length", tokenizer)
+    return next((stop for stop in stops if stop in text), None)
 
 
 @functools.lru_cache(maxsize=64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from megatron_stare.environments.environment import CallFailedError, Environment
 from megatron_stare.errors import DataError, UserError
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import Trajectory, sampled_trajectory
-from megatron_stare.rollout.calls import CallJournal
+from megatron_stare.rollout.calls import CallJournal, ResponseKey
 from megatron_stare.rollout.engine_pool import EnginePool
 from megatron_stare.rollout.kept import from_bytes, to_bytes
 from megatron_stare.rollout.local import LocalEngine
@@ -131,9 +132,19 @@ def test_a_tool_is_not_asked_again_by_a_process_that_takes_over(tmp_path: Path) 
             assert torch.equal(one.trajectory.tokens, other.trajectory.tokens)
 
 
-def test_the_intent_is_on_disk_before_the_call_and_the_answer_after(tmp_path: Path) -> None:
+def test_the_intent_is_on_disk_before_the_call_and_the_answer_after(tmp_path: Path, monkeypatch: Any) -> None:
+    synced: dict[int, int] = {}  # bytes on disk, by file
+
+    def sync(number: int, sync: Any = os.fsync) -> None:
+        sync(number)
+        synced[os.fstat(number).st_ino] = os.fstat(number).st_size
+
+    monkeypatch.setattr(os, "fsync", sync)
+
     class Looks(Search):
         async def search(self, request: Any, call: str) -> str:
+            file = (tmp_path / "calls" / "step_000001.jsonl").read_bytes()
+            assert file.find(call.encode()) < synced[(tmp_path / "calls" / "step_000001.jsonl").stat().st_ino]
             mine = [line for line in lines(tmp_path / "calls") if line["id"] == call]
             assert [sorted(line) for line in mine] == [["asked", "call", "cursor", "id", "sample"]]
             return await super().search(request, call)
@@ -145,6 +156,18 @@ def test_the_intent_is_on_disk_before_the_call_and_the_answer_after(tmp_path: Pa
         intent, answer = (line for line in lines(tmp_path / "calls") if line["id"] == call)
         assert json.loads(intent["asked"]) == ["search", {"prompt": prompt, "text": text}]
         assert str(answer["answer"]).startswith(";")
+        asked = intent["cursor"], intent["sample"], intent["call"], intent["asked"]
+        assert (
+            made.calls.find(ResponseKey(1, *asked[:2]), *asked[2:]) is None
+        )  # a response that is whole needs no memory
+
+
+def test_what_a_checkpoint_keeps_does_not_grow_with_the_next_step() -> None:
+    response = UnderWay(prompts(1)[0], 0, 1)
+    response.begin_call(0, "a", "1")
+    kept = response.copy()
+    response.begin_call(1, "b", "2")
+    assert len(kept.calls) == 1 and len(response.calls) == 2
 
 
 def unanswered(tmp_path: Path, idempotent: bool) -> tuple[Search, list[list[UnderWay]], tuple[str, str, str]]:

@@ -113,6 +113,15 @@ def test_what_a_tool_says_earns_nothing(how: str) -> None:
     assert sorted(reads.read) == sorted(trajectory.said for trajectory in made)
 
 
+def test_stop_tokens_are_no_text_though_they_are_not_special_to_the_tokenizer() -> None:
+    """Of no turn of several, as of a single one."""
+    reads = Reads()
+    (stop,) = TOKENIZER(";", add_special_tokens=False).input_ids
+    made = rollouts(Tool(CONFIG, TOKENIZER), reads).make(prompts(), 3, replace(PARAMS, stop_token_ids=(STOP, stop)))
+    assert any(";" in trajectory.text or stop in trajectory.tokens.tolist() for trajectory in made)
+    assert not any(";" in read for read in reads.read)
+
+
 def test_what_is_counted_of_a_text_is_counted_of_the_policys() -> None:
     """Where its answer stands, how often it looks back, and what an evaluation keeps and compares."""
     environment, reads = Tool(CONFIG, TOKENIZER), Reads()

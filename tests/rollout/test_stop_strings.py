@@ -29,7 +29,7 @@ from megatron_stare.rollout.kept import from_bytes, to_bytes
 from megatron_stare.rollout.local import LocalEngine
 from megatron_stare.rollout.rollout_source import Rollouts, check_result
 from megatron_stare.rollout.sglang.protocol import generate_body, result_of
-from megatron_stare.rollout.turns import may_complete
+from megatron_stare.rollout.turns import completed, may_complete
 from megatron_stare.rollout.under_way import UnderWay
 
 MODEL = Path(__file__).parents[2] / "assets" / "tiny-adder"
@@ -106,6 +106,17 @@ def test_a_length_limit_and_a_stop_token_come_first_where_they_do() -> None:
     for turn in turns:
         assert len(turn.tokens) <= 8 and (turn.stop == "5") == ("5" in turn.text)
         assert (turn.finish_reason == "stop") == (turn.stop is not None or int(turn.tokens[-1]) == STOP)
+
+
+def test_a_turn_may_reach_its_limit_where_a_stop_string_might_have_ended() -> None:
+    """The last token it has room for is an =, and the stop string is more than that."""
+    (whole,) = made_by(SingleTurn(CONFIG, TOKENIZER), 1)[:1]
+    said = TOKENIZER.decode(whole.tokens.tolist())
+    environment = UpTo(CONFIG, TOKENIZER)
+    environment.stop, environment.most = "x=", said.index("=") + 1
+    made_by(environment, 1)
+    (turn,) = environment.turns["0", int(whole.tokens[: environment.most].sum())]
+    assert (turn.text, turn.finish_reason, turn.stop) == (said[: environment.most], "length", None)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 4])
@@ -236,6 +247,23 @@ def with_leading_spaces() -> Any:
     made.train_from_iterator(CORPUS, trainer)
     made.add_tokens(fallback)
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>")
+
+
+def test_a_token_that_begins_within_a_character_may_complete_a_stop_string() -> None:
+    """The second byte of é, which no text shows by itself, and the character behind it."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: i for i, character in enumerate([*alphabet, "\u00a9>"])}
+    made = Tokenizer(models.BPE(vocabulary, [("\u00a9", ">")]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    ids = tokenizer("é>").input_ids
+    assert len(ids) == 2 and ids[1] in may_complete(("é>",), tokenizer)
+    stop = "日本語>"  # three tokens a character
+    ids = tokenizer("x" + stop).input_ids
+    assert len(ids) == 11 and ids[-1] in may_complete((stop,), tokenizer)
+    assert completed(torch.tensor(ids), (stop,), tokenizer) == stop
+    assert completed(torch.tensor(ids[:-1]), (stop,), tokenizer) is None
 
 
 @pytest.mark.parametrize("make", [byte_level, with_leading_spaces])
