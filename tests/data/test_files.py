@@ -223,9 +223,12 @@ def test_a_mixture_resumes_exactly_however_it_is_taken(tmp_path, taken):
     resumed.take(5)
     resumed.restore(json.loads(json.dumps(first.state())))
     assert resumed.take(30) == first.take(30)
-    lines(tmp_path / "2.jsonl", {"prompt": "9=", "answer": 9})
-    with pytest.raises(DataError, match="cannot be continued exactly"):
-        source(mixture=mixture).restore(first.state())
+    for file in (tmp_path / "3.jsonl", tmp_path / "7.jsonl", tmp_path / "2.jsonl"):
+        before_it_changed = file.read_text()
+        lines(file, {"prompt": "9=", "answer": 9})
+        with pytest.raises(DataError, match="cannot be continued exactly"):
+            source(mixture=mixture).restore(first.state())
+        file.write_text(before_it_changed)
     with pytest.raises(DataError, match="cannot be continued exactly"):
         source(mixture=[*mixture[:2], {**mixture[2], "weight": 9}]).restore(first.state())
 

@@ -20,7 +20,7 @@ SIZE = 8
 
 
 def two_steps(
-    rank: int, init: str, config: Config, broken: bool
+    rank: int, init: str, config: Config, broken: str | None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[dict[str, float]]]:
     """A step of two updates, then another whose first update is `broken` or not tried at all: this rank's weights
     after the first step and at the end, and the metrics of the second."""
@@ -35,8 +35,15 @@ def two_steps(
     if broken:
         measured = trainer.step.measured
         assert measured is not None
-        measured.tokens.advantage[measured.tokens.sequence == 0] = torch.nan
+        hooks = []
+        if broken == "loss":
+            measured.tokens.advantage[measured.tokens.sequence == 0] = torch.nan
+        elif rank == 0:  # a backward pass that overflows, of a loss that does not
+            parameters = [p for chunk in trainer.policy.model for p in chunk.parameters()]
+            hooks = [p.register_hook(lambda grad: torch.full_like(grad, torch.inf)) for p in parameters[:1]]
         results.append(trainer.update(0))
+        for hook in hooks:
+            hook.remove()
         for name, weight in trainer.export().items():
             assert torch.equal(weight, weights[name]), name
     results.append(trainer.update(1))
@@ -46,7 +53,8 @@ def two_steps(
 
 
 @pytest.mark.distributed
-def test_it_is_left_out_by_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_it_is_left_out_by_all_ranks(ranks: RankPool, tmp_path: Path, what: str) -> None:
     save_model(tmp_path, "qwen2")
     config = Config.model_validate(
         {
@@ -64,10 +72,11 @@ def test_it_is_left_out_by_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
             "observability": {"entropy_forecast": False},
         }
     )
-    straight, broken = (ranks.run(two_steps, 2, config, flag) for flag in (False, True))
+    straight, broken = (ranks.run(two_steps, 2, config, flag) for flag in (None, what))
     ((row,),) = [rows for *_, rows in straight if rows]
     ((lost, taken),) = [rows for *_, rows in broken if rows]
-    assert lost["update/finite"] == 0.0 and math.isnan(lost["optimizer/grad_norm"])
+    assert lost["update/finite"] == 0.0 and math.isfinite(lost["loss/policy"]) == (what == "gradient")
+    assert math.isnan(lost["optimizer/grad_norm"]) if what == "loss" else not math.isfinite(lost["optimizer/grad_norm"])
     assert taken == row  # with the rate of the third of four steps
     assert row["update/finite"] == 1.0 and row["optimizer/lr"] == pytest.approx(1e-2 / 4)
     for (_, want, _), (_, got, _) in zip(straight, broken, strict=True):

@@ -49,8 +49,10 @@ def test_no_rank_is_ahead_by_more_than_one_sample(lengths: list[int], data_paral
 
 def test_long_samples_cost_more_than_their_length() -> None:
     rules = PlanRules(data_parallel=2, budget=10_000, packed=True, cost=quadratic)
-    plan = plan_micro_batches([4000] + [500] * 8, rules)
-    assert plan.ranks[0] == ((0,),)  # the one long sample outweighs all short ones, which would equal it in tokens
+    # the one long sample outweighs all short ones, which have more tokens: by length it would get one of them
+    for short in (8, 9, 12):
+        plan = plan_micro_batches([4000] + [500] * short, rules)
+        assert plan.ranks[0] == ((0,),)
 
 
 def test_padded_micro_batches_are_filled_to_the_budget() -> None:

@@ -64,6 +64,12 @@ def test_a_hang_costs_itself_alone(pool, how):
     assert all(gone(pid, 0) for pid in set(before) - set(pool.pids))
 
 
+def test_every_answer_of_a_share_has_the_whole_limit():
+    """Together they take longer than one may."""
+    with VerifierPool(OBEY, workers=1, timeout_s=2) as pool:  # its first share is half of them
+        assert pool.verify([("slow 0.5", "slow 0.5")] * 10) == [OK] * 10
+
+
 def test_several_hangs_in_one_share(pool):
     verdicts = pool.verify([RIGHT, ("hang", ""), ("hang", ""), RIGHT] * 2)
     assert [verdict.status for verdict in verdicts] == ["ok", "timeout", "timeout", "ok"] * 2

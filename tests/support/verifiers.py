@@ -23,6 +23,8 @@ def obey(response: str, answer: str):
         with open(response.removeprefix("child "), "w") as file:
             file.write(str(child.pid))
         threading.Event().wait()
+    if response.startswith("slow "):  # takes so many seconds
+        threading.Event().wait(float(response.removeprefix("slow ")))
     if response == "exit":
         os._exit(3)
     if response == "sys.exit":

@@ -250,6 +250,24 @@ def test_check_finds_one_flipped_bit(tmp_path: Path, converted: Path) -> None:
         compare(entries, spoiled, shape, [cut(shape)], torch.float32)
 
 
+@pytest.mark.parametrize("copy_", [0, 1])
+def test_every_place_that_holds_a_parameter_is_compared(tmp_path: Path, copy_: int) -> None:
+    """The norm before experts lies under two names, of local and of Transformer Engine's layers."""
+    save_model(tmp_path / "hf", "qwen3_moe")
+    convert(tmp_path / "hf", tmp_path / "megatron", None, Options())
+    shape = read_shape(tmp_path / "hf")
+    entries = check_folder(tmp_path / "hf", shape)
+    norm = HfFolder(tmp_path / "hf").slice("model.layers.1.post_attention_layernorm.weight")[:]
+    needle = struct.pack(f"<{norm.numel()}f", *norm.tolist())
+    data = bytearray((tmp_path / "megatron/__0_0.distcp").read_bytes())
+    assert data.count(needle) == 2
+    at = data.index(needle) if copy_ == 0 else data.rindex(needle)
+    data[at] ^= 1
+    (tmp_path / "megatron/__0_0.distcp").write_bytes(data)
+    with pytest.raises(DataError, match=r"differ in 'decoder\.layers\.1\.pre_mlp_layernorm\.weight'"):
+        compare(entries, tmp_path / "megatron", shape, [cut(shape)], torch.float32)
+
+
 def test_does_not_overwrite(capsys: pytest.CaptureFixture[str], converted: Path) -> None:
     before = (converted / "megatron" / ".metadata").read_bytes()
     assert main(["convert", str(converted / "hf"), str(converted / "megatron")]) == 2

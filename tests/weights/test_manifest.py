@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.runs import ROOT
 
+from megatron_stare.config.load import load_config
 from megatron_stare.errors import DataError
+from megatron_stare.run_state import RunDir, RunState
 from megatron_stare.weights.manifest import (
     MANIFEST,
     Sum,
@@ -115,3 +118,22 @@ def test_each_file_is_dealt_to_one_rank_in_shares_of_like_size() -> None:
     assert [sum(each.size for each in share.values()) for share in dealt] == [960, 920, 920]
     assert shares(sums, 3) == shares(dict(reversed(sums.items())), 3)  # all ranks deal alike
     assert shares({}, 2) == [{}, {}]
+
+
+@pytest.mark.parametrize("size", [0, 6, 8, None])
+def test_a_checkpoint_is_completed_of_files_as_long_as_they_were_written(tmp_path: Path, size: int | None) -> None:
+    """A rank's file that is cut short, longer or gone by then makes no checkpoint, and leaves the one before."""
+    config = load_config(ROOT / "configs/quickstart.yaml", [f"run.dir={tmp_path / 'run'}"])
+    run = RunDir.create(config)
+    first = run.stage(RunState(step=5))
+    run.complete(first, {"part.bin": put(first.folder / "part.bin", b"weights")})
+    staged = run.stage(RunState(step=10))
+    written = {"part.bin": put(staged.folder / "part.bin", b"weights")}
+    if size is None:
+        (staged.folder / "part.bin").unlink()
+    else:
+        (staged.folder / "part.bin").write_bytes(b"weights+"[:size])
+    with pytest.raises(DataError, match="missing" if size is None else "cut short|longer than it was written"):
+        run.complete(staged, written)
+    assert [each.name for each in run.checkpoints()] == ["step_000005"]
+    run.close()

@@ -21,7 +21,7 @@ from megatron_stare.models.rules import blocks, shard
 from megatron_stare.weights.check import rules
 from megatron_stare.weights.hf_folder import HfFolder
 from megatron_stare.weights.stream import Bucket, stream
-from megatron_stare.weights.stream_plan import Shard, plan_stream
+from megatron_stare.weights.stream_plan import Shard, held_pieces, plan_of, plan_stream
 
 BOUND = 8 * 2**10  # bytes a bucket: above the largest tensor, far below the model
 
@@ -87,6 +87,20 @@ def test_buckets_are_as_full_as_their_bound_lets_them(tmp_path: Path, bound: int
         first = math.prod(following.slots[0].shape) * following.dtype.itemsize
         assert one.nbytes + first > bound  # it did not fit
     assert (len(layouts) == 1) == (bound == 10**9)
+
+
+def test_the_last_stages_copy_of_a_tied_embedding_is_not_sent(tmp_path: Path) -> None:
+    """The first stage gives it, and nobody a second time."""
+    save_model(tmp_path, "qwen2_tied")
+    shape = read_shape(tmp_path)
+    whole = cut(tmp_path)
+    (embedding,) = (each for each in whole if "embedding" in each.name)
+    copy = Shard("output_layer.weight", embedding.tensor.clone(), embedding.part, embedding.parts)
+    stages = [cut(tmp_path, of_layers=0), [*cut(tmp_path, of_layers=1), copy]]
+    plan = plan_of([held_pieces(shards, shape, rank) for rank, shards in enumerate(stages)], shape, BOUND)
+    tensors = {tensor.name: tensor for bucket in plan.buckets for tensor in bucket.tensors}
+    assert [piece.rank for piece in tensors["model.embed_tokens.weight"].pieces] == [0]
+    assert not any(piece.parameter == copy.name for tensor in tensors.values() for piece in tensor.pieces)
 
 
 def test_a_bucket_holds_one_dtype(tmp_path: Path) -> None:
