@@ -65,6 +65,7 @@ _MILLIONS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion"
 _MILLION = re.compile(
     r"(?<![\w.])(\d+(?:\.\d+)?)\s*(?:\\text\s*\{\s*)?(" + "|".join(_MILLIONS) + r")(?![a-z])\s*(?:\})?"
 )
+_PERCENT = re.compile(r"\s*(?:\\text\s*\{\s*per ?cent\s*\}|(?<=[\d\s}])per ?cent\b)(?!\s*of)")
 _TRIGONOMETRY = re.compile(r"\\?(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)")
 _NOTHING = {
@@ -75,7 +76,8 @@ _NOTHING = {
         "there are no real solutions",
     },
     "undefined": {"undefined", "does not exist", "dne", "not defined", "the limit does not exist"},
-    "infinite": {"infinitely many", "infinitely many solutions", "infinite solutions", "infinite", "infty", "oo"},
+    "infinite": {"infinitely many", "infinitely many solutions", "infinite solutions", "infinite"},
+    "infinity": {"infinity", "infty", "oo", "+ infty", "+infty", "positive infinity"},
 }
 _CLOCK = re.compile(
     r"(\d{1,2})\s*(?:\{?:\}?\s*(\d{2}))?(?:\s*\{?:\}?\s*(\d{2}))?\s*([ap])\.?\s?m\.?|(\d{1,2}):(\d{2})(?::(\d{2}))?",
@@ -104,6 +106,7 @@ def readable(text: str) -> str:
     text = "".join(found) + (f"^{{{raised}}}" if raised else "")
     text = re.sub(r"(^|[(\[,])\s*\+\s*\\infty", r"\1\\infty", text)
     text = _REPEATING.sub(_fraction, text)
+    text = _PERCENT.sub(r"\\%", text)
     text = _MILLION.sub(lambda each: rf"{each[1]}\times 10^{{{_MILLIONS[each[2]]}}}", text)
     if _TRIGONOMETRY.search(text):
         text = _DEGREES.sub(r"(\1\\cdot\\pi/180)", text)
@@ -219,6 +222,10 @@ def items(text: str) -> list[str]:
     text = _JOINED.sub(",", text)
     if _THOUSANDS.fullmatch(text.strip()):
         return [text]
+    if len(equation := sides(text)) == 2 and is_name(equation[0]):  # (x, y) = (1, 2)
+        names, values = bracketed(equation[0]), bracketed(equation[1])
+        if names and values and len(names.parts) == len(values.parts):
+            return [f"{name}={value}" for name, value in zip(names.parts, values.parts, strict=True)]
     found = []
     for part in split(text, (",", ";")):
         signs = re.fullmatch(r"(.*?)\\pm(?![A-Za-z])(.*)", part, re.DOTALL)

@@ -120,7 +120,7 @@ _CHANGING = frozenset(
     """.split()  # noqa: SIM905
 )
 _LETTERS_IN_WORDS = ("in", "a", "A", "C", "F")  # words, names and temperatures before units
-_TEXT = r"\\(?:text|mathrm|textrm|textbf|textit|mbox|operatorname|mathbf|rm)\s*\{([^{}]*)\}"
+_TEXT = r"\\(?:text|mathrm|textrm|textbf|textit|mbox|operatorname|mathbf|rm)\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
 _POWER = r"(?:\s*\^\s*\{?\s*([23])\s*\}?)?"
 _TRAILING = re.compile(
     rf"(?P<value>.*?)\s*(?:(?P<circ>\^\s*(?:\{{\s*\\circ\s*\}}|\\circ)\s*(?:\\?[,;\s])*(?P<scale>{_TEXT}|[CF])?)"
@@ -141,7 +141,9 @@ def quantity(text: str) -> Quantity | None:
         if rest is None or rest.kind not in (None, "money", kind):
             return None
         return Quantity(rest.value, kind, rest.size)
-    if (several := _of_several(text)) is not None:
+    if re.search(r"\d\s*'+$", text):  # minutes and seconds of arc, or feet and inches
+        return None
+    if (several := _of_several(re.sub(r"\band\b", " ", text))) is not None:
         return several
     found = _TRAILING.fullmatch(text)
     if found is None or not found["value"].strip():
@@ -157,9 +159,11 @@ def quantity(text: str) -> Quantity | None:
         unit = _unit(words, set_as_text=True)
     else:
         words = found["plain"]
-        if value == found["value"] and len(words.rstrip(".")) < 2:  # 7t: a product
-            return Quantity(text)
-        unit = _unit(words, set_as_text=value != found["value"])
+        apart = value != text[: found.start("plain")]
+        glued = value.endswith("}") or words.rstrip(".").lower() not in _UNITS
+        if len(words.rstrip(".")) < 2 or (not apart and glued):
+            return Quantity(text)  # 7t, \frac{1}{2}mv^2: a product
+        unit = _unit(words, set_as_text=apart)
         if unit is None and all(len(word) <= 3 for word in words.split()):
             return Quantity(text)  # 7 t, 2 ab: a product
     return Quantity(value, *unit) if unit is not None else None

@@ -28,7 +28,7 @@ _EXTRACTION = (replace(_DEFAULT, normalization_config=replace(_DEFAULT.normaliza
 _DEEPEST = 6  # times that an answer is taken apart: a list of named tuples takes four
 _LONGEST_LIST = 60
 _MEMBER = re.compile(r"^\s*[A-Za-z]\s*\\in(?![A-Za-z])\s*")
-_SPACED = re.compile(r"(?<![_^\d])\d+\s+\d")  # not the base of a logarithm and what stands behind it
+_SPACED = re.compile(r"(?<![_^\d])\d+(?:\s+|,\s+)\d")  # not the base of a logarithm and what stands behind it
 _MIXED = re.compile(r"(?<![\w.}^_])(\d+)\s+(\d+/\d+)(?![\d.])|(?<![\w.}^_])(\d+)\s*(\\[dt]?frac\{\d+\}\{\d+\})")
 _WORDS = re.compile(r"\\(?:text|mathrm|textrm|textbf|mbox)\s*\{[^{}]*[A-Za-z]{2}[^{}]*\}")
 _LONGEST = 1_000  # characters that are read as mathematics; the longest reference of MATH-500 has 159
