@@ -357,7 +357,7 @@ def _lock(lock: IO[str], path: Path) -> None:
             if not left:
                 lock.close()
                 raise UserError(
-                    f"another process{_holder(path)} is running in this directory",
+                    f"another process is running in this directory{_holder(path)}",
                     where=str(path),
                     fix=f"megatron-stare status {path} says how it stands; end it, or give another run.dir",
                 ) from error

@@ -69,7 +69,7 @@ def test_a_directory_in_use_names_who_uses_it(capsys: pytest.CaptureFixture[str]
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert main(["train", QUICKSTART, "run.dir=run"]) == 2
     error = capsys.readouterr().err
-    assert f"another process (pid {os.getpid()}) is running in this directory" in error
+    assert f"another process is running in this directory (pid {os.getpid()})" in error
     assert "megatron-stare status " in error
 
 

@@ -53,7 +53,7 @@ METRICS = (
         "mean |one_hot(a) - p| of the tokens in cell n of probability (below 0.002, 0.05, 0.5, 0.9, 1) and entropy "
         "(below 0.1, 0.5, 1.5 nats, above), n = 4 x that of probability + that of entropy; every "
         "observability.measured_every steps",
-        "within sqrt(2 - 2 p), STAPO's figure: large where p is small, largest where entropy is too; NaN: no token",
+        "within sqrt(2 - 2 p), STAPO's figure: large where p is small, largest where entropy is too; 0: no token",
     ),
     Metric(
         "gradient/token_share_<n>",
@@ -129,7 +129,7 @@ def cell_metrics(statistics: Statistics) -> dict[str, Tensor]:
     """`gradient/token_norm_<n>` and `gradient/token_share_<n>`, 0-dim. The norm is that of a token's own log-prob in
     the logits over the temperature, before any weight: STAPO's figure."""
     tokens, norms = tensor(statistics, "norm/cell_tokens"), tensor(statistics, "norm/cell")
-    means, shares = norms / tokens, tokens / tokens.sum().clamp_min(1)
+    means, shares = norms / tokens.clamp_min(1), tokens / tokens.sum().clamp_min(1)
     found = {f"gradient/token_norm_{n}": means[n] for n in range(CELLS)}
     return found | {f"gradient/token_share_{n}": shares[n] for n in range(CELLS)}
 

@@ -111,7 +111,7 @@ def test_the_gate_closes_above_the_target_and_keeps_its_state_without_a_number()
         ({"name": "stare", "amplfy": 2}, "did you mean 'amplify'"),
         ({"name": "stare", "amplify": 0.5}, "amplify must be at least 1"),
         ({"name": "stare", "variant": "O9"}, "'O1', 'O2', 'O3', 'O4', 'C1', 'C2', 'C3' or 'C4'"),
-        ({"name": "stare", "share": "many"}, "valid number"),
+        ({"name": "stare", "share": "many"}, "must be a number"),
         ({"name": "grpo", "clip_low": 0}, "clip_low"),
         ({}, "name is missing"),
         ({"name": "no.such.Method"}, "cannot import"),

@@ -82,7 +82,7 @@ def test_every_layout_forecasts_and_measures_the_same(ranks, tmp_path: Path) -> 
     every = {"observability": {"measured_every": 1}}
     (alone,) = ranks.run(one_rank, 1, config_of(tmp_path, **every))
     want = watched(alone["metrics"])
-    assert len(want) == 23
+    assert len(want) == 63
     by_hand = of_selection(alone["before"])
     assert {name: want[name] for name in by_hand} == pytest.approx(by_hand, rel=1e-4)
     assert 0 < want["gradient/logit_norm_low"] < want["gradient/logit_norm"] < want["gradient/logit_norm_high"]

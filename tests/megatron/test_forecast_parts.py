@@ -51,7 +51,7 @@ def test_a_mini_batch_is_forecast_and_measured_as_if_it_were_alone(ranks: RankPo
     (alone,) = ranks.run(first_update, 1, config_of(tmp_path, STARE, 0.3, observability=watched), True)
     (metrics,) = [result["metrics"] for result in results if result["metrics"] is not None]
     wanted = {name: x for name, x in alone["metrics"].items() if name.startswith(("forecast/", "gradient/"))}
-    assert len(wanted) == 23
+    assert len(wanted) == 63
     assert {name: metrics[name] for name in wanted} == pytest.approx(wanted, rel=2e-3, abs=1e-6)
     total, number = 0.0, 0
     for result in results:

@@ -251,7 +251,7 @@ def token_norms(run: RunRecord) -> TokenNorms | None:
 
     def cell(n: int) -> tuple[str, str] | None:
         norm, share = row.get(f"gradient/token_norm_{n}", math.nan), row[f"gradient/token_share_{n}"]
-        return (short(norm), f"{share:.2%}") if math.isfinite(norm) else None
+        return (short(norm), f"{share:.2%}") if share > 0 else None
 
     rows = [
         (label, short(math.sqrt(2 - 2 * low)), [cell(wide * number + n) for n in range(wide)])
