@@ -52,6 +52,7 @@ def test_a_mini_batch_is_forecast_and_measured_as_if_it_were_alone(ranks: RankPo
     (metrics,) = [result["metrics"] for result in results if result["metrics"] is not None]
     wanted = {name: x for name, x in alone["metrics"].items() if name.startswith(("forecast/", "gradient/"))}
     assert len(wanted) == 63
+    wanted = {name: x for name, x in wanted.items() if "token_" not in name}  # those are of the whole rollout batch
     assert {name: metrics[name] for name in wanted} == pytest.approx(wanted, rel=2e-3, abs=1e-6)
     total, number = 0.0, 0
     for result in results:
