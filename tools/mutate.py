@@ -1,7 +1,9 @@
-"""Which wrong lines the tests notice: changes drawn by a seed, evenly over the maths, the operators and the Megatron
-path, before any of them is tried; then each is put into a checkout of its own and the tests that reach it are run.
+"""Which wrong lines the tests notice: changes drawn by a seed, evenly over the folders of a set, before any of them is
+tried; then each is put into a checkout of its own and the tests that reach it are run. The set `core` is of the maths,
+the operators and the Megatron path, `rooms` of what lies around them.
 
     python tools/mutate.py draw --seed 1 --count 300     # writes benchmarks/results/mutants.json
+    python tools/mutate.py --set rooms draw --count 200  # writes benchmarks/results/mutants_rooms.json
     python tools/mutate.py run                           # every mutant's quickest tests; goes on where it stopped
     python tools/mutate.py run --again survived --seconds 600     # those that lived, on slower tests too
     python tools/mutate.py run --again timeout           # those that ran out of time, again
@@ -23,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +35,43 @@ from mutation.reach import Reach
 from mutation.sites import Mutant, mutants_of
 
 ROOT = Path(__file__).parent.parent
-RESULT = ROOT / "benchmarks/results/mutants.json"
 EQUIVALENT = ROOT / "tests/equivalent_mutants.yaml"
-AREAS = {"maths": "algorithms", "operators": "ops", "megatron": "megatron"}
 TARGETS = {"mutants": 300, "killed": 0.95, "equivalent": 0.10}
 KEPT = ROOT / "build/mutation"  # what can be found out again
 CONFIRM_S = 1800.0
 REACH, PASSED = KEPT / "reach.json", KEPT / "passed.json"
-NEAR = ["algorithms/test_*.py", "ops/test_*.py", "records/test_*.py", "megatron/test_*.py"]
+
+
+@dataclass(frozen=True)
+class Areas:
+    """What is drawn together: folders of the package by name, the file of results, the first number, which no other
+    set's mutants have, and the tests that are followed first."""
+
+    result: Path
+    folders: dict[str, str]
+    first: int
+    near: list[str]
+
+
+SETS = {
+    "core": Areas(
+        ROOT / "benchmarks/results/mutants.json",
+        {"maths": "algorithms", "operators": "ops", "megatron": "megatron"},
+        0,
+        [f"{name}/test_*.py" for name in ("algorithms", "ops", "records", "megatron")],
+    ),
+    "rooms": Areas(
+        ROOT / "benchmarks/results/mutants_rooms.json",
+        {name: name for name in ("data", "weights", "rewards", "orchestration", "evaluation", "records")},
+        1000,
+        [f"{name}/test_*.py" for name in ("records", "data", "rewards", "weights", "evaluation", "orchestration")],
+    ),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--set", choices=SETS, default="core", help="of folders, core unless it is said")
     verbs = parser.add_subparsers(dest="verb", required=True)
     draw = verbs.add_parser("draw", help="draw mutants of the newest commit")
     draw.add_argument("--seed", type=int, default=1)
@@ -53,41 +80,44 @@ def main() -> None:
     run.add_argument("--minutes", type=float, default=1e9, help="begin none after so long")
     run.add_argument("--again", choices=("survived", "timeout", "killed"), help="try those that were found so")
     run.add_argument("--seconds", type=float, default=20.0, help="of tests, by what they take unmutated, a mutant")
-    run.add_argument("--follow", nargs="*", default=NEAR, help="files under tests/ whose lines are followed first")
+    run.add_argument("--follow", nargs="*", help="files under tests/ whose lines are followed first")
     run.add_argument("--only", nargs="*", type=int, default=[], help="numbers of mutants")
     verbs.add_parser(
         "confirm", help="run the tests that killed without any mutant; those of one that fails are untried"
     )
     verbs.add_parser("table", help="say what was found")
     args = parser.parse_args()
+    areas = SETS[args.set]
     if args.verb == "draw":
-        drawn(args.seed, args.count)
+        drawn(areas, args.seed, args.count)
     elif args.verb == "run":
-        tried(time.monotonic() + 60 * args.minutes, args.again, args.seconds, args.follow, args.only)
+        until = time.monotonic() + 60 * args.minutes
+        tried(areas, until, args.again, args.seconds, args.follow or areas.near, args.only)
     elif args.verb == "confirm":
-        confirmed()
+        confirmed(areas)
     else:
-        print(table(json.loads(RESULT.read_text()), equivalents()))
+        print(table(json.loads(areas.result.read_text()), equivalents()))
 
 
-def drawn(seed: int, count: int) -> None:
+def drawn(areas: Areas, seed: int, count: int) -> None:
     """Writes the draw; refuses to draw again over results."""
-    if RESULT.exists():
-        sys.exit(f"{RESULT} has a draw already: finish it, or remove it")
+    if areas.result.exists():
+        sys.exit(f"{areas.result} has a draw already: finish it, or remove it")
     if said := _git("status", "--porcelain", "megatron_stare"):
         sys.exit(f"the package differs from the newest commit, which mutants are drawn of:\n{said}")
     generator, mutants = random.Random(seed), []
-    for area, package in AREAS.items():
+    share, more = divmod(count, len(areas.folders))
+    for place, (area, package) in enumerate(areas.folders.items()):
         files = sorted((ROOT / "megatron_stare" / package).rglob("*.py"))
         sites = [mutant for file in files for mutant in mutants_of(file, str(file.relative_to(ROOT)))]
-        chosen = generator.sample(range(len(sites)), count // len(AREAS))
+        chosen = generator.sample(range(len(sites)), share + (place < more))
         mutants += [{"area": area, **asdict(sites[i]), "status": None} for i in sorted(chosen)]
     for number, mutant in enumerate(mutants):
-        mutant["number"] = number
-    _write({"commit": _git("rev-parse", "HEAD"), "seed": seed, "mutants": mutants})
+        mutant["number"] = areas.first + number
+    _write(areas, {"commit": _git("rev-parse", "HEAD"), "seed": seed, "mutants": mutants})
 
 
-def tried(until: float, again: str | None, seconds: float, folders: list[str], only: list[int]) -> None:
+def tried(areas: Areas, until: float, again: str | None, seconds: float, folders: list[str], only: list[int]) -> None:
     """Tries mutants until a time, each recorded as it is judged.
 
     Args:
@@ -100,7 +130,7 @@ def tried(until: float, again: str | None, seconds: float, folders: list[str], o
     sys.path.append(str(ROOT / "benchmarks"))
     from machine import machine  # imports torch, which nothing else here needs
 
-    results = json.loads(RESULT.read_text())
+    results = json.loads(areas.result.read_text())
     results |= {"tests_of": _git("rev-parse", "HEAD"), "machine": machine()}
     passed = json.loads(PASSED.read_text()) if PASSED.exists() else {}
     reach = Reach(REACH)
@@ -122,7 +152,7 @@ def tried(until: float, again: str | None, seconds: float, folders: list[str], o
                 if time.monotonic() > until:
                     break
                 judge(checkout, reach, each, passed.setdefault(str(each["number"]), {}), seconds)
-                _write(results)
+                _write(areas, results)
                 PASSED.write_text(json.dumps(passed))
         finally:
             checkout.close()
@@ -154,9 +184,9 @@ def judge(checkout: Checkout, reach: Reach, each: dict[str, Any], passed: dict[s
     sys.stdout.flush()
 
 
-def confirmed() -> None:
+def confirmed(areas: Areas) -> None:
     """Takes back what tests killed that fail without a mutant too."""
-    results, reach = json.loads(RESULT.read_text()), Reach(REACH)
+    results, reach = json.loads(areas.result.read_text()), Reach(REACH)
     killed = [(each, reach.named(each["by"])) for each in results["mutants"] if each["status"] == "killed"]
     tests = sorted({test for _, test in killed if test is not None})
     with tempfile.TemporaryDirectory() as scratch:
@@ -172,7 +202,7 @@ def confirmed() -> None:
         each["status"], each["by"] = None, None
         print(f"{each['number']} is untried again: {test} did not pass")
     print(f"{len(tests)} tests killed {len(killed)}; {len(found['tests'])} passed without a mutant")
-    _write(results)
+    _write(areas, results)
 
 
 def by_file(chosen: list[tuple[float, str]]) -> list[str]:
@@ -195,7 +225,7 @@ def table(results: dict[str, Any], reasons: dict[int, str]) -> str:
         "| area | drawn | tried | killed | timeout | equivalent | living | killed of those that are not equivalent |"
     ]
     lines += ["|---|---|---|---|---|---|---|---|"]
-    for area in (*AREAS, "all"):
+    for area in (*dict.fromkeys(each["area"] for each in results["mutants"]), "all"):
         rows = [each for each in results["mutants"] if area in (each["area"], "all")]
         count = Counter(fate(each, reasons) for each in rows)
         tried = len(rows) - count["untried"]
@@ -227,11 +257,11 @@ def _git(*words: str) -> str:
     return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def _write(results: dict[str, Any]) -> None:
+def _write(areas: Areas, results: dict[str, Any]) -> None:
     results["mutants"] = results.pop("mutants")  # last, a line each
     text = json.dumps(results, indent=None).replace('{"area"', '\n{"area"')
-    RESULT.with_suffix(".part").write_text(text + "\n")
-    RESULT.with_suffix(".part").replace(RESULT)
+    areas.result.with_suffix(".part").write_text(text + "\n")
+    areas.result.with_suffix(".part").replace(areas.result)
 
 
 if __name__ == "__main__":
