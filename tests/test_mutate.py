@@ -219,5 +219,5 @@ def test_what_a_test_said_names_no_folder_of_this_machine() -> None:
     assert brief("tcp://host:1/x " + "1 / 2 " * 99) == ("tcp://host:1/x " + "1 / 2 " * 99)[:160]
     files = sorted((ROOT / "benchmarks/results").glob("mutants*.json"))
     recorded = [each for file in files for each in json.loads(file.read_text())["mutants"]]
-    kept = [each["by"] for each in recorded if each["by"]]
+    kept = [each["by"] for each in recorded if each.get("by")]  # an untried one has none
     assert len(kept) > 200 and all(without_folders(each) == each for each in kept)
