@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-FOLLOWED = tuple(f"/megatron_stare/{package}/" for package in ("algorithms", "ops", "megatron"))
+FOLLOWED = ("/megatron_stare/",)
 
 
 def begin(folder: Path) -> memoryview:
