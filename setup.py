@@ -1,7 +1,7 @@
 """Packaging lives in pyproject.toml; this adds to a wheel what lies beside the package: configs, assets and tools.
 
-They go into `megatron_stare/share/`, where `megatron_stare/shipped.py` finds them. An editable install, as the scripts
-make it, uses the ones of the checkout.
+They go into `megatron_stare/share/`, where `megatron_stare/process/shipped.py` finds them. An editable install, as
+the scripts make it, uses the ones of the checkout.
 """
 
 from __future__ import annotations

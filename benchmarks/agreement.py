@@ -4,7 +4,7 @@
 
 The runs are ordinary ones: the quickstart's first steps with `model.dtype=bfloat16 batch.prompts=16`, with the engine
 in process and with `rollout.engine=sglang`. The limits that docs/diagnostics.md argues from these figures are in
-megatron_stare/rollout/agreement_limits.py.
+megatron_stare/rollout/agreement/limits.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from machine import machine
 
-from megatron_stare.observability.run_files import read_run
+from megatron_stare.run_dir.run_files import read_run
 
 RESULT = Path(__file__).parent / "results/agreement.json"
 FIGURES = ("mean", "p50", "p90", "p99", "p999", "max", "likely_mean", "unlikely_mean")

@@ -38,18 +38,18 @@ from machine import machine
 from support.sglang_fake import FakeServer
 from support.threads import Threads
 
-from megatron_stare.batch import SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.environments.single_turn import SingleTurn
-from megatron_stare.orchestration.engine_worker import EngineWorker
+from megatron_stare.records.batch import SamplingParams
 from megatron_stare.rewards.verdicts import verdicts
 from megatron_stare.rewards.verifier_pool import VerifierPool
-from megatron_stare.rollout.asynchronous_source import AsynchronousSource
-from megatron_stare.rollout.engine_pool import EnginePool
-from megatron_stare.rollout.group_sampling import EveryGroup
-from megatron_stare.rollout.model_folder import load_tokenizer
-from megatron_stare.rollout.rollout_source import Rollouts, RolloutSource
-from megatron_stare.rollout.synchronous_source import SynchronousSource
+from megatron_stare.rollout.engines.engine_worker import EngineWorker
+from megatron_stare.rollout.engines.model_folder import load_tokenizer
+from megatron_stare.rollout.fleet.engine_pool import EnginePool
+from megatron_stare.rollout.sources.asynchronous_source import AsynchronousSource
+from megatron_stare.rollout.sources.group_sampling import EveryGroup
+from megatron_stare.rollout.sources.rollout_source import Rollouts, RolloutSource
+from megatron_stare.rollout.sources.synchronous_source import SynchronousSource
 
 RESULT = Path(__file__).parent / "results/asynchrony.json"
 TRAINING, SYNC = 0.7, 0.05  # of what the synchronous source waits for a batch

@@ -29,11 +29,11 @@ from machine import machine
 from ranks import measured, shape_of
 
 from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_stare.megatron import layout as parallel_layout
-from megatron_stare.megatron.background_save import BackgroundSave
-from megatron_stare.megatron.checkpoint import Saver
-from megatron_stare.megatron.model import build_policy, named_parameters
-from megatron_stare.megatron.optimizer import build_optimizer
+from megatron_stare.megatron.backend import layout as parallel_layout
+from megatron_stare.megatron.checkpoint.background_save import BackgroundSave
+from megatron_stare.megatron.checkpoint.checkpoint import Saver
+from megatron_stare.megatron.model.model import build_policy, named_parameters
+from megatron_stare.megatron.optimizer.optimizer import build_optimizer
 
 RESULT = Path(__file__).parent / "results/checkpoint.json"
 PARALLEL = ParallelConfig(tensor=2, data=2)

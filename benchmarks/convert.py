@@ -31,16 +31,16 @@ from machine import machine, process_memory
 from transformers import Qwen2Config
 
 from megatron_stare.models import read_shape
-from megatron_stare.weights.check import expected
-from megatron_stare.weights.hf_shards import create_shards
-from megatron_stare.weights.open_files import OpenFiles
-from megatron_stare.weights.safetensors_file import write_rows
+from megatron_stare.weights.files.check import expected
+from megatron_stare.weights.files.hf_shards import create_shards
+from megatron_stare.weights.files.open_files import OpenFiles
+from megatron_stare.weights.files.safetensors_file import write_rows
 
 RESULT = Path(__file__).parent / "results/convert.json"
 TARGET_SHARE = 0.5  # of cp's speed
 TARGET_ANON_GB = 1.5
 COMMAND = [sys.executable, "-m", "megatron_stare.cli", "convert"]
-IMPORTS = "import megatron_stare.cli, megatron_stare.weights.convert, time; print(flush=True); time.sleep(60)"
+IMPORTS = "import megatron_stare.cli, megatron_stare.weights.files.convert, time; print(flush=True); time.sleep(60)"
 SAMPLE_S = 0.1  # seconds; a look at all processes takes several milliseconds of a core
 PARAMETERS_32B = 32.8e9
 

@@ -45,27 +45,27 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from megatron_stare.batch import MicroBatchPlan, Prompt, SamplingParams
+from megatron_stare.cluster.inline import InlineWorkers
 from megatron_stare.config.schema import Config
 from megatron_stare.environments.single_turn import SingleTurn
 from megatron_stare.megatron.batching.microbatch import RankBatch
 from megatron_stare.megatron.batching.sequence_layout import WholeSequences
 from megatron_stare.ops.plan import PlanRules, plan_mini_batches
-from megatron_stare.orchestration.engine_worker import EngineWorker
-from megatron_stare.orchestration.inline import InlineWorkers
+from megatron_stare.process.workers import Handle, Workers
+from megatron_stare.records.batch import MicroBatchPlan, Prompt, SamplingParams
 from megatron_stare.records.rollout_batch import RankShare, RolloutBatch
 from megatron_stare.rewards.verdicts import verdicts
 from megatron_stare.rewards.verifier_pool import VerifierPool
-from megatron_stare.rollout.engine_pool import EnginePool
-from megatron_stare.rollout.group_sampling import EveryGroup
-from megatron_stare.rollout.model_folder import load_tokenizer
-from megatron_stare.rollout.rollout_source import Rollouts
-from megatron_stare.rollout.synchronous_source import SynchronousSource
-from megatron_stare.weights.checksum import tensor_checksum
-from megatron_stare.weights.outlet import Outlet
-from megatron_stare.weights.stream import Bucket
-from megatron_stare.weights.stream_plan import BucketLayout, Slot
-from megatron_stare.workers import Handle, Workers
+from megatron_stare.rollout.engines.engine_worker import EngineWorker
+from megatron_stare.rollout.engines.model_folder import load_tokenizer
+from megatron_stare.rollout.fleet.engine_pool import EnginePool
+from megatron_stare.rollout.sources.group_sampling import EveryGroup
+from megatron_stare.rollout.sources.rollout_source import Rollouts
+from megatron_stare.rollout.sources.synchronous_source import SynchronousSource
+from megatron_stare.weights.sync.checksum import tensor_checksum
+from megatron_stare.weights.sync.outlet import Outlet
+from megatron_stare.weights.sync.stream import Bucket
+from megatron_stare.weights.sync.stream_plan import BucketLayout, Slot
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results/driver.json"
@@ -234,7 +234,7 @@ def inline_workers(config: Config) -> tuple[Workers, Any]:
 
 def ray_workers(config: Config) -> tuple[Workers, Any]:
     """As a run on Ray places its engines, and no trainers."""
-    from megatron_stare.orchestration import ray as on_ray
+    from megatron_stare.cluster import ray as on_ray
 
     on_ray.start_ray(config)
     count = len(config.sglang.urls)

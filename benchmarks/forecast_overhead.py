@@ -23,11 +23,11 @@ import torch
 from machine import machine
 from tiny import ragged_batch, tiny_policy
 
+from megatron_stare.megatron.backend.cpu_backend import device
 from megatron_stare.megatron.batching.microbatch import RankBatch
 from megatron_stare.megatron.batching.sequence_layout import WholeSequences
-from megatron_stare.megatron.cpu_backend import device
-from megatron_stare.megatron.head import Head
-from megatron_stare.megatron.passes import compute_log_probs
+from megatron_stare.megatron.model.head import Head
+from megatron_stare.megatron.step.passes import compute_log_probs
 from megatron_stare.models import cost_of
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 from megatron_stare.ops.vocab_parallel import log_prob_and_entropy

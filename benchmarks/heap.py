@@ -20,7 +20,7 @@ from typing import Any
 
 from machine import machine
 
-from megatron_stare.observability.json_lines import read_jsonl
+from megatron_stare.run_dir.json_lines import read_jsonl
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results/heap.json"

@@ -44,9 +44,9 @@ import psutil
 from machine import machine
 from support.leftovers import Traces
 
-from megatron_stare.installed import code_digest
-from megatron_stare.observability.json_lines import read_jsonl
-from megatron_stare.recovery import RESTARTS_FILE
+from megatron_stare.process.recovery import RESTARTS_FILE
+from megatron_stare.process.versions import code_digest
+from megatron_stare.run_dir.json_lines import read_jsonl
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results/kill_anywhere.json"

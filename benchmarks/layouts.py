@@ -16,7 +16,7 @@ from pathlib import Path
 
 from machine import machine
 
-from megatron_stare.observability.run_files import read_metrics
+from megatron_stare.run_dir.run_files import read_metrics
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks/results/layouts.json"

@@ -42,9 +42,9 @@ from long_run_figures import figures, judged
 from machine import machine
 from support.leftovers import Traces
 
-from megatron_stare.black_box.driver_side import PREFIX
-from megatron_stare.installed import code_digest
-from megatron_stare.observability.json_lines import read_jsonl, to_line
+from megatron_stare.hangs.driver_side import PREFIX
+from megatron_stare.process.versions import code_digest
+from megatron_stare.run_dir.json_lines import read_jsonl, to_line
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results/long_run.json"
@@ -301,7 +301,7 @@ def _named(process: psutil.Process, supervisor: int) -> str:
             return _role(process.pid, supervisor)
         if found := kind_of(process, supervisor):
             return found
-        if any(word.startswith("megatron_stare.black_box.") for word in command):
+        if any(word.startswith("megatron_stare.hangs.") for word in command):
             return "watcher"
         if any("ray" in word for word in command):
             return "ray"

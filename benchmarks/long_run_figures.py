@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 from kill_anywhere import PROCESSES
 
-from megatron_stare.observability.json_lines import read_jsonl
-from megatron_stare.recovery import RESTARTS_FILE
+from megatron_stare.process.recovery import RESTARTS_FILE
+from megatron_stare.run_dir.json_lines import read_jsonl
 
 TARGET, BAND = 0.12, 0.25  # nats, of configs/quickstart.yaml; share of it
 HELD_AFTER, HELD_SHARE = 300, 0.9  # steps, of the others

@@ -20,8 +20,8 @@ from typing import Any
 
 from machine import machine
 
-from megatron_stare.observability.paired import RECENT, paired_interval, summary
-from megatron_stare.observability.run_files import read_run
+from megatron_stare.observability.metrics.paired import RECENT, paired_interval, summary
+from megatron_stare.run_dir.run_files import read_run
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs/longchain.yaml"

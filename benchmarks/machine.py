@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import torch
 
-from megatron_stare.vector_maths import settle
+from megatron_stare.process.vector_maths import settle
 
 settle()  # every benchmark imports this file
 

@@ -36,9 +36,9 @@ from safetensors.torch import save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megatron_stare.config.load import load_config
-from megatron_stare.observability.json_lines import read_jsonl
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.planning.own_plan import predicted
-from megatron_stare.resolved import resolve_run
+from megatron_stare.run_dir.json_lines import read_jsonl
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks/results/plan_accuracy.json"

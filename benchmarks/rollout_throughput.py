@@ -26,12 +26,12 @@ import torch
 from machine import machine
 from safetensors.torch import load_file
 
-from megatron_stare.batch import SamplingParams
 from megatron_stare.config.schema import Config
-from megatron_stare.rollout.engine import GenerateRequest
-from megatron_stare.rollout.sglang.protocol import generate_body
-from megatron_stare.rollout.sglang.replica import SGLangReplica
-from megatron_stare.rollout.sglang.server_engine import SGLangEngine
+from megatron_stare.records.batch import SamplingParams
+from megatron_stare.rollout.engines.engine import GenerateRequest
+from megatron_stare.rollout.engines.sglang.protocol import generate_body
+from megatron_stare.rollout.engines.sglang.replica import SGLangReplica
+from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
 
 RESULT = Path(__file__).parent / "results/rollout_throughput.json"
 MODEL = Path(__file__).parents[1] / "assets" / "tiny-adder"

@@ -21,9 +21,9 @@ from typing import Any
 
 from machine import machine
 
-from megatron_stare.observability.json_lines import to_line, write_atomically
 from megatron_stare.observability.report.rollouts_page import write_rollouts
-from megatron_stare.observability.rollout_files import rollout_file
+from megatron_stare.run_dir.json_lines import to_line, write_atomically
+from megatron_stare.run_dir.rollout_files import rollout_file
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 

@@ -33,10 +33,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # of what a run le
 from machine import machine
 from support.leftovers import Traces
 
-import megatron_stare.run.session  # noqa: F401  # what a run imports as it starts
+import megatron_stare.driver.session  # noqa: F401  # what a run imports as it starts
 from megatron_stare.cli import main as command_line
-from megatron_stare.installed import code_digest
-from megatron_stare.interruption import AFTER_STEP, SIGNALS, TO_BE_CONTINUED
+from megatron_stare.process.interruption import AFTER_STEP, SIGNALS, TO_BE_CONTINUED
+from megatron_stare.process.versions import code_digest
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results/signal_anywhere.json"

@@ -25,8 +25,8 @@ from typing import Any
 
 from machine import machine
 
-from megatron_stare.observability.paired import paired_interval
-from megatron_stare.observability.run_files import read_run
+from megatron_stare.observability.metrics.paired import paired_interval
+from megatron_stare.run_dir.run_files import read_run
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks/results/staleness_reward.json"

@@ -30,13 +30,13 @@ from pairs import spread
 from tiny import GROUP, ragged_batch, save_tiny
 
 from megatron_stare.algorithms.method import Method, TokenTerms
+from megatron_stare.cluster.trainer_group import plan_rules
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.ops.plan import MicroBatchPlan, plan_mini_batches
-from megatron_stare.orchestration.groups import plan_rules
+from megatron_stare.planning.preflight import check
 from megatron_stare.records.rollout_batch import RolloutBatch
-from megatron_stare.resolved import resolve_run
-from megatron_stare.run.preflight import check
 
 RESULT = Path(__file__).parent / "results/step_overhead.json"
 TARGET = 1.01

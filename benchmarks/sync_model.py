@@ -2,7 +2,7 @@
 
     python benchmarks/sync_model.py
 
-Seconds of a sync, from what it is made of (megatron/stage_send.py, rollout/sglang/update.py):
+Seconds of a sync, from what it is made of (megatron/export/stage_send.py, rollout/engines/sglang/update.py):
 
     plain        the bytes, broadcast to all ranks of all servers
     transfer     gather + moved + load + calls

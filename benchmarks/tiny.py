@@ -11,16 +11,16 @@ import torch
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from megatron_stare.batch import Prompt
 from megatron_stare.config.schema import ModelConfig, ParallelConfig
-from megatron_stare.megatron import layout as parallel_layout
-from megatron_stare.megatron.layout import Layout
-from megatron_stare.megatron.model import build_policy, load_hf
+from megatron_stare.megatron.backend import layout as parallel_layout
+from megatron_stare.megatron.backend.layout import Layout
+from megatron_stare.megatron.model.model import build_policy, load_hf
 from megatron_stare.models import read_shape
 from megatron_stare.models.shape import ModelShape
+from megatron_stare.records.batch import Prompt
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import sampled_trajectory
-from megatron_stare.weights.hf_folder import HfFolder
+from megatron_stare.weights.files.hf_folder import HfFolder
 
 GROUP = 8  # responses a prompt
 

@@ -20,9 +20,9 @@ from typing import Any
 
 from machine import machine
 
+from megatron_stare.process.shipped import SHIPPED
 from megatron_stare.rewards.math_verify_verifier import verify
 from megatron_stare.rewards.verifier_pool import VerifierPool
-from megatron_stare.shipped import SHIPPED
 
 WORKERS = 2
 Texts = list[tuple[str, str]]

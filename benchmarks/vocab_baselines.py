@@ -55,7 +55,7 @@ def megatron(logits: Tensor, targets: Tensor, group: ProcessGroup | None, of_ent
     overwritten."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    from megatron_stare.megatron.cpu_backend import backend
+    from megatron_stare.megatron.backend.cpu_backend import backend
 
     if of_entropy:
         raise NotImplementedError("has no entropy")

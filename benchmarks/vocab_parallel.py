@@ -172,7 +172,7 @@ def compare(cell: Cell, kept: Tensor, targets: Tensor, upstream: Tensor, checked
 def join(rank: int, init: str, cell: Cell) -> None:
     """Megatron's groups, which its cross entropy wants."""
     from megatron_stare.config.schema import ParallelConfig
-    from megatron_stare.megatron import layout
+    from megatron_stare.megatron.backend import layout
 
     if cell.device == "cuda":
         torch.cuda.set_device(rank)

@@ -10,10 +10,10 @@ from typing import Any
 
 from vs_trl_task import LONGEST, Lengths
 
-from megatron_stare.batch import Prompt
 from megatron_stare.config.schema import Config
 from megatron_stare.environments.environment import Environment, Generate, Response
 from megatron_stare.observability.sink import RunOutline, Sink
+from megatron_stare.records.batch import Prompt
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import Trajectory
 

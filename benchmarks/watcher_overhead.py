@@ -26,13 +26,13 @@ import psutil
 from machine import machine
 from pairs import spread
 
-from megatron_stare.black_box.driver_beats import DriverBeats
 from megatron_stare.config.black_box_section import BlackBoxConfig
-from megatron_stare.observability.json_lines import read_jsonl
+from megatron_stare.hangs.driver_beats import DriverBeats
+from megatron_stare.run_dir.json_lines import read_jsonl
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results/watcher_overhead.json"
-WATCHER = "megatron_stare.black_box.watcher"
+WATCHER = "megatron_stare.hangs.watcher"
 FIRST = 5  # steps of a run that are not compared: they warm up
 LOOK_S = 0.5
 PHASES = ("rollout", "log_probs", "update", "sync")  # of a step

@@ -29,11 +29,11 @@ from machine import machine
 from ranks import measured, shape_of
 
 from megatron_stare.config.schema import ModelConfig, ParallelConfig
-from megatron_stare.megatron import layout as parallel_layout
-from megatron_stare.megatron.export import PolicyStream, shards
-from megatron_stare.megatron.model import build_model, named_parameters
-from megatron_stare.weights.stream import stream
-from megatron_stare.weights.stream_plan import plan_stream
+from megatron_stare.megatron.backend import layout as parallel_layout
+from megatron_stare.megatron.export.export import PolicyStream, shards
+from megatron_stare.megatron.model.model import build_model, named_parameters
+from megatron_stare.weights.sync.stream import stream
+from megatron_stare.weights.sync.stream_plan import plan_stream
 
 RESULT = Path(__file__).parent / "results/weight_stream.json"
 PARALLEL = ParallelConfig(tensor=2, pipeline=2)

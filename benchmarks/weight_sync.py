@@ -48,12 +48,12 @@ from ray.core.generated import node_manager_pb2, node_manager_pb2_grpc
 from sync_parts import PlainBroadcast, Servers, rates, timed
 from tiny import save_tiny
 
+from megatron_stare.cluster.ray_runner import RayRunner
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
-from megatron_stare.orchestration.ray_runner import RayRunner
-from megatron_stare.resolved import resolve_run
-from megatron_stare.rollout.sglang.client import SGLangClient
-from megatron_stare.rollout.sglang.sender import Sent
-from megatron_stare.rollout.sglang.server_outlet import SGLangOutlet
+from megatron_stare.rollout.engines.sglang.client import SGLangClient
+from megatron_stare.rollout.engines.sglang.sender import Sent
+from megatron_stare.rollout.engines.sglang.server_outlet import SGLangOutlet
 
 RESULT = Path(__file__).parent / "results/weight_sync.json"
 TARGETS = {"transfer_of_plain": 0.85, "proved_of_bound": 0.8}

@@ -13,16 +13,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_stare import __version__
-from megatron_stare.bisecting import bisect_command
+from megatron_stare.commands import recipes as recipes_command
+from megatron_stare.commands import views
+from megatron_stare.commands.bisect import bisect_command
+from megatron_stare.commands.evaluate import command as eval_command
 from megatron_stare.config.load import dump_yaml, load_config
 from megatron_stare.config.schema import Config
+from megatron_stare.driver.supervision import attach, supervise
 from megatron_stare.errors import UnusableCheckpointError, UserError
-from megatron_stare.interruption import Interruption, interruptible, what_now
 from megatron_stare.planning.command import add_arguments, run_command
-from megatron_stare.run import eval_command, recipes_command, views
-from megatron_stare.shipped import TOOLS, tool
-from megatron_stare.supervision import attach, supervise
-from megatron_stare.time_limit import TimeLimit, seconds_of
+from megatron_stare.process.interruption import Interruption, interruptible, what_now
+from megatron_stare.process.shipped import TOOLS, tool
+from megatron_stare.process.time_limit import TimeLimit, seconds_of
 
 PROGRAM = "megatron-stare"
 
@@ -269,12 +271,12 @@ def _train_or_check(args: argparse.Namespace, begun: float) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers are forked and spawned around it
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models and tokenizers are local folders
     if args.dry_run:
-        from megatron_stare.run.opening import rehearse, remarks
+        from megatron_stare.driver.opening import rehearse, remarks
 
         resolved, said = rehearse(config, resume=args.resume, from_step=args.from_step, dump_step=args.dump_step)
         print(dump_yaml(resolved), *(f"# {line}\n" for line in [*remarks(resolved), *said]), sep="", end="")
         return
-    from megatron_stare.observability.figures import closing
+    from megatron_stare.observability.metrics.figures import closing
     from megatron_stare.train import train  # imports torch and transformers: seconds
 
     run_dir = train(config, resume=args.resume, from_step=args.from_step, dump_step=args.dump_step, limit=limit)
@@ -310,7 +312,7 @@ def _at_least_one(text: str) -> int:
 def _convert(args: argparse.Namespace) -> None:
     import torch
 
-    from megatron_stare.weights.convert import Options, convert
+    from megatron_stare.weights.files.convert import Options, convert
 
     dtype = getattr(torch, args.dtype) if args.dtype else None
     options = Options(dtype, args.processes, round(args.shard_gb * 1e9), args.check)
@@ -320,7 +322,7 @@ def _convert(args: argparse.Namespace) -> None:
 
 def _doctor(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides) if args.config else None
-    from megatron_stare.doctor.examine import as_json, as_text, examine, faults  # imports torch: seconds
+    from megatron_stare.commands.doctor.examine import as_json, as_text, examine, faults  # imports torch: seconds
 
     found = examine(config, bandwidth=args.bandwidth)
     print(as_json(found) if args.json else as_text(found))

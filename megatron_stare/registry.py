@@ -13,12 +13,31 @@ from typing import Any
 
 from megatron_stare.errors import ConfigError, unknown_name
 
+# Modules of earlier releases that configurations name or a user's files import, and where they are now.
+MOVED = {
+    "megatron_stare.batch": "megatron_stare.records.batch",
+    "megatron_stare.bisecting.late_engine": "megatron_stare.commands.bisect.late_engine",
+    "megatron_stare.metric": "megatron_stare.records.metric",
+    "megatron_stare.observability.alerts": "megatron_stare.observability.sink",
+    "megatron_stare.observability.rollout_files": "megatron_stare.run_dir.rollout_files",
+    "megatron_stare.observability.service": "megatron_stare.observability.sinks.service",
+    "megatron_stare.orchestration.guarded_batches": "megatron_stare.driver.guarded_batches",
+    "megatron_stare.resolved": "megatron_stare.config.resolved",
+    "megatron_stare.rollout.engine": "megatron_stare.rollout.engines.engine",
+    "megatron_stare.rollout.local": "megatron_stare.rollout.engines.local",
+    "megatron_stare.rollout.replicas": "megatron_stare.rollout.engines.replicas",
+    "megatron_stare.rollout.sglang.replica": "megatron_stare.rollout.engines.sglang.replica",
+    "megatron_stare.rollout.turns": "megatron_stare.rollout.sources.turns",
+    "megatron_stare.shipped": "megatron_stare.process.shipped",
+}
+
 
 def resolve(name: str, known: Mapping[str, str], where: str) -> Any:
     """The object called `name`.
 
     Args:
-        name: a key of `known`, `package.module.attribute` or `path/to/file.py:attribute`.
+        name: a key of `known`, `package.module.attribute` or `path/to/file.py:attribute`; of a module that is in MOVED
+            the former name too.
         known: short name to dotted path.
         where: the configuration key, for the error.
 
@@ -31,6 +50,7 @@ def resolve(name: str, known: Mapping[str, str], where: str) -> Any:
     if name not in known and "." not in name:
         raise unknown_name(name, known, where)
     module, _, attribute = known.get(name, name).rpartition(".")
+    module = MOVED.get(module, module)
     try:
         imported = importlib.import_module(module)
     except Exception as error:  # whatever a user's module raises while it is imported
@@ -65,11 +85,19 @@ def _imported_file(path: str, where: str) -> ModuleType:
 
 def _not_imported(module: str, error: Exception, where: str) -> ConfigError:
     """Says whether the module was not found, or was found and failed, and then at which line."""
-    if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    # rows of MOVED whose former module is the missing one, or lies in the missing package
+    if missing and (moved := {old: new for old, new in MOVED.items() if f"{old}.".startswith(f"{missing}.")}):
         return ConfigError(
-            f"cannot import {module!r}: there is no module {error.name!r} on Python's path",
+            f"cannot import {module!r}: there is no {missing!r} in this release",
             where=where,
-            fix=f"correct the dotted path, or name the folder that {error.name!r} lies in: PYTHONPATH=FOLDER",
+            fix="; ".join(f"import {new} instead of {old}" for old, new in moved.items()),
+        )
+    if missing and f"{module}.".startswith(f"{missing}."):
+        return ConfigError(
+            f"cannot import {module!r}: there is no module {missing!r} on Python's path",
+            where=where,
+            fix=f"correct the dotted path, or name the folder that {missing!r} lies in: PYTHONPATH=FOLDER",
         )
     if isinstance(error, SyntaxError) and error.filename:
         line = f"{error.filename}:{error.lineno}"

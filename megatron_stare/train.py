@@ -1,11 +1,11 @@
 """The training loop. It reads like the algorithm; everything it calls lives elsewhere.
 
-next:     rollouts -> rewards -> group advantages                              (orchestration/training_source.py)
-step:     log-probs -> statistics, gate, weights -> of each mini-batch backward  (orchestration/policy_trainer.py)
-publish:  weight sync, and the proof that it arrived                           (orchestration/training_source.py)
-log:      metrics, alerts and samples to every sink                            (observability/monitor.py)
-steps:    between two steps, the checkpoint and the evaluation that are due    (run/session.py)
-session:  where one lost a worker, another goes on from the newest checkpoint  (run/held_run.py)
+next:     rollouts -> rewards -> group advantages                              (driver/training_source.py)
+step:     log-probs -> statistics, gate, weights -> of each mini-batch backward  (driver/policy_trainer.py)
+publish:  weight sync, and the proof that it arrived                           (driver/training_source.py)
+log:      metrics, alerts and samples to every sink                            (observability/metrics/monitor.py)
+steps:    between two steps, the checkpoint and the evaluation that are due    (driver/session.py)
+session:  where one lost a worker, another goes on from the newest checkpoint  (driver/held_run.py)
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_stare.config.schema import Config
-from megatron_stare.run.held_run import HeldRun, made_already
-from megatron_stare.run.opening import Inputs, read_inputs
-from megatron_stare.run.session import Session
-from megatron_stare.time_limit import TimeLimit
+from megatron_stare.driver.held_run import HeldRun, made_already
+from megatron_stare.driver.opening import Inputs, read_inputs
+from megatron_stare.driver.session import Session
+from megatron_stare.process.time_limit import TimeLimit
 
 
 def train(

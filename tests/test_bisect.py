@@ -21,7 +21,7 @@ from megatron_stare.algorithms.correction import Correction
 from megatron_stare.algorithms.stare import Stare
 from megatron_stare.cli import main
 from megatron_stare.config.load import load_config
-from megatron_stare.rollout.local import LocalEngine
+from megatron_stare.rollout.engines.local import LocalEngine
 from megatron_stare.train import train
 
 FIRST, LAST = 4, 10

@@ -17,20 +17,20 @@ from megatron_stare.algorithms.clip_cov import ClipCov
 from megatron_stare.algorithms.correction import Correction
 from megatron_stare.algorithms.draw import uniform
 from megatron_stare.algorithms.stare import Stare
-from megatron_stare.batch import SamplingParams
-from megatron_stare.bisecting.bisect_command import CAUSES, as_text, as_tree
-from megatron_stare.bisecting.causes import CAUSES as KNOWN
-from megatron_stare.bisecting.causes import Change, changes, contradictions
-from megatron_stare.bisecting.changed_methods import closed_gate, draws_by_place, open_gate, without_correction
-from megatron_stare.bisecting.explain import Remade, equal_steps, explain
-from megatron_stare.bisecting.late_engine import LateEngine
-from megatron_stare.bisecting.rerun import prepare
 from megatron_stare.cli import main
+from megatron_stare.commands.bisect.bisect_command import CAUSES, as_text, as_tree
+from megatron_stare.commands.bisect.causes import CAUSES as KNOWN
+from megatron_stare.commands.bisect.causes import Change, changes, contradictions
+from megatron_stare.commands.bisect.changed_methods import closed_gate, draws_by_place, open_gate, without_correction
+from megatron_stare.commands.bisect.explain import Remade, equal_steps, explain
+from megatron_stare.commands.bisect.late_engine import LateEngine
+from megatron_stare.commands.bisect.rerun import prepare
 from megatron_stare.config.load import load_config, load_recorded
-from megatron_stare.rollout.engine import GenerateRequest
-from megatron_stare.rollout.local import LocalEngine
-from megatron_stare.run_state import RunDir, RunState
-from megatron_stare.weights import manifest
+from megatron_stare.records.batch import SamplingParams
+from megatron_stare.rollout.engines.engine import GenerateRequest
+from megatron_stare.rollout.engines.local import LocalEngine
+from megatron_stare.run_dir.run_state import RunDir, RunState
+from megatron_stare.weights.files import manifest
 
 MODEL = ROOT / "assets/tiny-adder"
 EXACT = {"exact": True}

@@ -16,7 +16,7 @@ from support.models import save_model
 from support.runs import ROOT
 
 from megatron_stare.models import FAMILIES as KNOWN
-from megatron_stare.weights.convert import Options, convert
+from megatron_stare.weights.files.convert import Options, convert
 
 pytestmark = pytest.mark.distributed
 

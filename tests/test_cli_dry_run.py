@@ -15,9 +15,9 @@ from transformers import AutoTokenizer
 
 from megatron_stare.cli import main
 from megatron_stare.config.load import dump_yaml, load_config
-from megatron_stare.run.opening import rehearse
-from megatron_stare.run_state import RunState
-from megatron_stare.weights.manifest import sums_of, write_manifest
+from megatron_stare.driver.opening import rehearse
+from megatron_stare.run_dir.run_state import RunState
+from megatron_stare.weights.files.manifest import sums_of, write_manifest
 
 QUICKSTART = str(ROOT / "configs/quickstart.yaml")
 MODEL = f"model.path={ROOT / 'assets/tiny-adder'}"
@@ -50,9 +50,9 @@ def dry(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("observability.sinks=[console]", "observability.sinks: none of them keeps the record"),
         (
             "rollout.engine=collections.OrderedDict",
-            "'collections.OrderedDict' is not a subclass of megatron_stare.rollout.engine.Engine",
+            "'collections.OrderedDict' is not a subclass of megatron_stare.rollout.engines.engine.Engine",
         ),
-        ("rollout.engine=collections.namedtuple", "is not a subclass of megatron_stare.rollout.engine.Engine"),
+        ("rollout.engine=collections.namedtuple", "is not a subclass of megatron_stare.rollout.engines.engine.Engine"),
         ("data={source: jsonl}", "data.path: the source 'jsonl' needs a file"),
         ("data={source: jsonl, path: none.jsonl}", "No such file"),
         ("data.source=my_data.Prompts", "data.source: cannot import 'my_data'"),

@@ -12,13 +12,13 @@ from support.models import save_model
 from support.runs import ROOT
 
 from megatron_stare.cli import main
+from megatron_stare.config.device_rules import check_device
 from megatron_stare.config.load import load_config
-from megatron_stare.device_rules import check_device
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.errors import ConfigError
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.models import read_shape
-from megatron_stare.resolved import resolve_run
-from megatron_stare.run.preflight import check
+from megatron_stare.planning.preflight import check
 
 QUICKSTART = str(ROOT / "configs/quickstart.yaml")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

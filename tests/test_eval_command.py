@@ -19,11 +19,11 @@ from support.models import save_model
 from support.runs import ROOT, SMALL, TIMEOUT_S, environment
 
 from megatron_stare.cli import main
+from megatron_stare.commands.evaluate import offline_evaluation
+from megatron_stare.commands.evaluate.offline_evaluation import default_out, read, run
 from megatron_stare.config.load import load_config
 from megatron_stare.errors import UserError
-from megatron_stare.observability.heartbeat import FOLDER_VARIABLE, read_heartbeat
-from megatron_stare.run import offline_evaluation
-from megatron_stare.run.offline_evaluation import default_out, read, run
+from megatron_stare.run_dir.heartbeat import FOLDER_VARIABLE, read_heartbeat
 
 MODEL = ROOT / "assets/tiny-adder"
 QUICKSTART = str(ROOT / "configs/quickstart.yaml")
@@ -64,7 +64,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 # several runs, of each how many requests its engines were given at a time, by engine in the order of their first
 TRAIN = """
 from megatron_stare.cli import main
-from megatron_stare.rollout.local import LocalEngine
+from megatron_stare.rollout.engines.local import LocalEngine
 
 given, submit = {{}}, LocalEngine.submit
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from support.runs import ROOT
 
-from megatron_stare.batch import Prompt
 from megatron_stare.config.load import load_config
+from megatron_stare.driver.evaluator import Evaluator, answered
 from megatron_stare.errors import WeightVersionError
 from megatron_stare.evaluation.estimates import wilson_interval
+from megatron_stare.evaluation.evaluate import evaluate
 from megatron_stare.evaluation.response import Response
+from megatron_stare.records.batch import Prompt
 from megatron_stare.records.trajectory import sampled_trajectory
-from megatron_stare.rollout.rollout_source import Rollouts
-from megatron_stare.run.evaluate import evaluate
-from megatron_stare.run.evaluator import Evaluator, answered
+from megatron_stare.rollout.sources.rollout_source import Rollouts
 from megatron_stare.tasks.task import Evaluation, Task
 
 PROBLEMS = [Prompt(i, str(i), f"{i}+{i}=", str(2 * i)) for i in range(10)]

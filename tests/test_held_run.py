@@ -12,17 +12,17 @@ import pytest
 from support.runs import ROOT, SMALL
 
 from megatron_stare.config.load import load_config
+from megatron_stare.driver.held_run import HeldRun
+from megatron_stare.driver.opening import Inputs, read_inputs
+from megatron_stare.driver.resuming import check_resume
 from megatron_stare.errors import ConfigError, NonFiniteError, UserError
-from megatron_stare.interruption import interruptible
-from megatron_stare.recovery import RESTARTS_FILE
-from megatron_stare.rollout.agreement import AgreementError
-from megatron_stare.rollout.engine import EngineLostError
-from megatron_stare.rollout.health import NoEngineError
-from megatron_stare.run.held_run import HeldRun
-from megatron_stare.run.opening import Inputs, read_inputs
-from megatron_stare.run.resuming import check_resume
-from megatron_stare.run_state import RunState
-from megatron_stare.workers import WorkerLostError, WorkerSilentError
+from megatron_stare.process.interruption import interruptible
+from megatron_stare.process.recovery import RESTARTS_FILE
+from megatron_stare.process.workers import WorkerLostError, WorkerSilentError
+from megatron_stare.rollout.agreement.agreement import AgreementError
+from megatron_stare.rollout.engines.engine import EngineLostError
+from megatron_stare.rollout.fleet.health import NoEngineError
+from megatron_stare.run_dir.run_state import RunState
 
 ALONE = {**SMALL, "runtime.runner": "inline", "parallel.tensor": 1, "eval.prompts": 0, "recovery.back_off_s": 0}
 LOST = (
@@ -135,7 +135,7 @@ def test_a_signal_between_two_sessions_says_how_to_continue(tmp_path: Path, monk
     def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("megatron_stare.run.held_run.time", SimpleNamespace(sleep=interrupted))
+    monkeypatch.setattr("megatron_stare.driver.held_run.time", SimpleNamespace(sleep=interrupted))
     with interruptible() as interruption, pytest.raises(KeyboardInterrupt), held(tmp_path) as run:
         run.until_done(run.first, sessions(run, (7, WorkerLostError("a rank died"))))
     assert (interruption.standing.step, interruption.standing.run_dir) == (7, tmp_path / "run")

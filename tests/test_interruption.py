@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from megatron_stare import interruption
-from megatron_stare.interruption import (
+from megatron_stare.process import interruption
+from megatron_stare.process.interruption import (
     Interruption,
     interruptible,
     makes_steps,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_stare.cli import main
-from megatron_stare.run_state import LOCK_FILE
+from megatron_stare.run_dir.run_state import LOCK_FILE
 
 QUICKSTART = "configs/quickstart.yaml"
 

@@ -21,7 +21,7 @@ from megatron_stare import models
 from megatron_stare.errors import DataError
 from megatron_stare.models import FAMILIES, cost_of, family_of, read_shape, rule_for
 from megatron_stare.models.rules import Rule, numbered, shard
-from megatron_stare.weights.check import rules
+from megatron_stare.weights.files.check import rules
 
 A_FILE = """
 from megatron_stare.models.family import ModelFamily

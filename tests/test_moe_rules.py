@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from support.models import save_model
 
+from megatron_stare.config.moe_rules import REFUSED, check_moe
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.models import read_shape
-from megatron_stare.moe_rules import REFUSED, check_moe
-from megatron_stare.rollout.replicas import check_engine
+from megatron_stare.rollout.engines.replicas import check_engine
 
 
 def config(path: Path, **sections: Any) -> Config:

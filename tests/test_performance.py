@@ -15,14 +15,21 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from support.runs import ROOT
 
-from megatron_stare import performance
 from megatron_stare.cli import main
+from megatron_stare.config import performance
 from megatron_stare.config.load import load_config
+from megatron_stare.config.performance import (
+    FEATURES,
+    NOT_OFFERED,
+    check_performance,
+    environment,
+    is_on,
+    megatron_fields,
+)
 from megatron_stare.config.schema import PerformanceConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.performance import FEATURES, NOT_OFFERED, check_performance, environment, is_on, megatron_fields
-from megatron_stare.run.preflight import check
+from megatron_stare.planning.preflight import check
 
 QUICKSTART = str(ROOT / "configs/quickstart.yaml")
 MODEL = f"model.path={ROOT / 'assets/tiny-adder'}"

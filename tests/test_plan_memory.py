@@ -77,7 +77,7 @@ def test_a_fault_ends_with_1(model: str, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     import plan_memory
 
-    from megatron_stare.megatron import layout_faults
+    from megatron_stare.megatron.dry import layout_faults
 
     monkeypatch.setattr(layout_faults, "faults", lambda *_: [f"fault {n}" for n in range(22)])
     assert plan_memory.main([model]) == 1

@@ -11,13 +11,13 @@ import pytest
 from support.runs import ROOT
 
 from megatron_stare.cli import main
+from megatron_stare.cluster.ray import Actor
 from megatron_stare.config.load import load_config
+from megatron_stare.config.process_settings import check_environment, check_ports, port_share, shared_environment
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
-from megatron_stare.network import free_port, interface_address
-from megatron_stare.orchestration.ray import Actor
-from megatron_stare.process_settings import check_environment, check_ports, port_share, shared_environment
-from megatron_stare.rollout.sglang.replica import server_options
+from megatron_stare.process.network import free_port, interface_address
+from megatron_stare.rollout.engines.sglang.replica import server_options
 
 QUICKSTART = str(ROOT / "configs/quickstart.yaml")
 SERVED = ("rollout.engine=sglang", f"sglang.python={sys.executable}")

@@ -11,7 +11,7 @@ import yaml
 from megatron_stare.config.load import dump_yaml, validate
 from megatron_stare.config.recovery_section import RecoveryConfig
 from megatron_stare.config.schema import Config
-from megatron_stare.recovery import RESTARTS_FILE, Attempts, RecoveryRule, note_restart, restarts_of
+from megatron_stare.process.recovery import RESTARTS_FILE, Attempts, RecoveryRule, note_restart, restarts_of
 
 
 def test_the_wait_doubles_up_to_the_longest_and_the_restarts_end() -> None:

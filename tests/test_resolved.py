@@ -11,14 +11,14 @@ from support.models import save_model
 from support.runs import ROOT
 
 from megatron_stare.algorithms.stare import Stare
+from megatron_stare.cluster.ray import Actor
+from megatron_stare.cluster.trainer_group import plan_rules
 from megatron_stare.config.load import load_config
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.errors import ConfigError
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.models import read_shape
-from megatron_stare.orchestration.groups import plan_rules
-from megatron_stare.orchestration.ray import Actor
-from megatron_stare.resolved import resolve_run
-from megatron_stare.run.preflight import check
+from megatron_stare.planning.preflight import check
 
 QUICKSTART = ROOT / "configs/quickstart.yaml"
 

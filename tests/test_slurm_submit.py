@@ -10,7 +10,7 @@ import pytest
 from support.runs import ROOT
 from support.slurm import asked, one_node, reason_against, until
 
-from megatron_stare.network import free_port
+from megatron_stare.process.network import free_port
 
 # Ray: stays until it is ended, and says that one node has joined. A run: stays until it is to save; resumed, it ends
 PYTHON = """#!/usr/bin/env bash

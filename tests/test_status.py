@@ -22,16 +22,16 @@ from support.runs import command, environment, metrics, model
 from support.synthetic_runs import synthetic_run
 
 from megatron_stare.cli import main
-from megatron_stare.observability.heartbeat import HEARTBEAT_FILE, Beat, read_heartbeat, write_beat
-from megatron_stare.observability.json_lines import write_atomically
+from megatron_stare.commands import views
+from megatron_stare.commands.status import Status, status_of
+from megatron_stare.commands.views import as_text
 from megatron_stare.observability.report.page import write_report
 from megatron_stare.observability.report.rollouts_page import write_rollouts
-from megatron_stare.observability.run_files import LOCK_FILE, read_run
-from megatron_stare.observability.stored_responses import stored_responses
-from megatron_stare.run import views
-from megatron_stare.run.status import Status, status_of
-from megatron_stare.run.views import as_text
-from megatron_stare.run_state import refuse_busy
+from megatron_stare.observability.report.stored_responses import stored_responses
+from megatron_stare.run_dir.heartbeat import HEARTBEAT_FILE, Beat, read_heartbeat, write_beat
+from megatron_stare.run_dir.json_lines import write_atomically
+from megatron_stare.run_dir.run_files import LOCK_FILE, read_run
+from megatron_stare.run_dir.run_state import refuse_busy
 
 INLINE = {
     "runtime.runner": "inline",

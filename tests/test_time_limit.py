@@ -6,7 +6,7 @@ import pytest
 
 from megatron_stare.cli import main
 from megatron_stare.errors import ConfigError
-from megatron_stare.time_limit import TimeLimit, seconds_of
+from megatron_stare.process.time_limit import TimeLimit, seconds_of
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.runs import ROOT, environment, metrics, model, train
 
-from megatron_stare.observability.json_lines import read_jsonl
+from megatron_stare.run_dir.json_lines import read_jsonl
 
 pytestmark = pytest.mark.distributed
 ALONE = {"runtime.runner": "inline", "parallel.tensor": 1, "eval.prompts": 0}  # one process: seconds a run

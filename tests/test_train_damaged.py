@@ -19,8 +19,8 @@ from support.small_disk import small_disk
 
 from megatron_stare.cli import main
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.run_state import RUN_STATE
-from megatron_stare.weights.manifest import MANIFEST, put, sums_of, write_manifest
+from megatron_stare.run_dir.run_state import RUN_STATE
+from megatron_stare.weights.files.manifest import MANIFEST, put, sums_of, write_manifest
 
 pytestmark = pytest.mark.distributed
 INLINE = {

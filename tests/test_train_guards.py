@@ -16,12 +16,12 @@ from support.runs import ROOT, SMALL, metrics, model
 from megatron_stare.config.load import load_config
 from megatron_stare.data.arithmetic import draw_problem
 from megatron_stare.data.streams import stream_seed
+from megatron_stare.driver.guarded_batches import read_guarded, step_folder
 from megatron_stare.errors import GuardError, NonFiniteError
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.observability.monitor import Monitor
-from megatron_stare.orchestration.guarded_batches import read_guarded, step_folder
-from megatron_stare.run_state import RunState
-from megatron_stare.time_limit import TimeLimit
+from megatron_stare.observability.metrics.monitor import Monitor
+from megatron_stare.process.time_limit import TimeLimit
+from megatron_stare.run_dir.run_state import RunState
 from megatron_stare.train import train
 
 pytestmark = pytest.mark.distributed

@@ -9,8 +9,8 @@ from statistics import fmean
 
 from support.runs import ROOT, TIMEOUT_S, command, environment, metrics
 
-from megatron_stare.observability.rollout_files import read_rollouts
 from megatron_stare.rewards.signs_verifier import verify
+from megatron_stare.run_dir.rollout_files import read_rollouts
 
 
 def test_a_few_steps_make_responses_longer_and_better(tmp_path: Path) -> None:

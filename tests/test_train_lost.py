@@ -25,9 +25,9 @@ from support.runs import ROOT, command, environment, metrics, model
 from support.trained_sink import cursors_of, off, trained_on, versions_of
 from test_train_sglang import LIMIT, SGLANG, is_step
 
-from megatron_stare.recovery import RESTARTS_FILE
-from megatron_stare.rollout.kept import from_bytes
-from megatron_stare.run_state import KEPT
+from megatron_stare.process.recovery import RESTARTS_FILE
+from megatron_stare.rollout.sources.kept import from_bytes
+from megatron_stare.run_dir.run_state import KEPT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -57,7 +57,7 @@ def server(supervisor: int) -> psutil.Process | None:
     """The process of a run's SGLang server, the first of its group."""
     for process in psutil.Process(supervisor).children(recursive=True):
         words = process.cmdline()
-        if "megatron_stare.rollout.sglang.serve" in words and os.getpgid(process.pid) == process.pid:
+        if "megatron_stare.rollout.engines.sglang.serve" in words and os.getpgid(process.pid) == process.pid:
             return process
     return None
 

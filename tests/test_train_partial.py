@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from support.runs import metrics, model, train
 
-from megatron_stare.rollout.kept import from_bytes
-from megatron_stare.run_state import KEPT
+from megatron_stare.rollout.sources.kept import from_bytes
+from megatron_stare.run_dir.run_state import KEPT
 
 PARTIAL = {
     "runtime.runner": "inline",

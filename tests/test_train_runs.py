@@ -16,10 +16,10 @@ from support.interrupts import uninterruptible
 from support.runs import command, environment, metrics, model, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_stare.observability.heartbeat import read_heartbeat
-from megatron_stare.observability.json_lines import read_jsonl
-from megatron_stare.observability.rollout_files import read_rollouts
-from megatron_stare.rollout.agreement_limits import BOUNDS
+from megatron_stare.rollout.agreement.limits import BOUNDS
+from megatron_stare.run_dir.heartbeat import read_heartbeat
+from megatron_stare.run_dir.json_lines import read_jsonl
+from megatron_stare.run_dir.rollout_files import read_rollouts
 
 pytestmark = pytest.mark.distributed
 

@@ -23,11 +23,11 @@ from support.runs import command, metrics, model
 
 from megatron_stare.cli import main
 from megatron_stare.environments.single_turn import SingleTurn
-from megatron_stare.interruption import TO_BE_CONTINUED
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.rollout.engine_pool import EnginePool
-from megatron_stare.run_state import RunState
-from megatron_stare.time_limit import TimeLimit
+from megatron_stare.process.interruption import TO_BE_CONTINUED
+from megatron_stare.process.time_limit import TimeLimit
+from megatron_stare.rollout.fleet.engine_pool import EnginePool
+from megatron_stare.run_dir.run_state import RunState
 
 pytestmark = pytest.mark.distributed
 TERMINATED = 128 + signal.SIGTERM

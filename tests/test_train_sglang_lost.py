@@ -16,7 +16,7 @@ from support import sglang_servers as servers
 from support.runs import metrics, model, train
 from test_train_sglang import LIMIT, SGLANG, Run, is_step
 
-from megatron_stare.observability.heartbeat import beat_file, read_beat
+from megatron_stare.run_dir.heartbeat import beat_file, read_beat
 
 pytestmark = [
     pytest.mark.sglang,
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.distributed,
     pytest.mark.skipif(servers.MISSING is not None, reason=str(servers.MISSING)),
 ]
-SERVE = "megatron_stare.rollout.sglang.serve"
+SERVE = "megatron_stare.rollout.engines.sglang.serve"
 ALONE = {"runtime.runner": "inline", "parallel.tensor": 1, "run.steps": 1}
 
 
@@ -81,7 +81,7 @@ def test_a_server_that_hangs_in_a_weight_sync_costs_what_the_black_box_waits_for
             if is_step(line, 4):
                 assert run.traces.look() == 2
                 marked = list(run.traces._marked())
-                (beats,) = (p.cmdline()[-1] for p in marked if "megatron_stare.black_box.watcher" in p.cmdline())
+                (beats,) = (p.cmdline()[-1] for p in marked if "megatron_stare.hangs.watcher" in p.cmdline())
                 group = min(p.pid for p in marked if SERVE in p.cmdline() and os.getpgid(p.pid) == p.pid)
                 sender = beat_file(Path(beats), "trainer rank 0")
                 while (beat := read_beat(sender)) is None or beat.phase != "send_weights":
@@ -115,7 +115,7 @@ def test_a_run_that_is_told_to_end_while_its_servers_have_left_the_device_saves_
             if is_step(line, 2):
                 assert run.traces.look() == 2
                 marked = run.traces._marked()
-                (beats,) = (p.cmdline()[-1] for p in marked if "megatron_stare.black_box.watcher" in p.cmdline())
+                (beats,) = (p.cmdline()[-1] for p in marked if "megatron_stare.hangs.watcher" in p.cmdline())
                 rank = beat_file(Path(beats), "trainer rank 0")
                 while (beat := read_beat(rank)) is None or beat.phase != "compute_log_probs":
                     pass

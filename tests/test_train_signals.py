@@ -18,7 +18,7 @@ import pytest
 from support.leftovers import Traces
 from support.runs import ROOT, command, environment, metrics, model, watched_as
 
-from megatron_stare.interruption import TO_BE_CONTINUED
+from megatron_stare.process.interruption import TO_BE_CONTINUED
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 

@@ -17,13 +17,13 @@ from support.models import random_batch
 from support.runs import ROOT, metrics, model, train
 
 from megatron_stare.config.load import load_config
+from megatron_stare.driver.guarded_batches import read_guarded, step_folder
+from megatron_stare.driver.policy_trainer import PolicyTrainer
 from megatron_stare.errors import NonFiniteError
-from megatron_stare.megatron.not_finite import NotFinite
-from megatron_stare.orchestration.guarded_batches import read_guarded, step_folder
-from megatron_stare.orchestration.policy_trainer import PolicyTrainer
-from megatron_stare.orchestration.updates import UpdateResult, combined, skipped_after
+from megatron_stare.megatron.step.not_finite import NotFinite
 from megatron_stare.records.token_numbers import TokenNumbers
-from megatron_stare.run_state import RunState
+from megatron_stare.records.updates import UpdateResult, combined, skipped_after
+from megatron_stare.run_dir.run_state import RunState
 
 
 def update(finite: bool = True, empty: bool = False, skipped: bool | None = None, **metrics: float) -> UpdateResult:

@@ -16,7 +16,7 @@ import torch
 from support import sglang_servers as servers
 from support.runs import ROOT, environment, model, train
 
-from megatron_stare.vector_maths import FUNCTIONS
+from megatron_stare.process.vector_maths import FUNCTIONS
 
 PACKAGES = ("algorithms", "megatron", "ops", "rollout")
 PROBE = str(ROOT / "tests/support/probe")
@@ -59,7 +59,10 @@ def test_a_run_settles_first_in_driver_trainer_and_engine(tmp_path: Path, monkey
     done = train(model(), f"run.dir={tmp_path / 'run'}", cwd=tmp_path, **settings)
     assert done.returncode == 0, done.stderr
     found = reports(tmp_path)
-    assert kinds(found, "megatron/trainer.py", "rollout/local.py") == ["megatron/trainer.py", "rollout/local.py"]
+    assert kinds(found, "megatron/trainer.py", "rollout/engines/local.py") == [
+        "megatron/trainer.py",
+        "rollout/engines/local.py",
+    ]
     assert len(found) >= 3  # two ranks and an engine
 
 

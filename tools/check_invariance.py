@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_stare.errors import UserError
-from megatron_stare.quiet import quiet_upstreams
+from megatron_stare.process.silence_upstreams import quiet_upstreams
 
 if TYPE_CHECKING:
     from invariance.case import Case

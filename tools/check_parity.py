@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from megatron_stare.errors import DataError, UserError
-from megatron_stare.quiet import quiet_upstreams
+from megatron_stare.process.silence_upstreams import quiet_upstreams
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,11 +57,11 @@ def check(args: argparse.Namespace) -> int:
     from parity import TIMEOUT_S, Task, compare, one_rank
     from rank_processes import rank_processes
 
+    from megatron_stare.config.layout_rules import check_layout
     from megatron_stare.config.schema import ParallelConfig
-    from megatron_stare.layout_rules import check_layout
     from megatron_stare.models import read_shape
-    from megatron_stare.weights.check import check_folder
-    from megatron_stare.weights.torch_dist import is_checkpoint
+    from megatron_stare.weights.files.check import check_folder
+    from megatron_stare.weights.files.torch_dist import is_checkpoint
 
     parallel = ParallelConfig(
         tensor=args.tp,

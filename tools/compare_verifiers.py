@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stare.errors import DataError, UserError
+from megatron_stare.process.shipped import SHIPPED
 from megatron_stare.rewards.verifier_pool import Verdict, VerifierPool
-from megatron_stare.shipped import SHIPPED
 
 LABELLED = SHIPPED / "assets" / "verification" / "labelled_answers.jsonl"
 VERIFIERS = ("math", "math_verify", "dapo_boxed")

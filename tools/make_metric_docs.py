@@ -18,8 +18,8 @@ from itertools import groupby
 from pathlib import Path
 
 from megatron_stare.config.schema import Config
-from megatron_stare.metric import Metric
-from megatron_stare.observability.glossary import FILE
+from megatron_stare.observability.metrics.glossary import FILE
+from megatron_stare.records.metric import Metric
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatron_stare"

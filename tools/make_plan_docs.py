@@ -16,13 +16,13 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # predictions are made without any device
 
 from megatron_stare.config.load import validate
+from megatron_stare.config.resolved import ResolvedRun, resolve_run
 from megatron_stare.planning.coefficients import Coefficients
 from megatron_stare.planning.fit import PlannedFit
 from megatron_stare.planning.flops import forward_flops
 from megatron_stare.planning.gpus import find_gpu
 from megatron_stare.planning.phase_times import Lengths, Step, step_time
-from megatron_stare.resolved import ResolvedRun, resolve_run
-from megatron_stare.shipped import SHIPPED
+from megatron_stare.process.shipped import SHIPPED
 
 PAGE = Path(__file__).parent.parent / "docs" / "planning.md"
 START, END = "<!-- made by tools/make_plan_docs.py -->\n", "<!-- to here -->\n"

@@ -26,26 +26,26 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from megatron_stare.batch import Prompt
 from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_stare.data import arithmetic, signs
 from megatron_stare.data.generated import Problem
 from megatron_stare.data.streams import Split
-from megatron_stare.megatron import layout as parallel_layout
+from megatron_stare.megatron.backend import layout as parallel_layout
+from megatron_stare.megatron.backend.cpu_backend import backend, device
 from megatron_stare.megatron.batching.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.batching.sequence_layout import WholeSequences
-from megatron_stare.megatron.cpu_backend import backend, device
-from megatron_stare.megatron.export import export_hf
-from megatron_stare.megatron.head import Head
-from megatron_stare.megatron.model import build_policy, load_hf
-from megatron_stare.megatron.optimizer import build_optimizer
-from megatron_stare.megatron.passes import accumulate_gradients
+from megatron_stare.megatron.export.export import export_hf
+from megatron_stare.megatron.model.head import Head
+from megatron_stare.megatron.model.model import build_policy, load_hf
+from megatron_stare.megatron.optimizer.optimizer import build_optimizer
+from megatron_stare.megatron.step.passes import accumulate_gradients
 from megatron_stare.models import read_shape
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
+from megatron_stare.records.batch import Prompt
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import sampled_trajectory
-from megatron_stare.weights.hf_folder import HfFolder
-from megatron_stare.weights.hf_shards import write_folder
+from megatron_stare.weights.files.hf_folder import HfFolder
+from megatron_stare.weights.files.hf_shards import write_folder
 
 PAD, EOS = "<pad>", "<eos>"
 

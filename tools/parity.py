@@ -15,24 +15,24 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_stare.batch import Prompt
 from megatron_stare.config.schema import BatchConfig, Config, ModelConfig, ParallelConfig
-from megatron_stare.megatron import layout as parallel_layout
+from megatron_stare.megatron.backend import layout as parallel_layout
+from megatron_stare.megatron.backend.cpu_backend import device
+from megatron_stare.megatron.backend.layout import Layout
 from megatron_stare.megatron.batching.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.batching.sequence_layout import sequence_layout
-from megatron_stare.megatron.cpu_backend import device
-from megatron_stare.megatron.export import export_hf
-from megatron_stare.megatron.head import output_weight, rows_of
-from megatron_stare.megatron.layout import Layout
-from megatron_stare.megatron.model import build_model, load_hf
-from megatron_stare.megatron.passes import compute_log_probs
+from megatron_stare.megatron.export.export import export_hf
+from megatron_stare.megatron.model.head import output_weight, rows_of
+from megatron_stare.megatron.model.model import build_model, load_hf
+from megatron_stare.megatron.step.passes import compute_log_probs
 from megatron_stare.models import cost_of, read_shape
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
+from megatron_stare.records.batch import Prompt
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import sampled_trajectory
-from megatron_stare.weights.check import left_out
-from megatron_stare.weights.hf_folder import HfFolder
+from megatron_stare.weights.files.check import left_out
+from megatron_stare.weights.files.hf_folder import HfFolder
 
 TIMEOUT_S = 1800.0
 

@@ -21,7 +21,7 @@ from typing import Any
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Megatron's fused functions would be compiled, for nothing here
 
 from megatron_stare.errors import UserError
-from megatron_stare.quiet import quiet_upstreams
+from megatron_stare.process.silence_upstreams import quiet_upstreams
 
 GIB = 2**30
 
@@ -63,8 +63,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def make_plan(args: argparse.Namespace) -> dict[str, Any]:
     """What --json prints. Raises UserError or ValidationError for what cannot be planned."""
+    from megatron_stare.config.layout_rules import check_layout
     from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
-    from megatron_stare.layout_rules import check_layout
     from megatron_stare.models import read_shape
 
     parallel = ParallelConfig(
@@ -82,9 +82,9 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
     shape = read_shape(args.model)
     check_layout(parallel, shape)
 
-    from megatron_stare.megatron.layout_faults import faults
-    from megatron_stare.megatron.planned_layout import assumptions, extremes, plan_layout
-    from megatron_stare.weights.check import expected
+    from megatron_stare.megatron.dry.layout_faults import faults
+    from megatron_stare.megatron.dry.planned_layout import assumptions, extremes, plan_layout
+    from megatron_stare.weights.files.check import expected
 
     started = time.monotonic()
     plans = plan_layout(shape, model, parallel, optimizer, processes=max(args.processes, 1))

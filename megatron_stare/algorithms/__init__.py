@@ -4,7 +4,7 @@ A method names the whole-batch statistics it needs and, given their values, comp
 (`method.py` is the contract). A user's own is named in YAML by its dotted path.
 """
 
-from megatron_stare.vector_maths import settle
+from megatron_stare.process.vector_maths import settle
 
 settle()  # before anything in here runs
 

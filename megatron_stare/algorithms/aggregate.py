@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_stare.batch import TokenBatch
+from megatron_stare.records.batch import TokenBatch
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "dr_grpo", "dr_grpo_verl", "micro_batch_mean"]
 PER_SEQUENCE = ("sequence_mean", "sequence_sum", "dr_grpo")  # those that count the responses of the batch

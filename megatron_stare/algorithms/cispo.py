@@ -16,7 +16,7 @@ from megatron_stare.algorithms.advantage import Spread, group_advantages
 from megatron_stare.algorithms.method import State, TokenTerms
 from megatron_stare.algorithms.policy import PolicyGradient
 from megatron_stare.algorithms.surrogate import weighted_likelihood
-from megatron_stare.batch import TokenBatch
+from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Statistics
 
 

@@ -21,9 +21,9 @@ from megatron_stare.algorithms.draw import uniform
 from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.algorithms.method import State, TokenTerms
 from megatron_stare.algorithms.surrogate import clipped_surrogate
-from megatron_stare.batch import TokenBatch
-from megatron_stare.metric import Metric
+from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Request, Statistics, TopK, threshold
+from megatron_stare.records.metric import Metric
 
 METRICS = (
     Metric(

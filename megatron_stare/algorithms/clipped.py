@@ -9,9 +9,9 @@ from torch import Tensor
 from megatron_stare.algorithms.method import State, TokenTerms
 from megatron_stare.algorithms.policy import PolicyGradient
 from megatron_stare.algorithms.surrogate import Surrogate, clipped_surrogate
-from megatron_stare.batch import TokenBatch
-from megatron_stare.metric import Metric
+from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Statistics
+from megatron_stare.records.metric import Metric
 
 METRICS = (
     Metric(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.algorithms.surrogate import LOG_RATIO_LIMIT
-from megatron_stare.batch import TokenBatch
+from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Mean, Request, SegmentSum, Statistics, scalar, tensor
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megatron_stare.batch import TokenBatch
+from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Count, Mean, Request, Statistics, scalar
 
 

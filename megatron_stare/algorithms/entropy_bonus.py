@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from megatron_stare.batch import TokenBatch
+from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Mean, Request, Statistics, scalar
 
 # names of the state and of the statistic; strings of their own, so that a method's own state cannot collide

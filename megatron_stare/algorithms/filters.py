@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron_stare.batch import TokenBatch
+from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Request, Statistics
 
 

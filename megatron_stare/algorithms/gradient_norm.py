@@ -18,9 +18,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megatron_stare.batch import TokenBatch
-from megatron_stare.metric import Metric
+from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Count, Request, SegmentSum, Statistics, Sum, scalar, tensor
+from megatron_stare.records.metric import Metric
 
 IMPROBABLE = 0.002  # tau_p of STAPO
 # lower ends of all ranges of a token's probability, and of its position's entropy in nats, but the first, which is 0

@@ -23,7 +23,7 @@ from megatron_stare.algorithms.aggregate import Aggregation
 from megatron_stare.algorithms.clipped import Clipped
 from megatron_stare.algorithms.correction import Correction
 from megatron_stare.algorithms.surrogate import LOG_RATIO_LIMIT, Surrogate, clip, ratio, response_mean
-from megatron_stare.batch import TokenBatch
+from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Request, SegmentSum, Statistics, tensor
 
 

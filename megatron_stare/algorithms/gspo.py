@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.algorithms.grpo_s import refuse_by_token
 from megatron_stare.algorithms.surrogate import LOG_RATIO_LIMIT, Surrogate, clip, response_mean
-from megatron_stare.batch import TokenBatch
+from megatron_stare.records.batch import TokenBatch
 
 TOKEN_FORM_LIMIT = 10.0  # as in verl
 

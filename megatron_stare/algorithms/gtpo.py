@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_stare.algorithms.advantage import all_equal
 from megatron_stare.algorithms.clipped import Clipped
-from megatron_stare.batch import TokenBatch
+from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Request, SegmentSum, Statistics, tensor
 
 # a spread of rewards below this share of their size comes of entropies that differ in float32's last bits

@@ -20,9 +20,9 @@ from megatron_stare.algorithms.covariance import budget, covariance, mean_reques
 from megatron_stare.algorithms.method import State, TokenTerms
 from megatron_stare.algorithms.policy import PolicyGradient
 from megatron_stare.algorithms.surrogate import ratio
-from megatron_stare.batch import TokenBatch
-from megatron_stare.metric import Metric
+from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Request, Statistics, TopK, threshold
+from megatron_stare.records.metric import Metric
 
 METRICS = (Metric("kl_cov/share", "share", "tokens that are held to the old policy", "near algorithm.share"),)
 

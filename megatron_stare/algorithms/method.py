@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.algorithms.token_sets import TokenSet
-from megatron_stare.batch import TokenBatch
+from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Count, Request, Statistics, scalar
 from megatron_stare.records.rollout_batch import RolloutBatch
 

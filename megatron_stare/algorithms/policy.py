@@ -22,9 +22,9 @@ from megatron_stare.algorithms.filters import Filter, Narrowed, narrow
 from megatron_stare.algorithms.kl import ReferenceKl, kl_estimate
 from megatron_stare.algorithms.method import Method, State, TokenTerms
 from megatron_stare.algorithms.shaping import LengthPenalty, Overlong, Truncated, informative_groups
-from megatron_stare.batch import TokenBatch
-from megatron_stare.metric import Metric
+from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Count, Request, SegmentSum, Statistics, scalar, tensor
+from megatron_stare.records.metric import Metric
 from megatron_stare.records.rollout_batch import RolloutBatch
 
 METRICS = (

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megatron_stare.algorithms.sensitivity import is_rare, sensitivity_of
 from megatron_stare.algorithms.token_sets import TokenSet
-from megatron_stare.batch import TokenBatch
-from megatron_stare.metric import Metric
+from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Count, Request, Statistics, Sum, scalar
+from megatron_stare.records.metric import Metric
 
 _SETS = {"plus": "L+", "minus": "L-", "common_plus": "U+", "common_minus": "U-"}
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_stare.batch import TokenBatch
-from megatron_stare.metric import Metric
+from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Count, Mean, Request, Statistics, Sum, scalar
+from megatron_stare.records.metric import Metric
 
 METRICS = (
     Metric(

@@ -19,9 +19,9 @@ from torch import Tensor
 from megatron_stare.algorithms.aggregate import Aggregation
 from megatron_stare.algorithms.filters import Filter
 from megatron_stare.algorithms.grpo import Grpo
-from megatron_stare.batch import TokenBatch
-from megatron_stare.metric import Metric
+from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Interpolation, Quantile, Request, Statistics, scalar
+from megatron_stare.records.metric import Metric
 
 METRICS = (
     Metric(

@@ -24,9 +24,9 @@ from megatron_stare.algorithms.aggregate import Aggregation
 from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.algorithms.method import State, TokenTerms
 from megatron_stare.algorithms.token_sets import Common, Selection, TokenSet, Variant, token_sets
-from megatron_stare.batch import TokenBatch
-from megatron_stare.metric import Metric
+from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Mean, Request, SegmentSum, Statistics, scalar, tensor
+from megatron_stare.records.metric import Metric
 
 METRICS = (
     Metric(

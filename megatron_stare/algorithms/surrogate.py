@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_stare.batch import TokenBatch
+from megatron_stare.records.batch import TokenBatch
 
 LOG_RATIO_LIMIT = 20.0  # exp of more would overflow bf16 sums; the same bound as verl's
 

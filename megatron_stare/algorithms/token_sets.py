@@ -19,7 +19,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from megatron_stare.batch import TokenBatch
+from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Count, Request, Statistics, TopK, scalar, threshold
 
 Variant = Literal["O1", "O2", "O3", "O4", "C1", "C2", "C3", "C4"]

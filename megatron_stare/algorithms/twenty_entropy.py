@@ -20,9 +20,9 @@ from torch import Tensor
 from megatron_stare.algorithms.aggregate import Aggregation
 from megatron_stare.algorithms.filters import Filter
 from megatron_stare.algorithms.grpo import Grpo
-from megatron_stare.batch import TokenBatch
-from megatron_stare.metric import Metric
+from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Count, Quantile, Request, Statistics, TopK, scalar, threshold
+from megatron_stare.records.metric import Metric
 
 METRICS = (
     Metric("forks/entropy_threshold", "nats", "least entropy of the tokens that are trained on", "above entropy/mean"),

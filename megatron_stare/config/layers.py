@@ -18,7 +18,7 @@ import yaml
 from megatron_stare.config.formats import KEY, config_up_to_date
 from megatron_stare.config.recipes import FOLDER, recipe_named, recipes
 from megatron_stare.errors import ConfigError
-from megatron_stare.shipped import SHIPPED, find_config, resolve_paths
+from megatron_stare.process.shipped import SHIPPED, find_config, resolve_paths
 
 DEFAULTS = "defaults"
 

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from megatron_stare.errors import ConfigError
-from megatron_stare.shipped import SHIPPED
+from megatron_stare.process.shipped import SHIPPED
 
 FOLDER = "recipes"
 

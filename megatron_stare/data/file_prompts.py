@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from megatron_stare.batch import Prompt
 from megatron_stare.config.data_section import DataConfig, MixtureFile
 from megatron_stare.config.schema import Config
 from megatron_stare.data.cleaning import Contamination, without_repeats
@@ -22,6 +21,7 @@ from megatron_stare.data.encode import PromptEncoder, PromptTooLongError
 from megatron_stare.data.records import Messages, Record, read_records
 from megatron_stare.data.streams import Split, counter_hash, stream_seed
 from megatron_stare.errors import ConfigError, DataError
+from megatron_stare.records.batch import Prompt
 
 
 @dataclass

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from megatron_stare.data.streams import Split, stream_seed
 
 if TYPE_CHECKING:
-    from megatron_stare.batch import Prompt
     from megatron_stare.config.schema import Config
+    from megatron_stare.records.batch import Prompt
 
 
 class Problem(Protocol):
@@ -69,7 +69,7 @@ class GeneratedPrompts(ABC):
 
     def take(self, n: int) -> list[Prompt]:
         """The next `n` prompts."""
-        from megatron_stare.batch import Prompt  # imports torch
+        from megatron_stare.records.batch import Prompt  # imports torch
 
         prompts = []
         for cursor in range(self._cursor, self._cursor + n):

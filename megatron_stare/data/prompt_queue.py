@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from megatron_stare.batch import Prompt
 from megatron_stare.data.prompt_source import PromptSource
+from megatron_stare.records.batch import Prompt
 
 
 class PromptQueue:

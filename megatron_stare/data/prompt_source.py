@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from megatron_stare.batch import Prompt
 from megatron_stare.config.schema import Config
 from megatron_stare.data.streams import Split
 from megatron_stare.errors import ConfigError
+from megatron_stare.records.batch import Prompt
 from megatron_stare.registry import resolve
 
 SOURCES = {

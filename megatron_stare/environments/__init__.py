@@ -1,4 +1,4 @@
-"""What happens between a prompt and the end of its response: one turn, or several with something said in between.
+"""Environments: all that happens between a prompt and the end of its response, one turn or several.
 
 A user's own is one file, named in YAML by its dotted path (`rollout.environment`).
 """

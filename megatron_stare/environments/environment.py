@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_stare.batch import FinishReason, Prompt
 from megatron_stare.config.schema import Config
 from megatron_stare.environments import ENVIRONMENTS
 from megatron_stare.errors import ConfigError, UserError
+from megatron_stare.records.batch import FinishReason, Prompt
 from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory, VersionRuns
 from megatron_stare.registry import resolve
 

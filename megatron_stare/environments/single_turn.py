@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_stare.batch import Prompt
 from megatron_stare.environments.environment import Environment, Generate, Response
+from megatron_stare.records.batch import Prompt
 from megatron_stare.records.trajectory import Trajectory
 
 

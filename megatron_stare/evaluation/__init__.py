@@ -1,1 +1,1 @@
-"""What the responses to held-out problems come to: estimates, their intervals, and the record of an evaluation."""
+"""Estimates over the responses to held-out problems: pass@k, maj@k, intervals, and the record of an evaluation."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from megatron_stare.whole_words import finder
+from megatron_stare.records.whole_words import finder
 
 CATEGORIES: dict[str, tuple[str, ...]] = {
     "verification": (

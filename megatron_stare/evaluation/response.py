@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_stare.batch import FinishReason
+from megatron_stare.records.batch import FinishReason
 from megatron_stare.records.trajectory import RewardStatus, Trajectory
 
 

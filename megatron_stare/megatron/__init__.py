@@ -1,7 +1,7 @@
 """The only package that imports megatron.core: layout, model, optimizer, passes over a batch, checkpoints."""
 
-from megatron_stare.quiet import quiet_upstreams
-from megatron_stare.vector_maths import settle
+from megatron_stare.process.silence_upstreams import quiet_upstreams
+from megatron_stare.process.vector_maths import settle
 
 settle()  # before anything in here runs
 quiet_upstreams()  # here, because every process that imports megatron.core comes by

@@ -1,4 +1,4 @@
-"""What one has to know of a model: the families, one file each, and the shape that a config.json gives one of them.
+"""Model families, one file each, and the shape that a config.json gives one of them.
 
 A family is found by the `model_type` of config.json, as transformers finds its own. A file of this package that holds a
 `FAMILY` is one: nothing else names it. Installed packages bring others as entry points of the group PLUG_INS, named by
@@ -20,7 +20,7 @@ from megatron_stare.errors import DataError
 from megatron_stare.models.family import ModelFamily
 from megatron_stare.models.rules import Rule, numbered
 from megatron_stare.models.shape import ModelShape
-from megatron_stare.shipped import SHIPPED
+from megatron_stare.process.shipped import SHIPPED
 
 
 def _found() -> dict[str, ModelFamily]:

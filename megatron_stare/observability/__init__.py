@@ -1,1 +1,1 @@
-"""What a run leaves behind to be looked at: metrics, progress lines, memory, and the report made from them."""
+"""The sink: the interface of whatever takes down what a run reports."""

@@ -5,6 +5,7 @@ Comes from `monitor.py`; ours are in `sinks/`, a user's own is named by its dott
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,46 @@ from typing import Any, ClassVar
 
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, UserError
-from megatron_stare.observability.alerts import Alert
-from megatron_stare.observability.sinks import SINKS
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.registry import resolve
 
 WHERE = "observability.sinks"
+SINKS = {
+    "console": "megatron_stare.observability.sinks.console.Console",
+    "jsonl": "megatron_stare.observability.sinks.jsonl_files.JsonlFiles",
+    "tensorboard": "megatron_stare.observability.sinks.tensorboard.TensorBoard",
+    "report": "megatron_stare.observability.sinks.report_page.ReportPage",
+    "wandb": "megatron_stare.observability.sinks.weights_and_biases.WeightsAndBiases",
+    "mlflow": "megatron_stare.observability.sinks.mlflow_runs.MlflowRuns",
+    "prometheus": "megatron_stare.observability.sinks.prometheus_endpoint.PrometheusEndpoint",
+    "webhook": "megatron_stare.observability.sinks.webhook.Webhook",
+}
+
+
+@dataclass(frozen=True)
+class Alert:
+    """Something the person should look into.
+
+    name: what it is, in words that hold while its values change.
+    text: what was measured, at the step it was last seen.
+    metric, value: the figure that tells it most directly, at that step; "" and NaN where no single one does.
+    """
+
+    name: str
+    text: str
+    first_step: int
+    last_step: int
+    over: bool = False
+    metric: str = ""
+    value: float = math.nan
+
+    def announce(self) -> str:
+        """The line for a log: that it began, or that it is over."""
+        if not self.over:
+            return f"step {self.first_step}: {self.text}"
+        once = self.last_step == self.first_step
+        steps = f"step {self.first_step}" if once else f"steps {self.first_step} to {self.last_step}"
+        return f"over: {self.name} ({steps})"
 
 
 @dataclass(frozen=True)
@@ -59,7 +94,7 @@ class Sink:
         """After every step: the alerts that began or are over with it, and all that hold, with their newest figures."""
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
-        """An evaluation is done; see run/evaluate.py for the record."""
+        """An evaluation is done; see evaluation/evaluate.py for the record."""
 
     def note(self, text: str) -> None:
         """A remark for the person who watches."""

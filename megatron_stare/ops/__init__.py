@@ -1,5 +1,5 @@
 """Operators over sharded tensors and ranks, and the cutting of a batch into micro-batches."""
 
-from megatron_stare.vector_maths import settle
+from megatron_stare.process.vector_maths import settle
 
 settle()  # before anything in here runs

@@ -7,7 +7,7 @@
 
 The first holds [n, V] logits, the others one chunk of them. Products of n H V multiplications: 3, 3 and 4. The chunked
 ways sum the weight's gradient over chunks in float32. The gradient in the hidden states is that of this rank's columns,
-still to be summed over the ranks of the group; megatron/head.py does it.
+still to be summed over the ranks of the group; megatron/model/head.py does it.
 
 Shape legend: n rows, H hidden size, V vocabulary columns of this rank.
 """

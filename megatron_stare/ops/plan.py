@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_stare.batch import MicroBatchPlan
 from megatron_stare.errors import ConfigError
+from megatron_stare.records.batch import MicroBatchPlan
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""What a run takes, said before it starts: memory by rank, time by phase, and the nearest layouts that fit."""
+"""Checks and forecasts before a run starts: preflight, placement, memory by rank, time by phase, layouts that fit."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_stare.config.load import load_recorded
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.errors import ConfigError, DataError
 from megatron_stare.planning.coefficients import Coefficients, Fitted, changed
 from megatron_stare.planning.fit import PlannedFit
@@ -21,8 +22,7 @@ from megatron_stare.planning.phase_times import (
     update_work,
 )
 from megatron_stare.planning.two_terms import Seen, solve
-from megatron_stare.resolved import resolve_run
-from megatron_stare.run_state import CONFIG
+from megatron_stare.run_dir.run_state import CONFIG
 
 WARM_UP = 2  # steps left out, in which kernels are compiled and caches filled
 LEAST = 5  # steps that a median is taken of

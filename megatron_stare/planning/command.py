@@ -70,7 +70,7 @@ def run_command(args: argparse.Namespace) -> int:
     from megatron_stare.planning.phase_times import Lengths
     from megatron_stare.planning.plan_text import text
     from megatron_stare.planning.run_plan import Site, as_json, make_plan
-    from megatron_stare.quiet import quiet_upstreams
+    from megatron_stare.process.silence_upstreams import quiet_upstreams
 
     quiet_upstreams()
     try:

@@ -1,14 +1,14 @@
-"""What a GPU holds in each phase, for many layouts of one model: run/memory_check.py's sums, of ranks put together from
-parts that were built once."""
+"""What a GPU holds in each phase, for many layouts of one model: planning/memory_check.py's sums, of ranks put together
+from parts that were built once."""
 
 from __future__ import annotations
 
-from megatron_stare.activation_memory import ActivationMemory
-from megatron_stare.megatron.planned_parts import Parts, build_parts, stage_bytes
+from megatron_stare.config.resolved import ResolvedRun
+from megatron_stare.megatron.dry.planned_parts import Parts, build_parts, stage_bytes
+from megatron_stare.planning.activation_memory import ActivationMemory
 from megatron_stare.planning.flops import balanced
-from megatron_stare.resolved import ResolvedRun
-from megatron_stare.rollout.served_memory import ServedMemory
-from megatron_stare.run.memory_check import Fit
+from megatron_stare.planning.memory_check import Fit
+from megatron_stare.rollout.engines.served_memory import ServedMemory
 
 
 class PlannedFit(Fit):

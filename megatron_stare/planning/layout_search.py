@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
+from megatron_stare.config.layout_rules import check_layout, check_recompute
+from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
-from megatron_stare.layout_rules import check_layout, check_recompute
 from megatron_stare.models.shape import ModelShape
-from megatron_stare.orchestration.placement import Demand, Node, check_possible
 from megatron_stare.planning.fit import PlannedFit
-from megatron_stare.resolved import ResolvedRun
-from megatron_stare.run.memory_check import longest_sequence
+from megatron_stare.planning.memory_check import longest_sequence
+from megatron_stare.planning.placement import Demand, Node, check_possible
 
 _CUTS = ("tensor", "pipeline", "context", "data", "expert")
 _DEFAULT = ("recompute_method", "recompute_layers", "recompute_modules")

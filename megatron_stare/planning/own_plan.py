@@ -1,7 +1,7 @@
 """What `megatron-stare plan` says of a run that starts, logged with every step beside what the step took.
 
-Comes from `run/held_run.py`, once, before anything is started; goes to the metrics `plan/*`. Whatever keeps a run from
-being predicted is told, and ends nothing.
+Comes from `driver/held_run.py`, once, before anything is started; goes to the metrics `plan/*`. Whatever keeps a run
+from being predicted is told, and ends nothing.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, UserError
-from megatron_stare.memory_budget import Budget
-from megatron_stare.metric import Metric
-from megatron_stare.observability.planned import MEMORY, PHASES
+from megatron_stare.observability.metrics.planned import MEMORY, PHASES
 from megatron_stare.planning.coefficients import Coefficients, read_coefficients
 from megatron_stare.planning.fit import PlannedFit
 from megatron_stare.planning.gpus import CPU, GPUS, Gpu, find_gpu
+from megatron_stare.planning.memory_budget import Budget
 from megatron_stare.planning.phase_times import Lengths, Step
 from megatron_stare.planning.run_plan import capacity_of, step_of
-from megatron_stare.resolved import ResolvedRun
+from megatron_stare.records.metric import Metric
 
 TOOL_S = 60.0
 # what a calibration fits of each phase, whatever else it fits

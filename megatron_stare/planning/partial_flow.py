@@ -3,7 +3,7 @@
 Lengths are taken to be exponential of the mean that the plan is for, cut at the longest: a response is longer than t
 tokens with probability exp(-t / mean), and a group of n is whole after t tokens with (1 - exp(-t / mean))^n. Prompts
 that are begun together are a cohort; cohorts are followed by the expected number of their groups, round for round, by
-the rule of rollout/partial_sampling.py, until a step is like the one before.
+the rule of rollout/sources/partial_sampling.py, until a step is like the one before.
 """
 
 from __future__ import annotations

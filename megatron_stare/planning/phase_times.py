@@ -6,15 +6,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.config.schema import Config
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.planning.coefficients import Coefficients
 from megatron_stare.planning.flops import body_flops, forward_flops, layer_matrices
 from megatron_stare.planning.gpus import HOST_LINK, NETWORK, Gpu
 from megatron_stare.planning.partial_flow import PartialFlow, partial_flow
-from megatron_stare.resolved import ResolvedRun
-from megatron_stare.rollout.replicas import replica_count, replica_gpus
-from megatron_stare.rollout.served_memory import ServedMemory
+from megatron_stare.rollout.engines.replicas import replica_count, replica_gpus
+from megatron_stare.rollout.engines.served_memory import ServedMemory
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ASSUMPTIONS = (

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from megatron_stare.config.schema import ParallelConfig
-from megatron_stare.memory_budget import ITEMS, Budget
 from megatron_stare.planning.coefficients import SOURCES
+from megatron_stare.planning.memory_budget import ITEMS, Budget
 from megatron_stare.planning.phase_times import ASSUMPTIONS
+from megatron_stare.planning.preflight import not_checked
 from megatron_stare.planning.run_plan import Plan, days
-from megatron_stare.run.preflight import not_checked
 
 WIDTH = 50  # characters of a GPU's memory
 _SHORT = {"tensor": "TP", "pipeline": "PP", "virtual_pipeline": "VPP", "context": "CP", "expert": "EP", "data": "DP"}

@@ -6,21 +6,21 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatron_stare.config.layout_rules import check_layout, check_recompute
 from megatron_stare.config.load import with_absolute_paths
+from megatron_stare.config.resolved import ResolvedRun, resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
-from megatron_stare.layout_rules import check_layout, check_recompute
-from megatron_stare.memory_budget import Budget
-from megatron_stare.orchestration.placement import Demand
 from megatron_stare.planning.coefficients import SOURCES, Coefficients, Fitted
 from megatron_stare.planning.fit import PlannedFit
 from megatron_stare.planning.gpus import Gpu
 from megatron_stare.planning.layout_search import Candidate, check_nodes, search
+from megatron_stare.planning.memory_budget import Budget
 from megatron_stare.planning.phase_times import ASSUMPTIONS, Lengths, Step, step_time
-from megatron_stare.resolved import ResolvedRun, resolve_run
-from megatron_stare.rollout.replicas import replica_count, replica_gpus
-from megatron_stare.rollout.served_memory import ServedMemory
-from megatron_stare.run.preflight import check_lengths, not_checked
+from megatron_stare.planning.placement import Demand
+from megatron_stare.planning.preflight import check_lengths, not_checked
+from megatron_stare.rollout.engines.replicas import replica_count, replica_gpus
+from megatron_stare.rollout.engines.served_memory import ServedMemory
 
 DAY = 86400.0
 SHOWN = 8  # layouts

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_stare.batch import FinishReason, Prompt
+from megatron_stare.records.batch import FinishReason, Prompt
 from megatron_stare.records.token_numbers import TokenNumbers
 
 # (weight version, number of tokens) from the first token on: a response has one or two of them, its tokens thousands

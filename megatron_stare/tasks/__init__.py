@@ -1,1 +1,1 @@
-"""What the policy is trained and evaluated on: prompts, how they are put, what makes a response and what judges it."""
+"""Tasks that the policy is trained and evaluated on: prompts, template, environment and verifier under one name."""

@@ -11,13 +11,13 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_stare.batch import Prompt, SamplingParams
 from megatron_stare.config.eval_section import EvalTask
 from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_source import held_out
 from megatron_stare.environments.environment import Environment, make_environment
 from megatron_stare.errors import ConfigError, UserError
 from megatron_stare.evaluation.results import default_ks
+from megatron_stare.records.batch import Prompt, SamplingParams
 
 # what a task of `eval.tasks` may have of its own, and the run's setting that it takes the place of
 OWN = {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_stare.algorithms.grpo import Grpo
 from megatron_stare.algorithms.method import State, TokenTerms
-from megatron_stare.batch import TokenBatch
+from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Max, Request, Statistics, scalar
 
 

@@ -13,7 +13,7 @@ import pytest
 from megatron_stare.algorithms import METHODS
 from megatron_stare.config.layers import read_yaml
 from megatron_stare.config.load import build_method, load_config, validate
-from megatron_stare.run.preflight import check
+from megatron_stare.planning.preflight import check
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIGS = sorted((ROOT / "configs/algorithm").glob("*.yaml"))

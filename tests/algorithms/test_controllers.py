@@ -12,9 +12,9 @@ from support.token_batches import token_batch
 from megatron_stare.algorithms.entropy_bonus import USED
 from megatron_stare.algorithms.policy import PolicyGradient
 from megatron_stare.algorithms.stare import Stare
-from megatron_stare.batch import TokenBatch
 from megatron_stare.config.load import build_method
 from megatron_stare.ops.statistics_executor import gather_statistics
+from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import threshold
 
 REWARDS = [1.0, 0.0, 0.0, 1.0]

@@ -10,9 +10,9 @@ from megatron_stare.algorithms.advantage import group_advantages
 from megatron_stare.algorithms.method import Method, State, TokenTerms
 from megatron_stare.algorithms.stapo import SpuriousTokens
 from megatron_stare.algorithms.surrogate import clip, clipped_surrogate
-from megatron_stare.batch import TokenBatch
 from megatron_stare.config.load import build_method
 from megatron_stare.errors import ConfigError
+from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Statistics
 
 YES = torch.ones(4, dtype=torch.bool)

@@ -18,12 +18,12 @@ from support.token_batches import loss_and_gradient, token_batch
 from megatron_stare.algorithms.correction import Correction
 from megatron_stare.algorithms.grpo_s import GrpoS
 from megatron_stare.algorithms.gtpo import Gtpo
-from megatron_stare.batch import TokenBatch
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.ops.statistics_executor import gather_statistics
+from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.rollout_batch import RolloutBatch
-from megatron_stare.resolved import resolve_run
 
 VETO = Correction(level="sequence", veto=0.5)
 METHODS: dict[str, Gtpo | GrpoS] = {

@@ -18,9 +18,9 @@ from torch import Tensor
 from megatron_stare.algorithms import METHODS
 from megatron_stare.algorithms.entropy_bonus import USED
 from megatron_stare.algorithms.method import Method
-from megatron_stare.batch import Prompt, TokenBatch
 from megatron_stare.config.load import build_method
 from megatron_stare.ops.statistics_executor import gather_statistics
+from megatron_stare.records.batch import Prompt, TokenBatch
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import Trajectory, sampled_trajectory
 

@@ -12,11 +12,11 @@ from support.token_batches import by_sequence, loss_and_gradient, token_batch
 from torch import Tensor
 
 from megatron_stare.config.load import build_method
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.resolved import resolve_run
-from megatron_stare.run.preflight import check
+from megatron_stare.planning.preflight import check
 
 NAME = "my_method.MyMethod"
 REWARDS = [1.0, 0.0, 0.0, 1.0]

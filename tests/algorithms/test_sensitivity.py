@@ -19,9 +19,9 @@ from megatron_stare.algorithms.sensitivity import (
     sensitivity,
     sensitivity_requests,
 )
-from megatron_stare.batch import TokenBatch
 from megatron_stare.ops.statistics_executor import answer
 from megatron_stare.ops.vocab_parallel import log_prob_and_entropy
+from megatron_stare.records.batch import TokenBatch
 
 
 def entropy_of(logits: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from support.shaped_by_hand import advantages, penalties
 
 from megatron_stare.algorithms.policy import PolicyGradient
 from megatron_stare.algorithms.shaping import LengthPenalty, informative_groups
-from megatron_stare.batch import Prompt
 from megatron_stare.config.load import build_method
+from megatron_stare.records.batch import Prompt
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import Trajectory, sampled_trajectory
 

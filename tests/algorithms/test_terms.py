@@ -22,7 +22,7 @@ from megatron_stare.algorithms.gtpo import Gtpo
 from megatron_stare.algorithms.kl import ReferenceKl, kl_estimate
 from megatron_stare.algorithms.shaping import LengthPenalty, Overlong
 from megatron_stare.algorithms.twenty_entropy import TwentyEntropy
-from megatron_stare.batch import Prompt
+from megatron_stare.records.batch import Prompt
 from megatron_stare.records.batch_statistics import Count, scalar
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import sampled_trajectory

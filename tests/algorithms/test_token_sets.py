@@ -12,11 +12,11 @@ from torch import Tensor
 
 from megatron_stare.algorithms.stare import Stare
 from megatron_stare.algorithms.token_sets import token_sets
-from megatron_stare.batch import TokenBatch
 from megatron_stare.config.load import build_method
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
-from megatron_stare.run.preflight import check_statistics
+from megatron_stare.planning.preflight import check_statistics
+from megatron_stare.records.batch import TokenBatch
 
 W, M = 1.5, 0.5
 # responses of advantage 1, -1 and 0; the second is masked at its third token

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stare.black_box.driver_beats import DriverBeats
-from megatron_stare.black_box.starvation import Starvation, of_the_run
-from megatron_stare.black_box.vigil import MOST, Vigil
 from megatron_stare.config.black_box_section import BlackBoxConfig
-from megatron_stare.observability.heartbeat import (
+from megatron_stare.hangs.driver_beats import DriverBeats
+from megatron_stare.hangs.starvation import Starvation, of_the_run
+from megatron_stare.hangs.vigil import MOST, Vigil
+from megatron_stare.run_dir.heartbeat import (
     BETWEEN,
     DRIVER,
     IDLE,

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from megatron_stare.black_box.hang_facts import Facts, ProcessFacts, ReplicaFacts, RequestFacts, ServerFacts
-from megatron_stare.black_box.one_screen import WIDTH, screen
-from megatron_stare.black_box.stacks import Frame, Thread, parsed
-from megatron_stare.black_box.verdict import collective, verdict
-from megatron_stare.observability.heartbeat import DRIVER, IDLE, Beat
+from megatron_stare.hangs.hang_facts import Facts, ProcessFacts, ReplicaFacts, RequestFacts, ServerFacts
+from megatron_stare.hangs.one_screen import WIDTH, screen
+from megatron_stare.hangs.stacks import Frame, Thread, parsed
+from megatron_stare.hangs.verdict import collective, verdict
+from megatron_stare.run_dir.heartbeat import DRIVER, IDLE, Beat
 
 C10D = "torch/distributed/distributed_c10d.py"
-CALLED = Frame("Actor.method", "megatron_stare/orchestration/ray.py", 81)
+CALLED = Frame("Actor.method", "megatron_stare/cluster/ray.py", 81)
 BEAT = Beat(DRIVER, 1, "update", since=0.0, moved=0.0, limit_s=31.0, step=12)
 
 
@@ -29,8 +29,8 @@ REDUCING = stack(
     ("all_reduce", C10D), ("wrapper", "torch/distributed/c10d_logger.py"), ("sums", "megatron_stare/ops/x.py")
 )
 GATHERING = stack(("all_gather", C10D))
-COMPUTING = stack(("linear", "torch/nn/functional.py"), ("forward", "megatron_stare/megatron/head.py"))
-WAITING = stack(("wait", "ray/_private/worker.py"), ("get", "megatron_stare/orchestration/ray.py"), called=False)
+COMPUTING = stack(("linear", "torch/nn/functional.py"), ("forward", "megatron_stare/megatron/model/head.py"))
+WAITING = stack(("wait", "ray/_private/worker.py"), ("get", "megatron_stare/cluster/ray.py"), called=False)
 IDLING = stack(("main_loop", "ray/_private/worker.py"), called=False)
 
 
@@ -97,7 +97,7 @@ def test_a_debugger_stops_too() -> None:
         (
             rank(1, COMPUTING, busy=0.98),
             "rank 1, which is at linear (torch/nn/functional.py:7), called by forward "
-            "(megatron_stare/megatron/head.py:7), and computes",
+            "(megatron_stare/megatron/model/head.py:7), and computes",
         ),
         (
             rank(1, IDLING, phase=IDLE),

@@ -15,8 +15,8 @@ from support.runs import ROOT
 
 from megatron_stare.algorithms.stare import Stare
 from megatron_stare.config.load import build_method, dump_yaml, load_config
+from megatron_stare.driver.resuming import refuse_changes
 from megatron_stare.errors import ConfigError
-from megatron_stare.run.resuming import refuse_changes
 
 OLD = Path(__file__).parent / "config_of_bfc8822.yaml"
 OWN = """

@@ -12,7 +12,7 @@ from megatron_stare.config.engines_alone import engines_alone, evaluation_engine
 from megatron_stare.config.load import validate
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
-from megatron_stare.run.preflight import check
+from megatron_stare.planning.preflight import check
 
 OURS = "http://127.0.0.1:1"
 SERVED = {"python": sys.executable, "colocated": True, "seeds": True, "cache_tokens": 4000}

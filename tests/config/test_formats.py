@@ -12,7 +12,7 @@ from megatron_stare.config import formats
 from megatron_stare.config.formats import FORMAT, Upgrade, config_up_to_date, run_state_up_to_date
 from megatron_stare.config.load import dump_yaml, load_config, load_recorded
 from megatron_stare.errors import ConfigError, DataError
-from megatron_stare.run_state import RunState
+from megatron_stare.run_dir.run_state import RunState
 
 OF_FIRST = {"step": 2, "data": {"cursor": 8}, "method": {"gate": 1.0}, "skipped": 1}
 STATE = {**OF_FIRST, "inputs": {"tokenizer.json": "0f"}}

@@ -9,7 +9,7 @@ import pytest
 from megatron_stare.config.load import validate
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
-from megatron_stare.rollout.retries import RequestRule
+from megatron_stare.rollout.fleet.retries import RequestRule
 
 
 def config(timeout_s: float = 600.0, **limits: Any) -> Config:

@@ -19,12 +19,10 @@ import torch
 from support.runs import ROOT
 
 from megatron_stare.cli import main
-from megatron_stare.config.load import load_config
-from megatron_stare.config.schema import Config
-from megatron_stare.doctor import facts as facts_of
-from megatron_stare.doctor import shared_folder
-from megatron_stare.doctor.checks_environment import check_timeouts
-from megatron_stare.doctor.checks_machine import (
+from megatron_stare.commands.doctor import facts as facts_of
+from megatron_stare.commands.doctor import shared_folder
+from megatron_stare.commands.doctor.checks_environment import check_timeouts
+from megatron_stare.commands.doctor.checks_machine import (
     check_clock,
     check_folder,
     check_ports,
@@ -32,12 +30,14 @@ from megatron_stare.doctor.checks_machine import (
     check_topology,
     parse_topology,
 )
-from megatron_stare.doctor.checks_versions import LEAST_DRIVER, PINNED, check_alike, check_server_version
-from megatron_stare.doctor.examine import as_text, examine, of_machine
-from megatron_stare.doctor.facts import VARIABLES, Facts, loaded_nccl, local_facts
-from megatron_stare.doctor.finding import Finding
-from megatron_stare.doctor.node_probe import NodeProbe
-from megatron_stare.rollout.replicas import server_release
+from megatron_stare.commands.doctor.checks_versions import LEAST_DRIVER, PINNED, check_alike, check_server_version
+from megatron_stare.commands.doctor.examine import as_text, examine, of_machine
+from megatron_stare.commands.doctor.facts import VARIABLES, Facts, loaded_nccl, local_facts
+from megatron_stare.commands.doctor.finding import Finding
+from megatron_stare.commands.doctor.node_probe import NodeProbe
+from megatron_stare.config.load import load_config
+from megatron_stare.config.schema import Config
+from megatron_stare.rollout.engines.replicas import server_release
 
 # `nvidia-smi topo -m` of a machine whose second pair of GPUs is on the other socket; its header is underlined
 TOPOLOGY = (

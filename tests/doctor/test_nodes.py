@@ -8,8 +8,8 @@ import pytest
 from support.cluster import FAKE, simulated
 from support.runs import ROOT
 
+from megatron_stare.commands.doctor.examine import examine
 from megatron_stare.config.load import load_config
-from megatron_stare.doctor.examine import examine
 
 
 @pytest.mark.slow

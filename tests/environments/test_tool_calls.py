@@ -19,19 +19,19 @@ from support.replicas import TOKENIZER, Replicas, judged
 from support.runs import TIMEOUT_S, metrics, model, train
 from support.runs import environment as shell
 
-from megatron_stare.batch import Prompt, SamplingParams
-from megatron_stare.bisecting.rerun import prepare
+from megatron_stare.commands.bisect.rerun import prepare
 from megatron_stare.config.schema import Config
 from megatron_stare.environments.environment import CallFailedError, Environment, Response
 from megatron_stare.errors import DataError, UserError
+from megatron_stare.records.batch import Prompt, SamplingParams
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import Trajectory, sampled_trajectory
-from megatron_stare.rollout.calls import CallJournal, ResponseKey
-from megatron_stare.rollout.engine_pool import EnginePool
-from megatron_stare.rollout.kept import from_bytes, to_bytes
-from megatron_stare.rollout.local import LocalEngine
-from megatron_stare.rollout.rollout_source import Rollouts
-from megatron_stare.rollout.under_way import UnderWay
+from megatron_stare.rollout.engines.local import LocalEngine
+from megatron_stare.rollout.fleet.engine_pool import EnginePool
+from megatron_stare.rollout.sources.calls import CallJournal, ResponseKey
+from megatron_stare.rollout.sources.kept import from_bytes, to_bytes
+from megatron_stare.rollout.sources.rollout_source import Rollouts
+from megatron_stare.rollout.sources.under_way import UnderWay
 
 MODEL = Path(__file__).parents[2] / "assets" / "tiny-adder"
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=24, seed=3, step=1, stop_token_ids=(1,))

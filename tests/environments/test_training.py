@@ -10,8 +10,8 @@ import pytest
 from support.runs import ROOT, metrics, model, train
 
 from megatron_stare.config.load import validate
+from megatron_stare.driver.opening import read_inputs
 from megatron_stare.errors import ConfigError
-from megatron_stare.run.opening import read_inputs
 
 NAME = "environments.check_again.CheckAgain"
 OBSERVED = 3  # tokens of ";0+", which the environment says once a response

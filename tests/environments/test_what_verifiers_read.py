@@ -14,21 +14,21 @@ import torch
 from safetensors.torch import load_file
 from support.replicas import TOKENIZER, Replicas
 
-from megatron_stare.batch import Prompt, SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.environments.environment import Environment, Response
 from megatron_stare.environments.single_turn import SingleTurn
 from megatron_stare.evaluation.response import Response as Evaluated
-from megatron_stare.observability.reflections import reflections
-from megatron_stare.observability.signals import hacking_signals
+from megatron_stare.observability.metrics.reflections import reflections
+from megatron_stare.observability.metrics.reward_hacking import hacking_signals
+from megatron_stare.records.batch import Prompt, SamplingParams
 from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory
 from megatron_stare.rewards import arithmetic_verifier
 from megatron_stare.rewards.verifier_pool import Verdict
-from megatron_stare.rollout.engine_pool import EnginePool
-from megatron_stare.rollout.kept import from_bytes, to_bytes
-from megatron_stare.rollout.local import LocalEngine
-from megatron_stare.rollout.rollout_source import Rollouts
-from megatron_stare.rollout.under_way import UnderWay
+from megatron_stare.rollout.engines.local import LocalEngine
+from megatron_stare.rollout.fleet.engine_pool import EnginePool
+from megatron_stare.rollout.sources.kept import from_bytes, to_bytes
+from megatron_stare.rollout.sources.rollout_source import Rollouts
+from megatron_stare.rollout.sources.under_way import UnderWay
 
 MODEL = Path(__file__).parents[2] / "assets" / "tiny-adder"
 STOP = 1

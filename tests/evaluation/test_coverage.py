@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_stare.evaluation.estimates import pass_at_k, wilson_interval
-from megatron_stare.observability.paired import paired_interval
+from megatron_stare.observability.metrics.paired import paired_interval
 
 RUNS = 2_000  # the standard error of a coverage of 95 % is 0.5 %
 UNEVEN = (1, 1, 1, 2, 2, 3, 3, 4, 4, 5, 6, 8)  # prompts a problem

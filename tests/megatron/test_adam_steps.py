@@ -22,16 +22,16 @@ from support.ranks import RankPool
 from torch import Tensor
 
 from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_stare.megatron import checkpoint
-from megatron_stare.megatron import layout as parallel_layout
-from megatron_stare.megatron.adam_step import adam_name, read_step, step_place, write_step
-from megatron_stare.megatron.cpu_backend import backend
-from megatron_stare.megatron.distributed_optimizer import boxes
-from megatron_stare.megatron.model import build_policy, load_hf, named_parameters, unwrap
-from megatron_stare.megatron.optimizer import build_optimizer, take_step
-from megatron_stare.megatron.substitute import substituted
+from megatron_stare.megatron.backend import layout as parallel_layout
+from megatron_stare.megatron.backend.cpu_backend import backend
+from megatron_stare.megatron.backend.substitute import substituted
+from megatron_stare.megatron.checkpoint import checkpoint
+from megatron_stare.megatron.model.model import build_policy, load_hf, named_parameters, unwrap
+from megatron_stare.megatron.optimizer.adam_step import adam_name, read_step, step_place, write_step
+from megatron_stare.megatron.optimizer.distributed_optimizer import boxes
+from megatron_stare.megatron.optimizer.optimizer import build_optimizer, take_step
 from megatron_stare.models import read_shape
-from megatron_stare.weights.hf_folder import HfFolder
+from megatron_stare.weights.files.hf_folder import HfFolder
 
 LAYOUT = ParallelConfig(data=2)
 KINDS = list(itertools.product(["float32", "bfloat16"], [False, True]))  # of parameters, and whether distributed

@@ -19,17 +19,17 @@ from support.steps import take_step
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
+from megatron_stare.cluster.inline import InlineWorkers
+from megatron_stare.cluster.trainer_group import TrainerGroup, plan_rules
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
+from megatron_stare.driver.checkpoints import Checkpoints
 from megatron_stare.errors import UserError
-from megatron_stare.megatron import background_save
-from megatron_stare.megatron.substitute import substituted
+from megatron_stare.megatron.backend.substitute import substituted
+from megatron_stare.megatron.checkpoint import background_save
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.orchestration.checkpoints import Checkpoints
-from megatron_stare.orchestration.groups import TrainerGroup, plan_rules
-from megatron_stare.orchestration.inline import InlineWorkers
-from megatron_stare.resolved import resolve_run
-from megatron_stare.run_state import RunDir, RunState
-from megatron_stare.weights.torch_dist import TorchDist
+from megatron_stare.run_dir.run_state import RunDir, RunState
+from megatron_stare.weights.files.torch_dist import TorchDist
 
 pytestmark = pytest.mark.distributed
 JOIN_S = 120

@@ -12,10 +12,10 @@ from support.ranks import RankPool
 from support.steps import take_step
 from torch import Tensor
 
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
-from megatron_stare.megatron import checkpoint
+from megatron_stare.megatron.checkpoint import checkpoint
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.resolved import resolve_run
 
 
 def two_steps(rank: int, init: str, config: Config, folder: str, resumed: bool) -> tuple[dict[str, Tensor], float]:

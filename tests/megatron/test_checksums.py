@@ -11,12 +11,12 @@ from support.models import random_batch, save_model
 from support.ranks import RankPool
 from support.steps import take_step
 
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import DataError
-from megatron_stare.megatron.substitute import substituted
+from megatron_stare.megatron.backend.substitute import substituted
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.resolved import resolve_run
-from megatron_stare.weights.manifest import Sum, write_manifest
+from megatron_stare.weights.files.manifest import Sum, write_manifest
 
 pytestmark = pytest.mark.distributed
 

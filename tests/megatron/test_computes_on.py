@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import megatron_stare
-from megatron_stare import installed
-from megatron_stare.megatron import computes_on as module
+from megatron_stare.megatron.backend import computes_on as module
+from megatron_stare.process import versions as installed
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     copy = tmp_path / "megatron_stare"
     shutil.copytree(Path(megatron_stare.__file__).parent, copy, ignore=lambda _, names: [n for n in names if "." in n])
     (copy / "__init__.py").write_text("one = 1")
-    (copy / "megatron/step.py").write_text("two = 2")
+    (copy / "megatron/step/step.py").write_text("two = 2")
     monkeypatch.setattr(megatron_stare, "__file__", str(copy / "__init__.py"))
     return copy
 
@@ -35,9 +35,9 @@ def digest() -> str:
 def test_code_that_changes_is_other_code(package: Path) -> None:
     first = digest()
     assert digest() == first
-    (package / "megatron/step.py").write_text("two = 3")
+    (package / "megatron/step/step.py").write_text("two = 3")
     second = digest()
-    (package / "megatron/step.py").rename(package / "megatron/steps.py")
+    (package / "megatron/step/step.py").rename(package / "megatron/steps.py")
     third = digest()
     assert len({first, second, third}) == 3
     (package / "megatron/notes.txt").write_text("not code")
@@ -48,7 +48,7 @@ def test_code_that_changes_is_other_code(package: Path) -> None:
 def test_a_process_keeps_the_code_that_it_began_with(package: Path) -> None:
     installed.code_digest.cache_clear()
     first = installed.code_digest()
-    (package / "megatron/step.py").write_text("two = 3")
+    (package / "megatron/step/step.py").write_text("two = 3")
     assert installed.code_digest() == first != digest()
 
 

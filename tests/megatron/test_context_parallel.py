@@ -15,14 +15,14 @@ from support.ranks import RankPool
 from support.steps import log_prob_pass, plan_of
 from test_methods_in_training import CORRECTION, batch_of, config_of
 
-from megatron_stare.batch import MicroBatchPlan
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.batching.microbatch import RankBatch
 from megatron_stare.megatron.batching.sequence_layout import SplitSequences
 from megatron_stare.megatron.batching.zigzag import Zigzag
 from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.records.batch import MicroBatchPlan
 from megatron_stare.records.log_prob_difference import LogProbDifference
-from megatron_stare.resolved import resolve_run
 
 pytestmark = pytest.mark.distributed
 STARE = {"name": "stare", "variant": "C2", "amplify": 3.0, "attenuate": 0.2, "share": 0.3, "adaptive": True}

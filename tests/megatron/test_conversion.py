@@ -12,18 +12,18 @@ from support.ranks import RankPool
 from torch import Tensor, nn
 
 from megatron_stare.config.load import dump_yaml
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config, ModelConfig, ParallelConfig
-from megatron_stare.megatron import layout as parallel_layout
-from megatron_stare.megatron.cpu_backend import backend
-from megatron_stare.megatron.export import export_hf
-from megatron_stare.megatron.layout import Layout
-from megatron_stare.megatron.model import build_model, load_hf, unwrap
+from megatron_stare.megatron.backend import layout as parallel_layout
+from megatron_stare.megatron.backend.cpu_backend import backend
+from megatron_stare.megatron.backend.layout import Layout
+from megatron_stare.megatron.export.export import export_hf
+from megatron_stare.megatron.model.model import build_model, load_hf, unwrap
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.models import read_shape
 from megatron_stare.models.shape import ModelShape
-from megatron_stare.resolved import resolve_run
-from megatron_stare.weights.convert import Options, convert
-from megatron_stare.weights.hf_folder import HfFolder
+from megatron_stare.weights.files.convert import Options, convert
+from megatron_stare.weights.files.hf_folder import HfFolder
 
 
 def empty_model(

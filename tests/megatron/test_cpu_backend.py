@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_stare.megatron.cpu_backend import cpu_backend
-from megatron_stare.megatron.substitute import substituted
+from megatron_stare.megatron.backend.cpu_backend import cpu_backend
+from megatron_stare.megatron.backend.substitute import substituted
 
 
 def test_every_attribute_is_restored_even_after_an_error() -> None:

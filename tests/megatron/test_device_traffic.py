@@ -11,14 +11,14 @@ from support.models import random_batch, save_model
 from torch import Tensor
 
 from megatron_stare.config.schema import BatchConfig, Config, ModelConfig, ParallelConfig
-from megatron_stare.megatron import layout as parallel_layout
-from megatron_stare.megatron import passes
+from megatron_stare.megatron.backend import layout as parallel_layout
+from megatron_stare.megatron.backend.cpu_backend import backend, device
+from megatron_stare.megatron.backend.substitute import substituted
 from megatron_stare.megatron.batching.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.batching.sequence_layout import sequence_layout
-from megatron_stare.megatron.cpu_backend import backend, device
-from megatron_stare.megatron.head import Head
-from megatron_stare.megatron.model import build_model, build_policy, hidden_states, unwrap
-from megatron_stare.megatron.substitute import substituted
+from megatron_stare.megatron.model.head import Head
+from megatron_stare.megatron.model.model import build_model, build_policy, hidden_states, unwrap
+from megatron_stare.megatron.step import passes
 from megatron_stare.models import cost_of, read_shape
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 

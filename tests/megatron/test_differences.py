@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_stare.megatron.differences import UNLIKELY, Compared
+from megatron_stare.megatron.step.differences import UNLIKELY, Compared
 from megatron_stare.records.log_prob_difference import Sizes
 
 NAN = math.nan

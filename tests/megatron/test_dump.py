@@ -12,10 +12,10 @@ from support.models import random_batch, save_model
 from support.ranks import RankPool
 from support.steps import log_prob_pass
 
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
-from megatron_stare.megatron.dump import write_tensors
+from megatron_stare.megatron.step.dump import write_tensors
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.resolved import resolve_run
 
 pytestmark = pytest.mark.distributed
 SEED, SIZE = 8, 8

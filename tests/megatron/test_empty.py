@@ -12,10 +12,10 @@ from support.models import random_batch, save_model
 from support.ranks import RankPool
 from support.steps import equal, loss_scale_state, state_of, take_step
 
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.records.rollout_batch import RolloutBatch
-from megatron_stare.resolved import resolve_run
 
 pytestmark = pytest.mark.distributed
 

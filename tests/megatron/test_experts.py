@@ -12,11 +12,11 @@ from support.ranks import RankPool
 from support.steps import take_step
 from torch import Tensor
 
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
-from megatron_stare.megatron.export import gather_gradients
-from megatron_stare.megatron.model import is_expert, named_parameters
+from megatron_stare.megatron.export.export import gather_gradients
+from megatron_stare.megatron.model.model import is_expert, named_parameters
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.resolved import resolve_run
 
 
 def step_of(rank: int, init: str, config: Config) -> tuple[dict[str, Tensor], list[float], list[float]]:

@@ -10,12 +10,12 @@ from support.models import FAMILIES, save_model
 from torch import Tensor
 
 from megatron_stare.config.schema import ModelConfig, ParallelConfig
-from megatron_stare.megatron import layout as parallel_layout
-from megatron_stare.megatron.export import PolicyStream, export_hf
-from megatron_stare.megatron.model import build_policy, load_hf, named_parameters
+from megatron_stare.megatron.backend import layout as parallel_layout
+from megatron_stare.megatron.export.export import PolicyStream, export_hf
+from megatron_stare.megatron.model.model import build_policy, load_hf, named_parameters
 from megatron_stare.models import read_shape
-from megatron_stare.weights.checksum import tensor_checksum
-from megatron_stare.weights.hf_folder import HfFolder
+from megatron_stare.weights.files.hf_folder import HfFolder
+from megatron_stare.weights.sync.checksum import tensor_checksum
 
 BOUND = 8 * 2**10  # bytes a bucket
 

@@ -15,14 +15,14 @@ from support.ranks import RankPool
 from support.steps import equal, log_prob_pass, loss_scale_state, state_of, take_step
 from torch import Tensor
 
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
-from megatron_stare.megatron import step as step_module
-from megatron_stare.megatron.export import main_grad
-from megatron_stare.megatron.layout import leave
-from megatron_stare.megatron.model import named_parameters
+from megatron_stare.megatron.backend.layout import leave
+from megatron_stare.megatron.export.export import main_grad
+from megatron_stare.megatron.model.model import named_parameters
+from megatron_stare.megatron.step import step as step_module
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.ops import vocab_parallel
-from megatron_stare.resolved import resolve_run
 
 pytestmark = pytest.mark.distributed
 SIZE = 8

@@ -12,13 +12,13 @@ from support.models import random_batch, save_model
 from support.steps import log_prob_pass, plan_of
 from torch import Tensor
 
-from megatron_stare.batch import TokenBatch
 from megatron_stare.config.load import build_method
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
-from megatron_stare.megatron.forecast import push_of
+from megatron_stare.megatron.step.forecast import push_of
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.ops.statistics_executor import gather_statistics
-from megatron_stare.resolved import resolve_run
+from megatron_stare.records.batch import TokenBatch
 
 TEMPERATURE = 0.8
 SEED, SIZE, BUDGET = 3, 10, 40

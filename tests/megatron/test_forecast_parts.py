@@ -11,9 +11,9 @@ from support.ranks import RankPool
 from support.steps import log_prob_pass, plan_of
 from test_methods_in_training import MINI_BATCH, batch_of, config_of
 
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.resolved import resolve_run
 
 STARE = {"name": "stare", "variant": "C2", "amplify": 3.0, "attenuate": 0.2, "share": 0.3, "entropy_target": None}
 

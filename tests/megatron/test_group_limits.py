@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from support.ranks import RankPool
 
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config, ParallelConfig
 from megatron_stare.errors import ConfigError
-from megatron_stare.megatron.layout import join, leave
+from megatron_stare.megatron.backend.layout import join, leave
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.resolved import resolve_run
 
 MODEL = Path(__file__).parents[2] / "assets" / "tiny-adder"
 # megatron-core 0.16.1 gives this one no limit; its own way of saving the distributed optimizer alone uses it

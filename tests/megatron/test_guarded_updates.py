@@ -12,13 +12,13 @@ from support.models import random_batch, save_model
 from support.ranks import RankPool
 from support.steps import equal, log_prob_pass, state_of
 
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
-from megatron_stare.megatron import step as step_module
-from megatron_stare.megatron.model import named_parameters
-from megatron_stare.megatron.not_finite import NotFinite
+from megatron_stare.driver.guarded_batches import origin
+from megatron_stare.megatron.model.model import named_parameters
+from megatron_stare.megatron.step import step as step_module
+from megatron_stare.megatron.step.not_finite import NotFinite
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.orchestration.guarded_batches import origin
-from megatron_stare.resolved import resolve_run
 
 pytestmark = pytest.mark.distributed
 SIZE = 8

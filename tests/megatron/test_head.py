@@ -13,24 +13,24 @@ from support.ranks import RankPool
 from support.steps import log_prob_pass as log_prob_pass_on
 from torch import Tensor
 
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config, ModelConfig, ParallelConfig
-from megatron_stare.megatron import layout as parallel_layout
+from megatron_stare.megatron.backend import layout as parallel_layout
+from megatron_stare.megatron.backend.cpu_backend import device
 from megatron_stare.megatron.batching.microbatch import RankBatch
 from megatron_stare.megatron.batching.sequence_layout import WholeSequences
-from megatron_stare.megatron.cpu_backend import device
-from megatron_stare.megatron.export import main_grad
-from megatron_stare.megatron.head import Head
-from megatron_stare.megatron.head_choice import choose_head, largest_logits
-from megatron_stare.megatron.model import build_policy, load_hf
-from megatron_stare.megatron.passes import accumulate_gradients, compute_log_probs
+from megatron_stare.megatron.export.export import main_grad
+from megatron_stare.megatron.model.head import Head
+from megatron_stare.megatron.model.head_choice import choose_head, largest_logits
+from megatron_stare.megatron.model.model import build_policy, load_hf
+from megatron_stare.megatron.step.passes import accumulate_gradients, compute_log_probs
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.models import cost_of, read_shape
 from megatron_stare.ops import linear_head, vocab_parallel
 from megatron_stare.ops.linear_head import Mode
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 from megatron_stare.records.rollout_batch import RolloutBatch
-from megatron_stare.resolved import resolve_run
-from megatron_stare.weights.hf_folder import HfFolder
+from megatron_stare.weights.files.hf_folder import HfFolder
 
 MODES = ["materialised", "gradient_in_forward", "recompute"]
 

@@ -9,11 +9,11 @@ import pytest
 from support.models import random_batch, save_model
 from support.steps import equal, state_of, take_step
 
+from megatron_stare.config.performance import keeps_graph
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
-from megatron_stare.megatron.model import unwrap
+from megatron_stare.megatron.model.model import unwrap
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.performance import keeps_graph
-from megatron_stare.resolved import resolve_run
 
 STARE = {"name": "stare", "variant": "C2", "entropy_target": 3.0}
 

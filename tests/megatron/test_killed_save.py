@@ -19,13 +19,13 @@ from support.ranks import forking_context
 from support.steps import take_step
 from torch import Tensor
 
+from megatron_stare.cluster.trainer_group import TrainerGroup, plan_rules
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
+from megatron_stare.driver.checkpoints import Checkpoints
 from megatron_stare.errors import UserError
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.orchestration.checkpoints import Checkpoints
-from megatron_stare.orchestration.groups import TrainerGroup, plan_rules
-from megatron_stare.resolved import resolve_run
-from megatron_stare.run_state import RunDir, RunState
+from megatron_stare.run_dir.run_state import RunDir, RunState
 
 pytestmark = pytest.mark.distributed
 WAIT_S = 120

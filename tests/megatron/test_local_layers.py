@@ -13,10 +13,10 @@ from torch import Tensor
 
 from megatron_stare.config.performance_section import PerformanceConfig
 from megatron_stare.config.schema import ModelConfig, ParallelConfig
-from megatron_stare.megatron import layout as parallel_layout
-from megatron_stare.megatron.model import build_model
-from megatron_stare.megatron.norm import RMSNorm
-from megatron_stare.megatron.swiglu import swiglu
+from megatron_stare.megatron.backend import layout as parallel_layout
+from megatron_stare.megatron.model.model import build_model
+from megatron_stare.megatron.model.norm import RMSNorm
+from megatron_stare.megatron.model.swiglu import swiglu
 from megatron_stare.models import read_shape
 
 

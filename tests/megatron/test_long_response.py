@@ -17,15 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from megatron_stare.batch import Prompt
+from megatron_stare.cluster.trainer_group import plan_rules
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
-from megatron_stare.megatron.export import export_gradients
+from megatron_stare.megatron.export.export import export_gradients
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.ops.plan import plan_mini_batches
-from megatron_stare.orchestration.groups import plan_rules
+from megatron_stare.records.batch import Prompt
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import sampled_trajectory
-from megatron_stare.resolved import resolve_run
 
 RESPONSE, VOCAB, CHUNK, TIMEOUT_S = 32_768, 4096, 512, 1500
 

@@ -20,12 +20,12 @@ from test_parity import as_saved
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_stare.batch import Prompt
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.records.batch import Prompt
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import Trajectory, sampled_trajectory
-from megatron_stare.resolved import resolve_run
 
 pytestmark = pytest.mark.distributed
 VOCAB, TEMPERATURE, STEPS, EPOCHS, PROMPTS, MINI_BATCH = 37, 0.8, 2, 2, 4, 2

@@ -12,9 +12,9 @@ from support.ranks import RankPool
 from support.steps import log_prob_pass, take_step
 from torch import Tensor
 
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.resolved import resolve_run
 
 SIZE = 8
 

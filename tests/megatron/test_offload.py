@@ -15,9 +15,9 @@ from support.models import random_batch, save_model
 from support.ranks import RankPool
 from support.steps import equal, loss_scale_state, plan_of, state_of, take_step
 
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.resolved import resolve_run
 
 pytestmark = pytest.mark.distributed
 

@@ -9,12 +9,12 @@ import torch
 from support.models import save_model
 
 from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_stare.megatron import layout as parallel_layout
-from megatron_stare.megatron.cpu_backend import backend
-from megatron_stare.megatron.model import build_policy, load_hf, named_parameters
-from megatron_stare.megatron.optimizer import build_optimizer
+from megatron_stare.megatron.backend import layout as parallel_layout
+from megatron_stare.megatron.backend.cpu_backend import backend
+from megatron_stare.megatron.model.model import build_policy, load_hf, named_parameters
+from megatron_stare.megatron.optimizer.optimizer import build_optimizer
 from megatron_stare.models import read_shape
-from megatron_stare.weights.hf_folder import HfFolder
+from megatron_stare.weights.files.hf_folder import HfFolder
 
 
 def decay_of(rank: int, init: str, path: str) -> tuple[dict[str, bool], list[float], float]:

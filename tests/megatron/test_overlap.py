@@ -11,21 +11,21 @@ from support.models import random_batch, save_model
 from support.steps import take_step
 from torch import Tensor
 
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import BatchConfig, Config, ModelConfig, ParallelConfig, PerformanceConfig
-from megatron_stare.megatron import layout as parallel_layout
+from megatron_stare.megatron.backend import layout as parallel_layout
+from megatron_stare.megatron.backend.cpu_backend import device
 from megatron_stare.megatron.batching.microbatch import RankBatch
 from megatron_stare.megatron.batching.sequence_layout import sequence_layout
-from megatron_stare.megatron.cpu_backend import device
-from megatron_stare.megatron.export import export_gradients
-from megatron_stare.megatron.head import Head
-from megatron_stare.megatron.model import build_policy, load_hf
-from megatron_stare.megatron.passes import accumulate_gradients
+from megatron_stare.megatron.export.export import export_gradients
+from megatron_stare.megatron.model.head import Head
+from megatron_stare.megatron.model.model import build_policy, load_hf
+from megatron_stare.megatron.step.passes import accumulate_gradients
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.models import cost_of, read_shape
 from megatron_stare.ops.linear_head import Mode
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
-from megatron_stare.resolved import resolve_run
-from megatron_stare.weights.hf_folder import HfFolder
+from megatron_stare.weights.files.hf_folder import HfFolder
 
 MODES: tuple[Mode, ...] = ("materialised", "gradient_in_forward", "recompute")
 BUCKET = 3000  # parameters, so that a tiny model has several buckets

@@ -10,10 +10,10 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from megatron_stare.megatron import attention as core_attention
-from megatron_stare.megatron.attention import SdpaCoreAttention
 from megatron_stare.megatron.batching.packing import PADDING_LIMIT, pack
 from megatron_stare.megatron.batching.zigzag import Zigzag
+from megatron_stare.megatron.model import attention as core_attention
+from megatron_stare.megatron.model.attention import SdpaCoreAttention
 
 CPU = torch.device("cpu")
 

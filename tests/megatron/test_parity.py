@@ -20,21 +20,21 @@ from transformers import AutoModelForCausalLM
 from megatron_stare.config.moe_section import MoeConfig
 from megatron_stare.config.performance_section import PerformanceConfig
 from megatron_stare.config.schema import BatchConfig, Config, ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_stare.megatron import layout as parallel_layout
+from megatron_stare.megatron.backend import layout as parallel_layout
+from megatron_stare.megatron.backend.cpu_backend import backend, device
 from megatron_stare.megatron.batching.microbatch import RankBatch
 from megatron_stare.megatron.batching.sequence_layout import sequence_layout
-from megatron_stare.megatron.cpu_backend import backend, device
-from megatron_stare.megatron.export import export_gradients, export_hf
-from megatron_stare.megatron.head import Head
-from megatron_stare.megatron.model import build_policy, load_hf
-from megatron_stare.megatron.optimizer import build_optimizer
-from megatron_stare.megatron.passes import accumulate_gradients, compute_log_probs
-from megatron_stare.megatron.routing_replay import install
+from megatron_stare.megatron.export.export import export_gradients, export_hf
+from megatron_stare.megatron.model.head import Head
+from megatron_stare.megatron.model.model import build_policy, load_hf
+from megatron_stare.megatron.model.routing_replay import install
+from megatron_stare.megatron.optimizer.optimizer import build_optimizer
+from megatron_stare.megatron.step.passes import accumulate_gradients, compute_log_probs
 from megatron_stare.models import cost_of, read_shape
 from megatron_stare.ops.linear_head import Mode
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 from megatron_stare.records.rollout_batch import RolloutBatch
-from megatron_stare.weights.hf_folder import HfFolder
+from megatron_stare.weights.files.hf_folder import HfFolder
 
 TEMPERATURE = 0.8
 SEED, SIZE = 3, 10

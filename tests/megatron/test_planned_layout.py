@@ -18,14 +18,14 @@ from support.runs import ROOT
 from torch import Tensor
 
 from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_stare.megatron.cpu_backend import backend, device
-from megatron_stare.megatron.layout import join, leave
-from megatron_stare.megatron.layout_faults import faults
-from megatron_stare.megatron.model import build_policy, named_parameters
-from megatron_stare.megatron.optimizer import build_optimizer
-from megatron_stare.megatron.planned_layout import assumptions, extremes, plan_layout
-from megatron_stare.megatron.planned_rank import RankPlan
-from megatron_stare.megatron.pretend import pretend
+from megatron_stare.megatron.backend.cpu_backend import backend, device
+from megatron_stare.megatron.backend.layout import join, leave
+from megatron_stare.megatron.dry.layout_faults import faults
+from megatron_stare.megatron.dry.planned_layout import assumptions, extremes, plan_layout
+from megatron_stare.megatron.dry.planned_rank import RankPlan
+from megatron_stare.megatron.dry.pretend import pretend
+from megatron_stare.megatron.model.model import build_policy, named_parameters
+from megatron_stare.megatron.optimizer.optimizer import build_optimizer
 from megatron_stare.models import read_shape
 from megatron_stare.models.shape import ModelShape
 

@@ -11,22 +11,22 @@ from megatron.core import tensor_parallel
 from support.models import random_batch, save_model
 from torch import Tensor
 
-from megatron_stare.activation_memory import activation_memory
+from megatron_stare.config.layout_rules import check_recompute
 from megatron_stare.config.schema import BatchConfig, Config, ModelConfig, ParallelConfig
 from megatron_stare.errors import ConfigError
-from megatron_stare.layout_rules import check_recompute
-from megatron_stare.megatron import layout as parallel_layout
+from megatron_stare.megatron.backend import layout as parallel_layout
+from megatron_stare.megatron.backend.cpu_backend import backend, device
 from megatron_stare.megatron.batching.microbatch import RankBatch
 from megatron_stare.megatron.batching.sequence_layout import sequence_layout
-from megatron_stare.megatron.cpu_backend import backend, device
-from megatron_stare.megatron.export import export_gradients
-from megatron_stare.megatron.head import Head
-from megatron_stare.megatron.model import build_policy, hidden_states, load_hf
-from megatron_stare.megatron.passes import accumulate_gradients, compute_log_probs
+from megatron_stare.megatron.export.export import export_gradients
+from megatron_stare.megatron.model.head import Head
+from megatron_stare.megatron.model.model import build_policy, hidden_states, load_hf
+from megatron_stare.megatron.step.passes import accumulate_gradients, compute_log_probs
 from megatron_stare.models import cost_of, read_shape
 from megatron_stare.ops.linear_head import Mode
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
-from megatron_stare.weights.hf_folder import HfFolder
+from megatron_stare.planning.activation_memory import activation_memory
+from megatron_stare.weights.files.hf_folder import HfFolder
 
 MODES: dict[str, dict[str, Any]] = {
     "none": {},

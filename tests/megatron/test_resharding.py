@@ -12,10 +12,10 @@ from support.ranks import RankPool
 from support.steps import take_step
 from torch import Tensor
 
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
-from megatron_stare.megatron.export import export_hf
+from megatron_stare.megatron.export.export import export_hf
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.resolved import resolve_run
 
 
 def moments(trainer: Trainer) -> dict[str, Tensor]:

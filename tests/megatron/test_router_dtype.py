@@ -11,11 +11,11 @@ from support.models import random_batch, save_model
 from support.ranks import RankPool
 from support.steps import take_step
 
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
-from megatron_stare.megatron.cpu_backend import backend
-from megatron_stare.megatron.model import unwrap
+from megatron_stare.megatron.backend.cpu_backend import backend
+from megatron_stare.megatron.model.model import unwrap
 from megatron_stare.megatron.trainer import UNREPLAYED, Trainer
-from megatron_stare.resolved import resolve_run
 
 
 def errors_of(rank: int, init: str, config: Config) -> tuple[list[float], list[torch.dtype], float, list[str]]:

@@ -16,14 +16,14 @@ from test_parity import EXPERTS, SEED, SIZE, check, step_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config, ParallelConfig
+from megatron_stare.driver.agreement_watch import AgreementWatch
 from megatron_stare.errors import DataError
-from megatron_stare.megatron.dump import write_batch
+from megatron_stare.megatron.step.dump import write_batch
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.orchestration.agreement_watch import AgreementWatch
 from megatron_stare.records.rollout_batch import RolloutBatch
-from megatron_stare.resolved import resolve_run
-from megatron_stare.rollout.agreement import AgreementError
+from megatron_stare.rollout.agreement.agreement import AgreementError
 
 LAYERS, NUMBER, EACH = 4, 4, 2  # of the tiny model: layers, experts, experts a token
 

@@ -20,12 +20,12 @@ from support.steps import take_step
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_stare.batch import Prompt
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.records.batch import Prompt
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import Trajectory, sampled_trajectory
-from megatron_stare.resolved import resolve_run
 
 pytestmark = pytest.mark.distributed
 PROMPTS, SAMPLES, MINI_BATCH, EPOCHS, LR = 4, 3, 2, 3, 3e-3

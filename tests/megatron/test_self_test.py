@@ -12,17 +12,17 @@ from support.models import random_batch, save_model
 from support.ranks import RankPool
 from support.steps import take_step
 
+from megatron_stare.cluster.trainer_group import StateProof, TrainerGroup, plan_rules
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
+from megatron_stare.driver.checkpoint_proof import SelfTest, canary_of, differences, layout_of
 from megatron_stare.errors import DataError
-from megatron_stare.megatron import checkpoint
-from megatron_stare.megatron.state_sums import RankProof
+from megatron_stare.megatron.checkpoint import checkpoint
+from megatron_stare.megatron.step.state_sums import RankProof
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.orchestration.groups import StateProof, TrainerGroup, plan_rules
-from megatron_stare.orchestration.self_test import SelfTest, canary_of, differences, layout_of
+from megatron_stare.process.workers import Workers
 from megatron_stare.records.rollout_batch import RolloutBatch
-from megatron_stare.resolved import resolve_run
-from megatron_stare.rollout.agreement import canary_batch
-from megatron_stare.workers import Workers
+from megatron_stare.rollout.agreement.agreement import canary_batch
 
 pytestmark = pytest.mark.distributed
 REFERENCE = {"name": "grpo", "reference_kl": {"coef": 0.1}}

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from support.models import random_batch, save_model
 from support.steps import log_prob_pass, take_step
 
+from megatron_stare.config.performance import shares_prompts
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.batching import sequence_layout as sequences
 from megatron_stare.megatron.batching.packing import pack
 from megatron_stare.megatron.batching.shared_prompts import shared_columns
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.performance import shares_prompts
-from megatron_stare.resolved import resolve_run
 
 CPU = torch.device("cpu")
 

@@ -11,9 +11,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_stare.activation_memory import WHOLE_UP_TO
-from megatron_stare.megatron.attention import SdpaCoreAttention
-from megatron_stare.megatron.short_attention import short_attention
+from megatron_stare.config.performance import WHOLE_UP_TO
+from megatron_stare.megatron.model.attention import SdpaCoreAttention
+from megatron_stare.megatron.model.short_attention import short_attention
 
 
 def drawn(*shape: int, seed: int) -> Tensor:

@@ -12,14 +12,14 @@ from support.models import save_model
 from support.ranks import RankPool
 from torch import Tensor
 
+from megatron_stare.cluster.inline import InlineWorkers
+from megatron_stare.cluster.trainer_group import TrainerGroup, WeightStream, plan_rules
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
-from megatron_stare.megatron.model import named_parameters
+from megatron_stare.megatron.model.model import named_parameters
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.orchestration.groups import TrainerGroup, WeightStream, plan_rules
-from megatron_stare.orchestration.inline import InlineWorkers
-from megatron_stare.resolved import resolve_run
-from megatron_stare.weights.stream import Bucket
+from megatron_stare.weights.sync.stream import Bucket
 
 
 class Collected:

@@ -14,11 +14,11 @@ from support.steps import log_prob_pass
 from test_methods_in_training import TEMPERATURE, batch_of, config_of, scored
 from transformers import AutoModelForCausalLM
 
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.records.batch_statistics import top_k_count
 from megatron_stare.records.token_numbers import TokenNumbers, of_responses, spread
-from megatron_stare.resolved import resolve_run
 
 AMPLIFY, ATTENUATE, SHARE = 3.0, 0.2, 0.3
 STARE = {

@@ -18,15 +18,15 @@ from support.ranks import RankPool
 from support.runs import ROOT
 
 from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_stare.megatron import checkpoint
-from megatron_stare.megatron.export import export_hf
-from megatron_stare.megatron.layout import join, leave
-from megatron_stare.megatron.model import build_policy, load_hf, named_parameters
-from megatron_stare.megatron.optimizer import build_optimizer
-from megatron_stare.megatron.planned_rank import plan_rank
+from megatron_stare.megatron.backend.layout import join, leave
+from megatron_stare.megatron.checkpoint import checkpoint
+from megatron_stare.megatron.dry.planned_rank import plan_rank
+from megatron_stare.megatron.export.export import export_hf
+from megatron_stare.megatron.model.model import build_policy, load_hf, named_parameters
+from megatron_stare.megatron.optimizer.optimizer import build_optimizer
 from megatron_stare.models import read_shape
-from megatron_stare.weights.convert import Options, convert
-from megatron_stare.weights.hf_folder import HfFolder
+from megatron_stare.weights.files.convert import Options, convert
+from megatron_stare.weights.files.hf_folder import HfFolder
 
 
 def save_as_runs_do(rank: int, init: str, folder: Path) -> None:

@@ -17,10 +17,10 @@ from support.steps import plan_of, take_step
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.records.rollout_batch import RolloutBatch
-from megatron_stare.resolved import resolve_run
 
 pytestmark = pytest.mark.distributed
 SEED, SIZE, GROUPS, MINI_BATCH, EPOCHS = 8, 8, 4, 2, 2  # every group of this batch teaches something

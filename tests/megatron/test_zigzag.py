@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.models.common.embeddings import rope_utils
 
+from megatron_stare.megatron.backend.cpu_backend import backend
 from megatron_stare.megatron.batching.zigzag import WHOLE, Zigzag
-from megatron_stare.megatron.cpu_backend import backend
 
 
 class Group:

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.request import Request, urlopen
 
-from megatron_stare.observability.alerts import Alert
-from megatron_stare.observability.sink import RunOutline, Sink
+from megatron_stare.observability.sink import Alert, RunOutline, Sink
 
 
 class Chat(Sink):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron_stare.observability.alerts import CHECKS, QUIET_STEPS, Watch
+from megatron_stare.observability.metrics.alerts import CHECKS, QUIET_STEPS, Watch
 
 HEALTHY = {
     "entropy/mean": 0.1,

@@ -6,11 +6,11 @@ import pytest
 from test_report import Page
 
 from megatron_stare.algorithms import gradient_norm
-from megatron_stare.observability.json_lines import to_line
-from megatron_stare.observability.paired import forecast_fit
+from megatron_stare.observability.metrics.paired import forecast_fit
 from megatron_stare.observability.report.diagnostic_charts import ENTROPIES, PROBABILITIES, parts, token_norms
 from megatron_stare.observability.report.page import write_report
-from megatron_stare.observability.run_files import read_runs
+from megatron_stare.run_dir.json_lines import to_line
+from megatron_stare.run_dir.run_files import read_runs
 
 EVERY = 5
 SCALE, LR = 50.0, 0.01

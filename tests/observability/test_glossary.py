@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import make_metric_docs  # noqa: E402  # a script
 
-from megatron_stare.observability import alerts, glossary  # noqa: E402
+from megatron_stare.observability.metrics import alerts, glossary  # noqa: E402
 
 # what the texts say of alerts, as text: 1e-3 and not 0.001
 SAID = {
@@ -72,7 +72,7 @@ def test_a_name_that_is_not_declared_is_found() -> None:
 
 
 def test_a_name_is_declared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_stare.observability import step_metrics
+    from megatron_stare.observability.metrics import step_metrics
 
     twice = (*step_metrics.METRICS, step_metrics.METRICS[0])
     monkeypatch.setattr(step_metrics, "METRICS", twice)

@@ -10,12 +10,12 @@ import pytest
 from support.synthetic_runs import synthetic_run
 
 from megatron_stare.errors import DataError
-from megatron_stare.observability.figures import started
-from megatron_stare.observability.json_lines import read_jsonl, write_atomically
+from megatron_stare.observability.metrics.figures import started
 from megatron_stare.observability.report.comparison import against, settings_that_tell
 from megatron_stare.observability.report.headline import GREEDY, alike, headline
 from megatron_stare.observability.report.page import write_report
-from megatron_stare.observability.run_files import RunRecord, read_run, read_runs
+from megatron_stare.run_dir.json_lines import read_jsonl, write_atomically
+from megatron_stare.run_dir.run_files import RunRecord, read_run, read_runs
 
 
 def run_of(rows: list[dict[str, Any]], evals: list[dict[str, Any]] | None = None, **config: Any) -> RunRecord:

@@ -13,10 +13,10 @@ import pytest
 from rich.console import Console
 from support.interrupts import interruptible
 
-from megatron_stare.observability.alerts import Watch
-from megatron_stare.observability.live import LiveDisplay, make_display
-from megatron_stare.observability.live_chart import bar, line, progress_bar, scale_of, strip, trend
-from megatron_stare.observability.progress import StepPrinter
+from megatron_stare.observability.metrics.alerts import Watch
+from megatron_stare.observability.terminal.live import LiveDisplay, make_display
+from megatron_stare.observability.terminal.live_chart import bar, line, progress_bar, scale_of, strip, trend
+from megatron_stare.observability.terminal.progress import StepPrinter
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 RUN_DIR = "runs/quickstart-20261002-125955"
@@ -276,7 +276,7 @@ def test_no_color_is_respected_and_the_band_still_visible(monkeypatch):
 
 SCRIPT = """
 import sys, time
-from megatron_stare.observability.live import make_display
+from megatron_stare.observability.terminal.live import make_display
 with make_display(5) as display:
     display.start("runs/x", "stare")
     display.step(1, {"reward/mean": 0.5})

@@ -6,8 +6,8 @@ import sys
 import psutil
 import pytest
 
-from megatron_stare.observability import process_memory
-from megatron_stare.observability.process_memory import tree_pss_bytes
+from megatron_stare.process import process_memory
+from megatron_stare.process.process_memory import tree_pss_bytes
 
 MB = 2**20
 pytestmark = pytest.mark.skipif(tree_pss_bytes() is None, reason="only Linux tells")

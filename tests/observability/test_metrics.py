@@ -13,17 +13,17 @@ from types import SimpleNamespace
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_stare.batch import Prompt
 from megatron_stare.config.load import load_config
 from megatron_stare.errors import DataError
-from megatron_stare.observability.rollout_files import rollout_rows
-from megatron_stare.observability.run_files import read_metrics
 from megatron_stare.observability.sink import RunOutline
 from megatron_stare.observability.sinks.console import Console
 from megatron_stare.observability.sinks.jsonl_files import JsonlFiles
 from megatron_stare.observability.sinks.tensorboard import TensorBoard
+from megatron_stare.records.batch import Prompt
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import sampled_trajectory
+from megatron_stare.run_dir.rollout_files import rollout_rows
+from megatron_stare.run_dir.run_files import read_metrics
 
 QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.yaml"
 NONE = SimpleNamespace(trajectories=())  # a batch of which nothing is shown

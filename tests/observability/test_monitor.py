@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_stare.batch import Prompt
 from megatron_stare.config.load import load_config
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, UserError
-from megatron_stare.observability.json_lines import write_atomically
-from megatron_stare.observability.monitor import Monitor
-from megatron_stare.observability.run_files import read_metrics
+from megatron_stare.observability.metrics.monitor import Monitor
 from megatron_stare.observability.sink import RunOutline, Sink, make_sinks
 from megatron_stare.observability.sinks.console import Console
+from megatron_stare.records.batch import Prompt
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import sampled_trajectory
+from megatron_stare.run_dir.json_lines import write_atomically
+from megatron_stare.run_dir.run_files import read_metrics
 
 ROOT = Path(__file__).parents[2]
 MINE = "my_sink.Chat"

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from test_monitor import Recorder, batch, settings
 
+from megatron_stare.driver.opening import read_inputs
 from megatron_stare.errors import ConfigError
-from megatron_stare.observability.monitor import Monitor
-from megatron_stare.observability.own_metrics import load_metrics
+from megatron_stare.observability.metrics.monitor import Monitor
+from megatron_stare.observability.metrics.own_metrics import load_metrics
 from megatron_stare.observability.sink import RunOutline
 from megatron_stare.records.rollout_batch import RolloutBatch
-from megatron_stare.run.opening import read_inputs
 
 FILE = """
 def variety(batch):

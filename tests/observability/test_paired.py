@@ -5,7 +5,7 @@ import math
 import pytest
 
 from megatron_stare.evaluation.clusters import student_quantile
-from megatron_stare.observability.paired import paired_interval, summary
+from megatron_stare.observability.metrics.paired import paired_interval, summary
 
 
 def test_interval_worked_by_hand():

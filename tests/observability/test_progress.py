@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from megatron_stare.observability.alerts import Watch
-from megatron_stare.observability.progress import RemainingTime, StepPrinter, clock
+from megatron_stare.observability.metrics.alerts import Watch
+from megatron_stare.observability.terminal.progress import RemainingTime, StepPrinter, clock
 
 METRICS = {
     "reward/mean": 0.734,

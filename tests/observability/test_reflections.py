@@ -11,7 +11,7 @@ import torch
 
 from megatron_stare.config.load import load_config
 from megatron_stare.errors import ConfigError
-from megatron_stare.observability.reflections import CATEGORIES, reflections, selected_reflections
+from megatron_stare.observability.metrics.reflections import CATEGORIES, reflections, selected_reflections
 
 
 @dataclass

@@ -10,11 +10,11 @@ from html.parser import HTMLParser
 import pytest
 
 from megatron_stare.errors import DataError
-from megatron_stare.observability.figures import verdict
-from megatron_stare.observability.json_lines import to_line
+from megatron_stare.observability.metrics.figures import verdict
+from megatron_stare.observability.metrics.scales import intervals_on, nice_ticks, short, smooth, thin, tick_label
 from megatron_stare.observability.report.page import write_report
-from megatron_stare.observability.run_files import read_run
-from megatron_stare.observability.scales import intervals_on, nice_ticks, short, smooth, thin, tick_label
+from megatron_stare.run_dir.json_lines import to_line
+from megatron_stare.run_dir.run_files import read_run
 
 ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
 VOID = {"meta", "line", "rect", "circle", "path", "img"}

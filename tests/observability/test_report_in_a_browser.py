@@ -13,7 +13,7 @@ from support.browser import browser, tab
 from support.synthetic_runs import synthetic_run
 
 from megatron_stare.observability.report.page import write_report
-from megatron_stare.observability.rollout_files import Token, read_rollouts, rollout_files
+from megatron_stare.run_dir.rollout_files import Token, read_rollouts, rollout_files
 
 pytestmark = [
     pytest.mark.slow,

@@ -13,14 +13,14 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_stare.batch import Prompt
 from megatron_stare.errors import DataError
-from megatron_stare.observability.json_lines import write_atomically
 from megatron_stare.observability.report.token_view import MOST_TOKENS, token_view, view_of_run
-from megatron_stare.observability.rollout_files import read_rollouts, rollout_file, rollout_files, rollout_rows
+from megatron_stare.records.batch import Prompt
 from megatron_stare.records.token_numbers import TokenNumbers
 from megatron_stare.records.trajectory import Trajectory, sampled_trajectory
-from megatron_stare.rollout.model_folder import token_texts
+from megatron_stare.rollout.engines.model_folder import token_texts
+from megatron_stare.run_dir.json_lines import write_atomically
+from megatron_stare.run_dir.rollout_files import read_rollouts, rollout_file, rollout_files, rollout_rows
 
 PIECES = ("4", "2", "\n", "ok", "<eos>")
 
@@ -120,7 +120,7 @@ def test_the_view_leaves_out_what_there_is_no_room_for_and_says_so(tmp_path: Pat
 
 
 def test_reading_them_needs_no_torch() -> None:
-    code = "import sys, megatron_stare.observability.rollout_files; sys.exit('torch' in sys.modules)"
+    code = "import sys, megatron_stare.run_dir.rollout_files; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -11,9 +11,9 @@ import pytest
 from support.browser import Tab, browser, tab
 from support.synthetic_runs import synthetic_run
 
-from megatron_stare.observability.json_lines import write_atomically
 from megatron_stare.observability.report.rollouts_page import write_rollouts
-from megatron_stare.observability.rollout_files import read_rollouts, rollout_file
+from megatron_stare.run_dir.json_lines import write_atomically
+from megatron_stare.run_dir.rollout_files import read_rollouts, rollout_file
 
 pytestmark = [
     pytest.mark.slow,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_stare.observability.selection_reasons import selection_reasons
+from megatron_stare.observability.report.selection_reasons import selection_reasons
 
 C2: dict[str, Any] = {"name": "stare", "variant": "C2", "share": 0.1}
 ROW = {

@@ -15,17 +15,16 @@ import pytest
 from test_monitor import batch, log, settings
 
 from megatron_stare.errors import ConfigError, DataError, UserError
-from megatron_stare.network import free_port
-from megatron_stare.observability import service as service_module
-from megatron_stare.observability.alerts import Alert
-from megatron_stare.observability.background import Background
-from megatron_stare.observability.delivered import Delivered
-from megatron_stare.observability.glossary import explained
-from megatron_stare.observability.monitor import Monitor
-from megatron_stare.observability.service import Service
-from megatron_stare.observability.sink import RunOutline, Sink, make_sinks
+from megatron_stare.observability.metrics.glossary import explained
+from megatron_stare.observability.metrics.monitor import Monitor
+from megatron_stare.observability.sink import Alert, RunOutline, Sink, make_sinks
+from megatron_stare.observability.sinks import service as service_module
 from megatron_stare.observability.sinks import webhook as webhook_module
+from megatron_stare.observability.sinks.background import Background
+from megatron_stare.observability.sinks.delivered import Delivered
+from megatron_stare.observability.sinks.service import Service
 from megatron_stare.observability.sinks.webhook import Webhook
+from megatron_stare.process.network import free_port
 
 SECRET = "T0P-SECRET"
 

@@ -14,12 +14,12 @@ from support.runs import command, environment, model
 from test_monitor import log, settings
 
 from megatron_stare.errors import UserError
-from megatron_stare.network import free_port
-from megatron_stare.observability import service as service_module
-from megatron_stare.observability.monitor import Monitor
-from megatron_stare.observability.run_files import read_metrics
+from megatron_stare.observability.metrics.monitor import Monitor
 from megatron_stare.observability.sink import RunOutline, make_sinks
+from megatron_stare.observability.sinks import service as service_module
 from megatron_stare.observability.sinks.wandb_files import offline_rows
+from megatron_stare.process.network import free_port
+from megatron_stare.run_dir.run_files import read_metrics
 
 pytestmark = pytest.mark.slow
 OFFLINE = "services.wandb_mode=offline"

@@ -8,15 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_stare.batch import Prompt
-from megatron_stare.observability.signals import (
+from megatron_stare.observability.metrics.reward_hacking import (
     FEW_TOKENS,
     hacking_signals,
     length_reward_correlation,
     repetition,
     tokens_before_answer,
 )
-from megatron_stare.observability.step_metrics import degenerate_share
+from megatron_stare.observability.metrics.step_metrics import degenerate_share
+from megatron_stare.records.batch import Prompt
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import sampled_trajectory
 

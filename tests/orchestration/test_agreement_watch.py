@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
-from megatron_stare.orchestration.agreement_watch import AgreementWatch
+from megatron_stare.driver.agreement_watch import AgreementWatch
 from megatron_stare.records.log_prob_difference import LogProbDifference, Sizes
-from megatron_stare.resolved import resolve_run
-from megatron_stare.rollout.agreement import AgreementError
+from megatron_stare.rollout.agreement.agreement import AgreementError
 
 MODEL = Path(__file__).parents[2] / "assets" / "tiny-adder"
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_stare.config.schema import Config
-from megatron_stare.orchestration import checkpoints
-from megatron_stare.run_state import RunState
+from megatron_stare.driver import checkpoints
+from megatron_stare.run_dir.run_state import RunState
 
 STAGE, SAVE, ASKED, WAITED, FINISH, COMPLETE = (2**n for n in range(6))
 

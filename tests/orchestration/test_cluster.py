@@ -20,24 +20,24 @@ from support.parts import First, Part
 from support.replicas import TOKENIZER, judged
 from support.runs import ROOT, metrics, model, train
 
-from megatron_stare.batch import Prompt, SamplingParams
+from megatron_stare.cluster import ray_runner
+from megatron_stare.cluster.placed import Spot, check_ranks, check_replicas, rank_order, shown
+from megatron_stare.cluster.ray import Reservation, WorkerLostError, cluster_nodes, start_actors
+from megatron_stare.cluster.ray_runner import planned, reserve
 from megatron_stare.config.load import load_config
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.environments.single_turn import SingleTurn
 from megatron_stare.errors import ConfigError
-from megatron_stare.orchestration import ray_runner
-from megatron_stare.orchestration.engine_worker import EngineWorker
-from megatron_stare.orchestration.placed import Spot, check_ranks, check_replicas, rank_order, shown
-from megatron_stare.orchestration.placement import Awaited, Demand, PlacementError, plan
-from megatron_stare.orchestration.ray import Reservation, WorkerLostError, cluster_nodes, start_actors
-from megatron_stare.orchestration.ray_runner import planned, reserve
-from megatron_stare.resolved import resolve_run
-from megatron_stare.rollout.beside import Beside
-from megatron_stare.rollout.engine_pool import EnginePool
-from megatron_stare.rollout.rollout_source import Rollouts
-from megatron_stare.rollout.state import EngineState
-from megatron_stare.weights.checksum import tensor_checksum
-from megatron_stare.weights.stream_plan import BucketLayout, Slot
+from megatron_stare.planning.placement import Awaited, Demand, PlacementError, plan
+from megatron_stare.records.batch import Prompt, SamplingParams
+from megatron_stare.rollout.engines.beside import Beside
+from megatron_stare.rollout.engines.engine_worker import EngineWorker
+from megatron_stare.rollout.engines.state import EngineState
+from megatron_stare.rollout.fleet.engine_pool import EnginePool
+from megatron_stare.rollout.sources.rollout_source import Rollouts
+from megatron_stare.weights.sync.checksum import tensor_checksum
+from megatron_stare.weights.sync.stream_plan import BucketLayout, Slot
 
 pytestmark = pytest.mark.distributed
 WAIT_S = 60.0

@@ -16,24 +16,24 @@ from support.models import random_batch
 from support.sglang_fake import FakeServer
 from torch import Tensor
 
+from megatron_stare.cluster import inline
+from megatron_stare.cluster.colocation import Colocation
+from megatron_stare.cluster.inline import InlineRunner
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
+from megatron_stare.driver.phase_memory import PhaseMemory
+from megatron_stare.driver.policy_trainer import PolicyTrainer
+from megatron_stare.driver.training_source import TrainingSource
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.models.shape import ModelShape
-from megatron_stare.orchestration import inline
-from megatron_stare.orchestration.colocation import Colocation
-from megatron_stare.orchestration.inline import InlineRunner
-from megatron_stare.orchestration.phase_memory import PhaseMemory
-from megatron_stare.orchestration.policy_trainer import PolicyTrainer
-from megatron_stare.orchestration.training_source import TrainingSource
 from megatron_stare.records.rollout_batch import RolloutBatch
-from megatron_stare.resolved import resolve_run
-from megatron_stare.rollout import replicas
-from megatron_stare.rollout.engine_pool import Exported
-from megatron_stare.rollout.replicas import Replica
-from megatron_stare.rollout.rollout_source import RolloutSource
-from megatron_stare.rollout.sglang.server_engine import SGLangEngine
-from megatron_stare.rollout.sglang.tensor_sync import TensorSync
-from megatron_stare.run_state import RunState
+from megatron_stare.rollout.engines import replicas
+from megatron_stare.rollout.engines.replicas import Replica
+from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
+from megatron_stare.rollout.engines.sglang.tensor_sync import TensorSync
+from megatron_stare.rollout.fleet.engine_pool import Exported
+from megatron_stare.rollout.sources.rollout_source import RolloutSource
+from megatron_stare.run_dir.run_state import RunState
 
 MODEL = str(Path(__file__).parents[2] / "assets" / "tiny-adder")
 ALL = {"parameters", "gradients", "optimizer"}

@@ -11,21 +11,21 @@ import pytest
 from safetensors.torch import load_file
 from support.sglang_groups import JoiningServer
 
+from megatron_stare.cluster.inline import InlineWorkers
+from megatron_stare.cluster.trainer_group import WeightStream
 from megatron_stare.config.schema import Config
-from megatron_stare.orchestration import engine_worker
-from megatron_stare.orchestration.groups import WeightStream
-from megatron_stare.orchestration.inline import InlineWorkers
-from megatron_stare.rollout.engine import WeightUpdateError
-from megatron_stare.rollout.engine_pool import EnginePool
-from megatron_stare.rollout.sglang import server_outlet
-from megatron_stare.rollout.sglang.methods import make_sync
-from megatron_stare.rollout.sglang.protocol import SGLangError
-from megatron_stare.rollout.sglang.server_engine import SGLangEngine
-from megatron_stare.rollout.sglang.server_outlet import Way
-from megatron_stare.rollout.state import EngineState
-from megatron_stare.weights.outlet import Outlet
-from megatron_stare.weights.stream import Bucket
-from megatron_stare.weights.stream_plan import BucketLayout, Slot
+from megatron_stare.rollout.engines import engine_worker
+from megatron_stare.rollout.engines.engine import WeightUpdateError
+from megatron_stare.rollout.engines.sglang import server_outlet
+from megatron_stare.rollout.engines.sglang.methods import make_sync
+from megatron_stare.rollout.engines.sglang.protocol import SGLangError
+from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
+from megatron_stare.rollout.engines.sglang.server_outlet import Way
+from megatron_stare.rollout.engines.state import EngineState
+from megatron_stare.rollout.fleet.engine_pool import EnginePool
+from megatron_stare.weights.sync.outlet import Outlet
+from megatron_stare.weights.sync.stream import Bucket
+from megatron_stare.weights.sync.stream_plan import BucketLayout, Slot
 
 MODEL = str(Path(__file__).parents[2] / "assets" / "tiny-adder")
 TENSORS = load_file(Path(MODEL) / "model.safetensors")

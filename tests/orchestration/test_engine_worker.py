@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from support.models import save_model
 from transformers import AutoTokenizer
 
-from megatron_stare.batch import SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
-from megatron_stare.orchestration.engine_worker import EngineWorker
-from megatron_stare.rollout.engine import GenerateRequest
-from megatron_stare.weights.stream_plan import BucketLayout, Slot
+from megatron_stare.records.batch import SamplingParams
+from megatron_stare.rollout.engines.engine import GenerateRequest
+from megatron_stare.rollout.engines.engine_worker import EngineWorker
+from megatron_stare.weights.sync.stream_plan import BucketLayout, Slot
 
 ADDER = Path(__file__).parents[2] / "assets" / "tiny-adder"
 

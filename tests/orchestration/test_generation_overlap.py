@@ -14,14 +14,14 @@ from support.sglang_fake import FakeServer
 from support.threads import Threads
 from torch import Tensor
 
+from megatron_stare.cluster.trainer_group import WeightStream
 from megatron_stare.config.schema import Config
-from megatron_stare.orchestration import engine_worker
-from megatron_stare.orchestration.groups import WeightStream
-from megatron_stare.rollout.engine_pool import EnginePool
-from megatron_stare.rollout.sglang.server_engine import SGLangEngine
-from megatron_stare.rollout.sglang.tensor_sync import TensorSync
-from megatron_stare.weights.checksum import tensor_checksum
-from megatron_stare.weights.stream_plan import BucketLayout, Slot
+from megatron_stare.rollout.engines import engine_worker
+from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
+from megatron_stare.rollout.engines.sglang.tensor_sync import TensorSync
+from megatron_stare.rollout.fleet.engine_pool import EnginePool
+from megatron_stare.weights.sync.checksum import tensor_checksum
+from megatron_stare.weights.sync.stream_plan import BucketLayout, Slot
 
 MODEL = str(Path(__file__).parents[2] / "assets" / "tiny-adder")
 NAMES = ("model.norm.weight", "model.layers.0.input_layernorm.weight", "model.layers.1.input_layernorm.weight")

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from megatron_stare.batch import Prompt
 from megatron_stare.config.guards_section import GuardsConfig
 from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_queue import PromptQueue
+from megatron_stare.driver.guarded_batches import origin
+from megatron_stare.driver.guards import Baseline, Guards
 from megatron_stare.errors import DataError, GuardError, RollBack
-from megatron_stare.megatron.not_finite import NotFinite
-from megatron_stare.observability.alerts import Watch
-from megatron_stare.orchestration.guarded_batches import origin
-from megatron_stare.orchestration.guards import Baseline, Guards
-from megatron_stare.rollout.kept import from_bytes, to_bytes, without
-from megatron_stare.rollout.under_way import UnderWay
-from megatron_stare.run_state import RunDir, RunState
+from megatron_stare.megatron.step.not_finite import NotFinite
+from megatron_stare.observability.metrics.alerts import Watch
+from megatron_stare.records.batch import Prompt
+from megatron_stare.rollout.sources.kept import from_bytes, to_bytes, without
+from megatron_stare.rollout.sources.under_way import UnderWay
+from megatron_stare.run_dir.run_state import RunDir, RunState
 
 # 1, 2, 3, 4, 100: median 3, absolute deviations 2, 1, 0, 1, 97, whose median is 1
 FIVE = (1.0, 2.0, 3.0, 4.0, 100.0)

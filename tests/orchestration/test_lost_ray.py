@@ -20,11 +20,11 @@ from support.cluster import QUICK
 from support.runs import ROOT
 from support.waiting_worker import WaitingWorker
 
+from megatron_stare.cluster import ray as on_ray
+from megatron_stare.cluster.ray_processes import loss_behind
 from megatron_stare.config.load import validate
 from megatron_stare.errors import UserError
-from megatron_stare.orchestration import ray as on_ray
-from megatron_stare.orchestration.ray_processes import loss_behind
-from megatron_stare.workers import WorkerLostError
+from megatron_stare.process.workers import WorkerLostError
 
 LONG_S = 300.0  # that calls would wait
 SAID = "noticed, ended, started again"
@@ -154,7 +154,7 @@ def test_an_error_of_a_rank_whose_peer_died_is_the_death(monkeypatch: pytest.Mon
         ranks = workers()
         with pytest.raises(ray.exceptions.RayTaskError) as failed:
             ranks.wait([ranks.start_on(0, "fail")])
-        monkeypatch.setattr("megatron_stare.orchestration.ray_processes.DEATH_S", 0.0)
+        monkeypatch.setattr("megatron_stare.cluster.ray_processes.DEATH_S", 0.0)
         assert on_ray.find_lost(failed.value, ranks, "rank") is None  # nobody has died
         monkeypatch.undo()
         psutil.Process(ranks.call("pid")[1]).kill()

@@ -10,8 +10,8 @@ import ray
 from support.runs import ROOT
 from support.waiting_worker import WaitingWorker
 
+from megatron_stare.cluster import ray as on_ray
 from megatron_stare.config.load import validate
-from megatron_stare.orchestration import ray as on_ray
 
 RECORDED = "RAY_task_events_report_interval_ms"
 SECONDS = 60.0

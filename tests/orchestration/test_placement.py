@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from megatron.core import parallel_state
 from support.runs import ROOT
 
+from megatron_stare.cluster.placed import Spot, check_ranks, check_replicas, rank_order, shown, table
 from megatron_stare.config.load import load_config
 from megatron_stare.config.schema import ParallelConfig
 from megatron_stare.errors import ConfigError
-from megatron_stare.megatron.pretend import pretend
-from megatron_stare.orchestration.placed import Spot, check_ranks, check_replicas, rank_order, shown, table
-from megatron_stare.orchestration.placement import (
+from megatron_stare.megatron.dry.pretend import pretend
+from megatron_stare.planning.placement import (
     Demand,
     Node,
     PlacementError,

@@ -14,9 +14,9 @@ from support.runs import ROOT, command, metrics, model
 from megatron_stare.cli import main
 from megatron_stare.config.checkpoint_section import CheckpointConfig
 from megatron_stare.config.load import load_config
+from megatron_stare.driver.retention import Retention, scores
 from megatron_stare.errors import ConfigError
-from megatron_stare.orchestration.retention import Retention, scores
-from megatron_stare.run.preflight import check_best
+from megatron_stare.planning.preflight import check_best
 
 STEPS = [20, 40, 60, 80, 100, 120]
 SCORES = {20: 0.1, 40: 0.9, 60: 0.5, 80: 0.9, 100: math.nan, 120: 0.2}

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from support.models import random_batch
 
+from megatron_stare.cluster.trainer_group import StateProof
+from megatron_stare.driver.checkpoint_proof import FILE, LONGEST, SEQUENCES, SelfTest, canary_of, differences
 from megatron_stare.errors import DataError
-from megatron_stare.orchestration.groups import StateProof
-from megatron_stare.orchestration.self_test import FILE, LONGEST, SEQUENCES, SelfTest, canary_of, differences
 
 SAVED = StateProof({"policy": [-1.0, -2.0, -0.5]}, {"optimizer: m": [3.0, 2.0]}, {"steps of Adam": 4.0})
 

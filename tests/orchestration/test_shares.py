@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 from support.models import random_batch
 
-from megatron_stare.batch import MicroBatchPlan
+from megatron_stare.cluster.inline import InlineWorkers
+from megatron_stare.cluster.trainer_group import TrainerGroup
 from megatron_stare.ops.plan import PlanRules, plan_mini_batches
-from megatron_stare.orchestration.groups import TrainerGroup
-from megatron_stare.orchestration.inline import InlineWorkers
+from megatron_stare.records.batch import MicroBatchPlan
 from megatron_stare.records.log_prob_difference import LogProbDifference, Sizes
 from megatron_stare.records.rollout_batch import RankShare
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from support.models import save_model
 
+from megatron_stare.cluster.inline import InlineRunner
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
-from megatron_stare.orchestration.inline import InlineRunner
-from megatron_stare.resolved import resolve_run
-from megatron_stare.rollout.engine_pool import SyncError, check_arrived
-from megatron_stare.rollout.state import EngineState
-from megatron_stare.weights.checksum import tensor_checksum
-from megatron_stare.weights.hf_folder import HfFolder
+from megatron_stare.rollout.engines.state import EngineState
+from megatron_stare.rollout.fleet.engine_pool import SyncError, check_arrived
+from megatron_stare.weights.files.hf_folder import HfFolder
+from megatron_stare.weights.sync.checksum import tensor_checksum
 
 
 def sync_twice(rank: int, init: str, config: Config) -> dict[str, Any]:

@@ -13,13 +13,13 @@ from support.runs import ROOT
 
 from megatron_stare.cli import main
 from megatron_stare.config.load import dump_yaml, validate
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.errors import ConfigError, DataError
 from megatron_stare.planning.calibrate import calibrate
 from megatron_stare.planning.coefficients import Coefficients, Fitted, read_coefficients, store
 from megatron_stare.planning.fit import PlannedFit
 from megatron_stare.planning.gpus import find_gpu
 from megatron_stare.planning.phase_times import Lengths, step_time
-from megatron_stare.resolved import resolve_run
 
 GPU = find_gpu("h100-80g")
 # both rates of decoding are assumed ones by one factor

@@ -14,14 +14,14 @@ import torch
 from support.runs import ROOT, model, train
 
 from megatron_stare.cli import main
+from megatron_stare.commands.status import status_of
+from megatron_stare.commands.views import as_text
 from megatron_stare.config.load import load_recorded, validate
+from megatron_stare.config.resolved import ResolvedRun, resolve_run
 from megatron_stare.errors import ConfigError
-from megatron_stare.megatron.saved_for_backward import SavedForBackward
-from megatron_stare.observability.planned import planned_and_measured
+from megatron_stare.megatron.step.saved_for_backward import SavedForBackward
+from megatron_stare.observability.metrics.planned import planned_and_measured
 from megatron_stare.planning.own_plan import named, own_plan
-from megatron_stare.resolved import ResolvedRun, resolve_run
-from megatron_stare.run.status import status_of
-from megatron_stare.run.views import as_text
 
 TINY = str(ROOT / "assets/tiny-adder")
 

@@ -10,6 +10,7 @@ import pytest
 from support.runs import ROOT
 
 from megatron_stare.config.load import validate
+from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.models import read_shape
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.planning.coefficients import Coefficients
@@ -17,9 +18,8 @@ from megatron_stare.planning.flops import body_flops, forward_flops, layer_matri
 from megatron_stare.planning.gpus import HOST_LINK, NETWORK, Gpu
 from megatron_stare.planning.partial_flow import partial_flow
 from megatron_stare.planning.phase_times import Lengths, Step, parameters, rollout_seconds, step_time
-from megatron_stare.resolved import ResolvedRun
-from megatron_stare.rollout.served_memory import ServedMemory
-from megatron_stare.weights.check import expected
+from megatron_stare.rollout.engines.served_memory import ServedMemory
+from megatron_stare.weights.files.check import expected
 
 ARCHITECTURES = ROOT / "assets" / "architectures"
 TINY = ModelShape(

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_stare.algorithms.grpo import Grpo
-from megatron_stare.batch import Prompt
 from megatron_stare.errors import DataError
 from megatron_stare.megatron.batching.microbatch import RankBatch
 from megatron_stare.megatron.batching.sequence_layout import SequenceLayout, SplitSequences, WholeSequences
 from megatron_stare.megatron.batching.zigzag import Zigzag
 from megatron_stare.ops.plan import PlanRules, plan_mini_batches
+from megatron_stare.records.batch import Prompt
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory, sampled_trajectory
 

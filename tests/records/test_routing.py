@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_stare.batch import Prompt
 from megatron_stare.errors import DataError
+from megatron_stare.records.batch import Prompt
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.routing import covering, routing_column, unknown
 from megatron_stare.records.trajectory import Trajectory, sampled_trajectory

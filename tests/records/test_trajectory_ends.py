@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_stare.batch import Prompt
+from megatron_stare.records.batch import Prompt
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import sampled_trajectory
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_stare.batch import Prompt
 from megatron_stare.errors import WeightVersionError
+from megatron_stare.records.batch import Prompt
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory
-from megatron_stare.rollout.ages import Ages, ages_of, check_ages
+from megatron_stare.rollout.sources.ages import Ages, ages_of, check_ages
 
 
 def of(*versions: tuple[int, int], cursor: int = 0, silent: tuple[int, ...] = ()) -> Trajectory:

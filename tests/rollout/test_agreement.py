@@ -17,16 +17,16 @@ from support.ranks import RankPool
 from support.steps import log_prob_pass, plan_of
 from torch import Tensor
 
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.batching.microbatch import RankBatch
 from megatron_stare.megatron.batching.sequence_layout import WholeSequences
-from megatron_stare.megatron.differences import UNLIKELY, Compared
+from megatron_stare.megatron.step.differences import UNLIKELY, Compared
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 from megatron_stare.records.log_prob_difference import LogProbDifference
 from megatron_stare.records.rollout_batch import RolloutBatch
-from megatron_stare.resolved import resolve_run
-from megatron_stare.rollout.agreement import (
+from megatron_stare.rollout.agreement.agreement import (
     AgreementError,
     agreement_metrics,
     canary_batch,
@@ -36,8 +36,8 @@ from megatron_stare.rollout.agreement import (
     rollout_verdict,
     summary,
 )
-from megatron_stare.rollout.agreement_limits import Limits, Trend
-from megatron_stare.rollout.canary import canary_sequences
+from megatron_stare.rollout.agreement.limits import Limits, Trend
+from megatron_stare.rollout.engines.canary import canary_sequences
 
 LIMIT = Limits(1e-3)
 IN_BF16 = Limits(None, {"mean": 0.025, "p99": 0.2, "p999": 1.0}, trend=3.0)

@@ -12,18 +12,18 @@ from safetensors.torch import load_file
 from support.ranks import RankPool
 from support.steps import log_prob_pass
 
-from megatron_stare.batch import Prompt, SamplingParams
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.records.batch import Prompt, SamplingParams
 from megatron_stare.records.log_prob_difference import LogProbDifference
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import sampled_trajectory
-from megatron_stare.resolved import resolve_run
-from megatron_stare.rollout.agreement import AgreementError, require_steady
-from megatron_stare.rollout.agreement_limits import Limits, Trend
-from megatron_stare.rollout.engine import GenerateRequest
-from megatron_stare.rollout.local import LocalEngine
-from megatron_stare.rollout.model_folder import load_tokenizer
+from megatron_stare.rollout.agreement.agreement import AgreementError, require_steady
+from megatron_stare.rollout.agreement.limits import Limits, Trend
+from megatron_stare.rollout.engines.engine import GenerateRequest
+from megatron_stare.rollout.engines.local import LocalEngine
+from megatron_stare.rollout.engines.model_folder import load_tokenizer
 
 MODEL = Path(__file__).parents[2] / "assets" / "tiny-adder"
 PROMPTS, SAMPLES = 16, 8

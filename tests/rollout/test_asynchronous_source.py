@@ -17,19 +17,19 @@ import pytest
 import torch
 from support.replicas import TOKENIZER, Numbered
 
-from megatron_stare.batch import SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_queue import PromptQueue
 from megatron_stare.environments.single_turn import SingleTurn
 from megatron_stare.errors import DataError
+from megatron_stare.process.workers import WorkerLostError, Workers
+from megatron_stare.records.batch import SamplingParams
 from megatron_stare.rewards.verifier_pool import Verdict
-from megatron_stare.rollout.asynchronous_source import AsynchronousSource
-from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, ModelInfo
-from megatron_stare.rollout.engine_pool import EnginePool
-from megatron_stare.rollout.group_sampling import EveryGroup, InformativeGroups
-from megatron_stare.rollout.rollout_source import Rollouts
-from megatron_stare.rollout.state import EngineState
-from megatron_stare.workers import WorkerLostError, Workers
+from megatron_stare.rollout.engines.engine import GenerateRequest, GenerateResult, ModelInfo
+from megatron_stare.rollout.engines.state import EngineState
+from megatron_stare.rollout.fleet.engine_pool import EnginePool
+from megatron_stare.rollout.sources.asynchronous_source import AsynchronousSource
+from megatron_stare.rollout.sources.group_sampling import EveryGroup, InformativeGroups
+from megatron_stare.rollout.sources.rollout_source import Rollouts
 
 MODEL = str(Path(__file__).parents[2] / "assets" / "tiny-adder")
 CONFIG = Config.model_validate({"model": {"path": MODEL}, "rollout": {"max_new_tokens": 24}})

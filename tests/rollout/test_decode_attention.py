@@ -9,11 +9,11 @@ import torch
 from support.models import save_model
 from torch import Tensor, nn
 
-from megatron_stare.batch import SamplingParams
-from megatron_stare.rollout import decode_attention
-from megatron_stare.rollout.decode import decode_batch
-from megatron_stare.rollout.engine import GenerateRequest
-from megatron_stare.rollout.local import LocalEngine
+from megatron_stare.records.batch import SamplingParams
+from megatron_stare.rollout.engines import decode_attention
+from megatron_stare.rollout.engines.decode import decode_batch
+from megatron_stare.rollout.engines.engine import GenerateRequest
+from megatron_stare.rollout.engines.local import LocalEngine
 
 
 class Layer(nn.Module):

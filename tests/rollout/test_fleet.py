@@ -16,18 +16,18 @@ from support.replicas import TOKENIZER, judged
 from support.sglang_fake import STOP, FakeServer
 from support.sglang_groups import JoiningServer
 
-from megatron_stare.batch import Prompt, SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.environments.single_turn import SingleTurn
 from megatron_stare.errors import ConfigError
-from megatron_stare.orchestration import engine_worker
-from megatron_stare.rollout.engine import WeightUpdateError
-from megatron_stare.rollout.health import Health, NoEngineError
-from megatron_stare.rollout.rollout_source import Rollouts, check_versions
-from megatron_stare.rollout.sglang import server_outlet
-from megatron_stare.rollout.sglang.methods import make_sync
-from megatron_stare.rollout.sglang.server_engine import SGLangEngine
-from megatron_stare.rollout.sglang.server_outlet import Way
+from megatron_stare.records.batch import Prompt, SamplingParams
+from megatron_stare.rollout.engines import engine_worker
+from megatron_stare.rollout.engines.engine import WeightUpdateError
+from megatron_stare.rollout.engines.sglang import server_outlet
+from megatron_stare.rollout.engines.sglang.methods import make_sync
+from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
+from megatron_stare.rollout.engines.sglang.server_outlet import Way
+from megatron_stare.rollout.fleet.health import Health, NoEngineError
+from megatron_stare.rollout.sources.rollout_source import Rollouts, check_versions
 
 MODEL = Path(__file__).parents[2] / "assets" / "tiny-adder"
 TENSORS = load_file(MODEL / "model.safetensors")

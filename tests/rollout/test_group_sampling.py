@@ -14,20 +14,20 @@ import torch
 from safetensors.torch import load_file
 from support.replicas import TOKENIZER, Numbered, Replicas
 
-from megatron_stare.batch import SamplingParams
 from megatron_stare.config.schema import BatchConfig, Config
 from megatron_stare.data.arithmetic import ArithmeticPrompts
 from megatron_stare.data.prompt_queue import PromptQueue
 from megatron_stare.environments.single_turn import SingleTurn
+from megatron_stare.process.workers import Workers
+from megatron_stare.records.batch import SamplingParams
 from megatron_stare.rewards.verifier_pool import Verdict
-from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, ModelInfo
-from megatron_stare.rollout.engine_pool import EnginePool
-from megatron_stare.rollout.group_sampling import EveryGroup, InformativeGroups
-from megatron_stare.rollout.local import LocalEngine
-from megatron_stare.rollout.make_source import make_groups
-from megatron_stare.rollout.rollout_source import Collected, Rollouts
-from megatron_stare.rollout.state import EngineState
-from megatron_stare.workers import Workers
+from megatron_stare.rollout.engines.engine import GenerateRequest, GenerateResult, ModelInfo
+from megatron_stare.rollout.engines.local import LocalEngine
+from megatron_stare.rollout.engines.state import EngineState
+from megatron_stare.rollout.fleet.engine_pool import EnginePool
+from megatron_stare.rollout.sources.group_sampling import EveryGroup, InformativeGroups
+from megatron_stare.rollout.sources.make_source import make_groups
+from megatron_stare.rollout.sources.rollout_source import Collected, Rollouts
 
 MODEL = Path(__file__).parents[2] / "assets" / "tiny-adder"
 STOP = 1

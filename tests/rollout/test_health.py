@@ -8,7 +8,7 @@ import pytest
 from support import sglang_servers as servers
 
 from megatron_stare.config.schema import Config
-from megatron_stare.rollout.health import SERVING, FleetHealth, Health, HealthError, NoEngineError, RestartRule
+from megatron_stare.rollout.fleet.health import SERVING, FleetHealth, Health, HealthError, NoEngineError, RestartRule
 
 STARTING, DIRTY, HEALTHY, SUSPECT, RELEASED, DEAD = (
     Health.STARTING,

@@ -12,16 +12,16 @@ from safetensors.torch import load_file
 from support.models import FAMILIES, save_model
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from megatron_stare.batch import SamplingParams
 from megatron_stare.errors import ConfigError, DataError, NonFiniteError
-from megatron_stare.rollout import decode
-from megatron_stare.rollout.engine import GenerateRequest, WeightUpdateError
-from megatron_stare.rollout.local import LocalEngine
-from megatron_stare.rollout.model_folder import stop_token_ids
-from megatron_stare.rollout.replicas import resolve_engine
-from megatron_stare.rollout.sampling import choose_tokens
-from megatron_stare.rollout.state import EngineState, EngineStateError
-from megatron_stare.weights.checksum import tensor_checksum
+from megatron_stare.records.batch import SamplingParams
+from megatron_stare.rollout.engines import decode
+from megatron_stare.rollout.engines.engine import GenerateRequest, WeightUpdateError
+from megatron_stare.rollout.engines.local import LocalEngine
+from megatron_stare.rollout.engines.model_folder import stop_token_ids
+from megatron_stare.rollout.engines.replicas import resolve_engine
+from megatron_stare.rollout.engines.sampling import choose_tokens
+from megatron_stare.rollout.engines.state import EngineState, EngineStateError
+from megatron_stare.weights.sync.checksum import tensor_checksum
 
 VOCAB, STOP, CONTEXT = 20, 1, 64
 SIZES = {

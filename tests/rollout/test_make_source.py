@@ -10,12 +10,12 @@ import pytest
 from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_queue import PromptQueue
 from megatron_stare.errors import ConfigError, DataError
-from megatron_stare.rollout.ages import Ages
-from megatron_stare.rollout.asynchronous_source import AsynchronousSource
-from megatron_stare.rollout.group_sampling import EveryGroup, InformativeGroups
-from megatron_stare.rollout.make_source import check_staleness, make_groups, make_source
-from megatron_stare.rollout.partial_sampling import PartialGroups
-from megatron_stare.rollout.synchronous_source import SynchronousSource
+from megatron_stare.rollout.sources.ages import Ages
+from megatron_stare.rollout.sources.asynchronous_source import AsynchronousSource
+from megatron_stare.rollout.sources.group_sampling import EveryGroup, InformativeGroups
+from megatron_stare.rollout.sources.make_source import check_staleness, make_groups, make_source
+from megatron_stare.rollout.sources.partial_sampling import PartialGroups
+from megatron_stare.rollout.sources.synchronous_source import SynchronousSource
 
 MODEL = str(Path(__file__).parents[2] / "assets" / "tiny-adder")
 CORRECTED = {"name": "stare", "correction": {"mode": "truncate"}}

@@ -15,19 +15,19 @@ from environments.check_again import CheckAgain
 from safetensors.torch import load_file
 from support.replicas import Replicas
 
-from megatron_stare.batch import Prompt, SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.environments.environment import Environment, Generate, Response
 from megatron_stare.environments.single_turn import SingleTurn
 from megatron_stare.errors import DataError
+from megatron_stare.records.batch import Prompt, SamplingParams
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import Trajectory
 from megatron_stare.rewards.verifier_pool import Verdict
-from megatron_stare.rollout.engine import GenerateResult
-from megatron_stare.rollout.engine_pool import EnginePool
-from megatron_stare.rollout.local import LocalEngine
-from megatron_stare.rollout.model_folder import load_tokenizer
-from megatron_stare.rollout.rollout_source import Rollouts, check_trajectory
+from megatron_stare.rollout.engines.engine import GenerateResult
+from megatron_stare.rollout.engines.local import LocalEngine
+from megatron_stare.rollout.engines.model_folder import load_tokenizer
+from megatron_stare.rollout.fleet.engine_pool import EnginePool
+from megatron_stare.rollout.sources.rollout_source import Rollouts, check_trajectory
 
 MODEL = Path(__file__).parents[2] / "assets" / "tiny-adder"
 TOKENIZER = load_tokenizer(str(MODEL))

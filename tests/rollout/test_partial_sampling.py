@@ -16,23 +16,23 @@ from environments.check_again import CheckAgain
 from safetensors.torch import load_file
 from support.replicas import TOKENIZER, Numbered, Replicas, judged
 
-from megatron_stare.batch import Prompt, SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_queue import PromptQueue
 from megatron_stare.environments.environment import Environment, Response
 from megatron_stare.environments.single_turn import SingleTurn
 from megatron_stare.errors import DataError, WeightVersionError
+from megatron_stare.process.workers import Workers
+from megatron_stare.records.batch import Prompt, SamplingParams
 from megatron_stare.records.trajectory import sampled_trajectory
 from megatron_stare.rewards.verifier_pool import Verdict
-from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, ModelInfo
-from megatron_stare.rollout.engine_pool import EnginePool
-from megatron_stare.rollout.kept import from_bytes, to_bytes
-from megatron_stare.rollout.local import LocalEngine
-from megatron_stare.rollout.partial_sampling import PartialGroups
-from megatron_stare.rollout.rollout_source import Collected, Rollouts
-from megatron_stare.rollout.state import EngineState
-from megatron_stare.rollout.under_way import Answer, UnderWay, joined
-from megatron_stare.workers import Workers
+from megatron_stare.rollout.engines.engine import GenerateRequest, GenerateResult, ModelInfo
+from megatron_stare.rollout.engines.local import LocalEngine
+from megatron_stare.rollout.engines.state import EngineState
+from megatron_stare.rollout.fleet.engine_pool import EnginePool
+from megatron_stare.rollout.sources.kept import from_bytes, to_bytes
+from megatron_stare.rollout.sources.partial_sampling import PartialGroups
+from megatron_stare.rollout.sources.rollout_source import Collected, Rollouts
+from megatron_stare.rollout.sources.under_way import Answer, UnderWay, joined
 
 MODEL = Path(__file__).parents[2] / "assets" / "tiny-adder"
 STOP = 1

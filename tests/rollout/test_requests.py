@@ -16,19 +16,19 @@ from support.replicas import TOKENIZER, Replicas, judged
 from support.sglang_fake import STOP, FakeServer
 from support.sglang_listening import FAULTS, Faults, Handler, answering, listening, routing
 
-from megatron_stare.batch import Prompt, SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.environments.single_turn import SingleTurn
 from megatron_stare.errors import DataError, WeightVersionError
-from megatron_stare.rollout.dispatch import RolloutLateError
-from megatron_stare.rollout.engine import GenerateRequest, LostRequest, RequestLostError
-from megatron_stare.rollout.engine_pool import EnginePool
-from megatron_stare.rollout.retries import RequestRule, Retries
-from megatron_stare.rollout.rollout_source import Rollouts, check_versions
-from megatron_stare.rollout.sglang.client import SGLangClient
-from megatron_stare.rollout.sglang.protocol import SGLangError
-from megatron_stare.rollout.sglang.server_engine import SGLangEngine
-from megatron_stare.rollout.sglang.tensor_sync import TensorSync
+from megatron_stare.records.batch import Prompt, SamplingParams
+from megatron_stare.rollout.engines.engine import GenerateRequest, LostRequest, RequestLostError
+from megatron_stare.rollout.engines.sglang.client import SGLangClient
+from megatron_stare.rollout.engines.sglang.protocol import SGLangError
+from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
+from megatron_stare.rollout.engines.sglang.tensor_sync import TensorSync
+from megatron_stare.rollout.fleet.dispatch import RolloutLateError
+from megatron_stare.rollout.fleet.engine_pool import EnginePool
+from megatron_stare.rollout.fleet.retries import RequestRule, Retries
+from megatron_stare.rollout.sources.rollout_source import Rollouts, check_versions
 
 MODEL = str(Path(__file__).parents[2] / "assets" / "tiny-adder")
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=4, seed=1, step=1, stop_token_ids=(STOP,))
@@ -149,7 +149,7 @@ def test_a_rollout_has_a_limit_of_its_own() -> None:
 
 def test_a_server_that_hangs_does_not_hold_up_who_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it is asked last would else be waited for as long as any call."""
-    monkeypatch.setattr("megatron_stare.rollout.sglang.server_engine.ABORT_S", 0.2)
+    monkeypatch.setattr("megatron_stare.rollout.engines.sglang.server_engine.ABORT_S", 0.2)
     _, handlers = servers(Faults("hung"))
     with listening(*handlers) as urls, engines(urls, response_s=0.2, probe_s=0.2) as (engine,):
         engine.submit([GenerateRequest("1:0", (2, 3), 1, 0)], PARAMS)

@@ -13,19 +13,19 @@ import pytest
 import torch
 from support.replicas import TOKENIZER, judged
 
-from megatron_stare.batch import Prompt, SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.environments.environment import Environment, Response
-from megatron_stare.rollout.dispatch import Dispatch, Serving
-from megatron_stare.rollout.engine import GenerateRequest, GenerateResult, LostRequest, ModelInfo
-from megatron_stare.rollout.engine_pool import EnginePool
-from megatron_stare.rollout.fleet import Fleet
-from megatron_stare.rollout.health import RestartRule
-from megatron_stare.rollout.retries import RequestRule, Retries
-from megatron_stare.rollout.rollout_source import Rollouts
-from megatron_stare.rollout.state import EngineState
-from megatron_stare.rollout.under_way import UnderWay
-from megatron_stare.workers import Workers
+from megatron_stare.process.workers import Workers
+from megatron_stare.records.batch import Prompt, SamplingParams
+from megatron_stare.rollout.engines.engine import GenerateRequest, GenerateResult, LostRequest, ModelInfo
+from megatron_stare.rollout.engines.state import EngineState
+from megatron_stare.rollout.fleet.dispatch import Dispatch, Serving
+from megatron_stare.rollout.fleet.engine_pool import EnginePool
+from megatron_stare.rollout.fleet.fleet import Fleet
+from megatron_stare.rollout.fleet.health import RestartRule
+from megatron_stare.rollout.fleet.retries import RequestRule, Retries
+from megatron_stare.rollout.sources.rollout_source import Rollouts
+from megatron_stare.rollout.sources.under_way import UnderWay
 
 MODEL = str(Path(__file__).parents[2] / "assets" / "tiny-adder")
 CONFIG = Config.model_validate({"model": {"path": MODEL}, "rollout": {"max_new_tokens": 24}})

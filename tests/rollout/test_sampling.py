@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_stare.rollout import sampling
-from megatron_stare.rollout.sampling import choose_tokens, row_keys, uniforms
+from megatron_stare.rollout.engines import sampling
+from megatron_stare.rollout.engines.sampling import choose_tokens, row_keys, uniforms
 
 CHI2_99_BINS_P999 = 148.2  # 0.999 quantile, 99 degrees of freedom
 CHI2_5_P999 = 20.5

@@ -22,16 +22,16 @@ from support.models import FAMILIES, save_model
 from support.runs import environment
 from transformers import AutoModelForCausalLM
 
-from megatron_stare.batch import SamplingParams
 from megatron_stare.errors import DataError
 from megatron_stare.models import read_shape
-from megatron_stare.rollout.engine import GenerateRequest, WeightUpdateError
-from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
-from megatron_stare.rollout.sglang.protocol import SGLangError, generate_body, result_of
-from megatron_stare.rollout.sglang.replica import SGLangReplica, make_sync
-from megatron_stare.rollout.sglang.tensor_sync import TensorSync
-from megatron_stare.rollout.sglang.update import WeightUpdate
-from megatron_stare.rollout.state import EngineState, EngineStateError
+from megatron_stare.records.batch import SamplingParams
+from megatron_stare.rollout.engines.engine import GenerateRequest, WeightUpdateError
+from megatron_stare.rollout.engines.sglang.client import SGLangClient, everywhere
+from megatron_stare.rollout.engines.sglang.protocol import SGLangError, generate_body, result_of
+from megatron_stare.rollout.engines.sglang.replica import SGLangReplica, make_sync
+from megatron_stare.rollout.engines.sglang.tensor_sync import TensorSync
+from megatron_stare.rollout.engines.sglang.update import WeightUpdate
+from megatron_stare.rollout.engines.state import EngineState, EngineStateError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.skipif(servers.MISSING is not None, reason=str(servers.MISSING))]
 

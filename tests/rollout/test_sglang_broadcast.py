@@ -11,9 +11,15 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from megatron_stare.rollout.sglang.broadcast import LOOPBACK, address_facing, bound_store, flat_bytes, rank_offsets
-from megatron_stare.rollout.sglang.protocol import SGLangError
-from megatron_stare.rollout.sglang.server_layout import ServerLayout
+from megatron_stare.rollout.engines.sglang.broadcast import (
+    LOOPBACK,
+    address_facing,
+    bound_store,
+    flat_bytes,
+    rank_offsets,
+)
+from megatron_stare.rollout.engines.sglang.protocol import SGLangError
+from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
 
 
 def test_a_bucket_is_sent_as_it_lies() -> None:

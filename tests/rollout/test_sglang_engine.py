@@ -11,15 +11,15 @@ import pytest
 import torch
 from support.sglang_fake import STOP, FakeServer
 
-from megatron_stare.batch import SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, DataError
-from megatron_stare.rollout.engine import GenerateRequest, WeightUpdateError
-from megatron_stare.rollout.sglang.protocol import SGLangError, result_of
-from megatron_stare.rollout.sglang.replica import server_flags
-from megatron_stare.rollout.sglang.server_engine import SGLangEngine
-from megatron_stare.rollout.sglang.tensor_sync import TensorSync
-from megatron_stare.rollout.state import EngineState, EngineStateError
+from megatron_stare.records.batch import SamplingParams
+from megatron_stare.rollout.engines.engine import GenerateRequest, WeightUpdateError
+from megatron_stare.rollout.engines.sglang.protocol import SGLangError, result_of
+from megatron_stare.rollout.engines.sglang.replica import server_flags
+from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
+from megatron_stare.rollout.engines.sglang.tensor_sync import TensorSync
+from megatron_stare.rollout.engines.state import EngineState, EngineStateError
 
 MODEL = str(Path(__file__).parents[2] / "assets" / "tiny-adder")
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=4, seed=1, step=1, stop_token_ids=(STOP,))
@@ -388,7 +388,7 @@ def test_the_collector_rests_while_an_answer_is_read_and_no_longer(engine, fake,
         looked.append(gc.isenabled())
         return result_of(*given)
 
-    monkeypatch.setattr("megatron_stare.rollout.sglang.server_engine.result_of", read)
+    monkeypatch.setattr("megatron_stare.rollout.engines.sglang.server_engine.result_of", read)
     sync(engine)
     engine.generate(requests(2), PARAMS)
     monkeypatch.setattr(fake, "_generate", lambda _: {"output_ids": [1], "meta_info": {}})

@@ -13,10 +13,10 @@ from support.gpu_exchange import DTYPES, OUT, RANKS, SHAPE, hashed, weights
 from support.gpu_hash import kernel_hashes
 from support.sglang_fake import FakeServer
 
-from megatron_stare.rollout.engine import WeightUpdateError
-from megatron_stare.rollout.sglang.served_hash import TiledDigest, digest_on
-from megatron_stare.rollout.sglang.tensor_sync import TensorSync
-from megatron_stare.rollout.sglang.update import WeightUpdate
+from megatron_stare.rollout.engines.engine import WeightUpdateError
+from megatron_stare.rollout.engines.sglang.served_hash import TiledDigest, digest_on
+from megatron_stare.rollout.engines.sglang.tensor_sync import TensorSync
+from megatron_stare.rollout.engines.sglang.update import WeightUpdate
 
 RECORDED = json.loads(OUT.read_text())
 

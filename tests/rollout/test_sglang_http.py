@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_stare.rollout.sglang import transport
-from megatron_stare.rollout.sglang.client import ServerLostError, SGLangClient
-from megatron_stare.rollout.sglang.protocol import SGLangError
+from megatron_stare.rollout.engines.sglang import transport
+from megatron_stare.rollout.engines.sglang.client import ServerLostError, SGLangClient
+from megatron_stare.rollout.engines.sglang.protocol import SGLangError
 
 OK = b'HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\n{"told": 1}'
 

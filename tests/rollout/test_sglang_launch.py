@@ -23,22 +23,22 @@ from megatron_stare.config.runtime_section import RuntimeConfig
 from megatron_stare.config.schema import Config, SGLangConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.models import read_shape
-from megatron_stare.rollout.sglang.client import SGLangClient
-from megatron_stare.rollout.sglang.cpu_platform import ATTENTION, copied_rows
-from megatron_stare.rollout.sglang.flag_check import refused_flag
-from megatron_stare.rollout.sglang.protocol import SGLangError, check_precision
-from megatron_stare.rollout.sglang.replica import (
+from megatron_stare.rollout.engines.sglang.client import SGLangClient
+from megatron_stare.rollout.engines.sglang.cpu_platform import ATTENTION, copied_rows
+from megatron_stare.rollout.engines.sglang.flag_check import refused_flag
+from megatron_stare.rollout.engines.sglang.protocol import SGLangError, check_precision
+from megatron_stare.rollout.engines.sglang.replica import (
     SGLangReplica,
     check_servers,
     served_dtype,
     server_flags,
     server_options,
 )
-from megatron_stare.rollout.sglang.serve import remove_shared_memory
-from megatron_stare.rollout.sglang.server import ServerProcess
-from megatron_stare.rollout.sglang.server_checks import LAUNCH_SETTINGS
-from megatron_stare.rollout.sglang.server_memory import server_memory
-from megatron_stare.rollout.sglang.server_options import CPU_ATTENTION
+from megatron_stare.rollout.engines.sglang.serve import remove_shared_memory
+from megatron_stare.rollout.engines.sglang.server import ServerProcess
+from megatron_stare.rollout.engines.sglang.server_checks import LAUNCH_SETTINGS
+from megatron_stare.rollout.engines.sglang.server_memory import server_memory
+from megatron_stare.rollout.engines.sglang.server_options import CPU_ATTENTION
 
 SHAPE = read_shape(servers.MODEL)
 MOE = replace(SHAPE, family="qwen3_moe", experts=8, experts_per_token=2, expert_ffn=64, kv_heads=4)
@@ -402,7 +402,7 @@ def test_a_port_whose_new_owner_never_answers_does_not_hide_the_servers_end(
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\necho 'Address already in use' >&2\nread go\nseq 3000\nexit 1\n")
     script.chmod(0o755)
-    monkeypatch.setattr("megatron_stare.rollout.sglang.server.PROBE_S", 0.2)
+    monkeypatch.setattr("megatron_stare.rollout.engines.sglang.server.PROBE_S", 0.2)
     process = ServerProcess(server_options(servers.config(python=str(script), device="cpu"), 0))
     loop = asyncio.new_event_loop()
     try:

@@ -12,9 +12,9 @@ import torch
 
 from megatron_stare.errors import ConfigError
 from megatron_stare.models import FAMILIES, read_shape
-from megatron_stare.rollout.sglang.fingerprint import Fingerprint
-from megatron_stare.rollout.sglang.protocol import SGLangError
-from megatron_stare.rollout.sglang.server_layout import ServerLayout
+from megatron_stare.rollout.engines.sglang.fingerprint import Fingerprint
+from megatron_stare.rollout.engines.sglang.protocol import SGLangError
+from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
 
 EXPERTS, HIDDEN, WIDTH = 4, 6, 8
 TINY = read_shape(Path(__file__).parents[2] / "assets" / "tiny-adder")

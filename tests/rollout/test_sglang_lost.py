@@ -14,7 +14,7 @@ from support.sglang_listening import listening
 from support.sglang_proxy import Proxy
 
 from megatron_stare.config.schema import Config
-from megatron_stare.rollout.health import Health, NoEngineError
+from megatron_stare.rollout.fleet.health import Health, NoEngineError
 
 pytestmark = [
     pytest.mark.sglang,

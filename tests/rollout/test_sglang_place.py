@@ -11,9 +11,9 @@ from support.gpu_handles import OnGPU, gpus, opened_by_sglang, shared_from
 from support.sglang_fake import FakeServer
 
 from megatron_stare.errors import ConfigError
-from megatron_stare.rollout.sglang.place import Place, require_reach, seen_here, this_host
-from megatron_stare.rollout.sglang.server_layout import ServerLayout
-from megatron_stare.rollout.sglang.tensor_sync import TensorSync, packed
+from megatron_stare.rollout.engines.sglang.place import Place, require_reach, seen_here, this_host
+from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
+from megatron_stare.rollout.engines.sglang.tensor_sync import TensorSync, packed
 
 SEEN = ("GPU-a", "GPU-b", "GPU-c")
 MINE = Place("node1 boot", ("GPU-b",))

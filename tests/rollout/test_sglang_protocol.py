@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_stare.batch import SamplingParams
 from megatron_stare.models import read_shape
 from megatron_stare.models.qwen3_moe import FAMILY as QWEN3_MOE
-from megatron_stare.rollout.engine import GenerateRequest
-from megatron_stare.rollout.sglang.cpu_platform import murmur_hash32
-from megatron_stare.rollout.sglang.fingerprint import Fingerprint, differences
-from megatron_stare.rollout.sglang.protocol import (
+from megatron_stare.records.batch import SamplingParams
+from megatron_stare.rollout.engines.engine import GenerateRequest
+from megatron_stare.rollout.engines.sglang.cpu_platform import murmur_hash32
+from megatron_stare.rollout.engines.sglang.fingerprint import Fingerprint, differences
+from megatron_stare.rollout.engines.sglang.protocol import (
     SGLangError,
     check_version,
     generate_body,
@@ -25,8 +25,8 @@ from megatron_stare.rollout.sglang.protocol import (
     sampling_seed,
     version_runs,
 )
-from megatron_stare.rollout.sglang.server_layout import ServerLayout
-from megatron_stare.rollout.sglang.stop_probe import check_stop
+from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
+from megatron_stare.rollout.engines.sglang.stop_probe import check_stop
 
 SHAPE = read_shape(Path(__file__).parents[2] / "assets" / "tiny-adder")
 STOP = 1

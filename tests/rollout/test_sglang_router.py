@@ -16,19 +16,19 @@ import pytest
 from support import sglang_servers as servers
 from support.replicas import TOKENIZER, Replicas, judged
 
-from megatron_stare.batch import Prompt, SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.environments.single_turn import SingleTurn
 from megatron_stare.errors import WeightVersionError
-from megatron_stare.network import free_port
-from megatron_stare.rollout.engine_pool import EnginePool
-from megatron_stare.rollout.retries import RequestRule
-from megatron_stare.rollout.rollout_source import Rollouts, check_versions
-from megatron_stare.rollout.sglang import server
-from megatron_stare.rollout.sglang.client import SGLangClient, UnansweredError
-from megatron_stare.rollout.sglang.replica import SGLangReplica
-from megatron_stare.rollout.sglang.server_checks import API_KEY_VARIABLE
-from megatron_stare.rollout.sglang.server_engine import SGLangEngine
+from megatron_stare.process.network import free_port
+from megatron_stare.records.batch import Prompt, SamplingParams
+from megatron_stare.rollout.engines.sglang import server
+from megatron_stare.rollout.engines.sglang.client import SGLangClient, UnansweredError
+from megatron_stare.rollout.engines.sglang.replica import SGLangReplica
+from megatron_stare.rollout.engines.sglang.server_checks import API_KEY_VARIABLE
+from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
+from megatron_stare.rollout.fleet.engine_pool import EnginePool
+from megatron_stare.rollout.fleet.retries import RequestRule
+from megatron_stare.rollout.sources.rollout_source import Rollouts, check_versions
 
 ROUTER = os.environ.get("MEGATRON_STARE_ROUTER_PYTHON", "")
 MISSING = servers.MISSING or (

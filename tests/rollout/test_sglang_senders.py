@@ -18,18 +18,18 @@ from support.sglang_groups import JoiningServer
 
 from megatron_stare.errors import UserError
 from megatron_stare.models.shape import ModelShape
-from megatron_stare.rollout.engine import WeightUpdateError
-from megatron_stare.rollout.sglang import server_outlet
-from megatron_stare.rollout.sglang.fingerprint import Fingerprint, checksums_of
-from megatron_stare.rollout.sglang.place import Place, this_host
-from megatron_stare.rollout.sglang.protocol import SGLangError
-from megatron_stare.rollout.sglang.sender import Sender, Sent
-from megatron_stare.rollout.sglang.served_hash import TiledDigest
-from megatron_stare.rollout.sglang.server_layout import ServerLayout
-from megatron_stare.rollout.sglang.server_outlet import ServerRoute, Way
-from megatron_stare.rollout.sglang.update import ServersUpdate
-from megatron_stare.weights.stream import Bucket
-from megatron_stare.weights.stream_plan import BucketLayout, Slot
+from megatron_stare.rollout.engines.engine import WeightUpdateError
+from megatron_stare.rollout.engines.sglang import server_outlet
+from megatron_stare.rollout.engines.sglang.fingerprint import Fingerprint, checksums_of
+from megatron_stare.rollout.engines.sglang.place import Place, this_host
+from megatron_stare.rollout.engines.sglang.protocol import SGLangError
+from megatron_stare.rollout.engines.sglang.sender import Sender, Sent
+from megatron_stare.rollout.engines.sglang.served_hash import TiledDigest
+from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
+from megatron_stare.rollout.engines.sglang.server_outlet import ServerRoute, Way
+from megatron_stare.rollout.engines.sglang.update import ServersUpdate
+from megatron_stare.weights.sync.stream import Bucket
+from megatron_stare.weights.sync.stream_plan import BucketLayout, Slot
 
 TENSORS = servers.weights()
 ONE, TWO = "localhost:1", "localhost:2"

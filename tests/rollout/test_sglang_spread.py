@@ -18,20 +18,20 @@ from support import sglang_servers as servers
 from support.sglang_fake import FakeServer
 from support.sglang_groups import JoiningServer
 
+from megatron_stare.cluster.inline import InlineWorkers
 from megatron_stare.config.runtime_section import RuntimeConfig
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, UserError
 from megatron_stare.models import read_shape
-from megatron_stare.orchestration.inline import InlineWorkers
-from megatron_stare.rollout.beside import Beside
-from megatron_stare.rollout.replicas import make_part, make_replica, replica_nodes
-from megatron_stare.rollout.sglang import broadcast
-from megatron_stare.rollout.sglang.broadcast import BroadcastSync
-from megatron_stare.rollout.sglang.place import Place
-from megatron_stare.rollout.sglang.protocol import SGLangError
-from megatron_stare.rollout.sglang.replica import check_servers, server_options
-from megatron_stare.rollout.sglang.server_layout import ServerLayout
-from megatron_stare.rollout.sglang.spread_server import ServerPart, SpreadServer
+from megatron_stare.rollout.engines.beside import Beside
+from megatron_stare.rollout.engines.replicas import make_part, make_replica, replica_nodes
+from megatron_stare.rollout.engines.sglang import broadcast
+from megatron_stare.rollout.engines.sglang.broadcast import BroadcastSync
+from megatron_stare.rollout.engines.sglang.place import Place
+from megatron_stare.rollout.engines.sglang.protocol import SGLangError
+from megatron_stare.rollout.engines.sglang.replica import check_servers, server_options
+from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
+from megatron_stare.rollout.engines.sglang.spread_server import ServerPart, SpreadServer
 
 SHAPE = read_shape(servers.MODEL)
 LIMIT_S = 60
@@ -60,7 +60,7 @@ def config(given_python: Path, ports: tuple[int, ...] = (), **sglang: object) ->
 
 @pytest.fixture(autouse=True)
 def watched_closely(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_stare.rollout.sglang.spread_server.WATCH_EVERY_S", 0.05)
+    monkeypatch.setattr("megatron_stare.rollout.engines.sglang.spread_server.WATCH_EVERY_S", 0.05)
 
 
 @pytest.fixture

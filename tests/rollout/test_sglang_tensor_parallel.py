@@ -13,12 +13,12 @@ from support.models import FAMILIES, save_model
 from transformers import AutoModelForCausalLM
 
 from megatron_stare.models import read_shape
-from megatron_stare.rollout.engine import WeightUpdateError
-from megatron_stare.rollout.sglang.protocol import SGLangError
-from megatron_stare.rollout.sglang.replica import make_sync
-from megatron_stare.rollout.sglang.tensor_sync import TensorSync, packed
-from megatron_stare.rollout.sglang.update import WeightUpdate
-from megatron_stare.rollout.state import EngineState
+from megatron_stare.rollout.engines.engine import WeightUpdateError
+from megatron_stare.rollout.engines.sglang.protocol import SGLangError
+from megatron_stare.rollout.engines.sglang.replica import make_sync
+from megatron_stare.rollout.engines.sglang.tensor_sync import TensorSync, packed
+from megatron_stare.rollout.engines.sglang.update import WeightUpdate
+from megatron_stare.rollout.engines.state import EngineState
 
 pytestmark = [
     pytest.mark.sglang,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_stare.rollout.sglang import watch as module
-from megatron_stare.rollout.sglang.protocol import SGLangError
-from megatron_stare.rollout.sglang.watch import ServerGoneError, Watch
+from megatron_stare.rollout.engines.sglang import watch as module
+from megatron_stare.rollout.engines.sglang.protocol import SGLangError
+from megatron_stare.rollout.engines.sglang.watch import ServerGoneError, Watch
 
 LIMIT_S = 0.05
 

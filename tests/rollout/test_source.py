@@ -16,27 +16,27 @@ from environments.check_again import CheckAgain
 from safetensors.torch import load_file
 from support.replicas import Replicas, Stream
 
-from megatron_stare.batch import Prompt, SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.environments.environment import Environment, Response, make_environment
 from megatron_stare.environments.single_turn import SingleTurn
 from megatron_stare.errors import ConfigError, DataError, WeightVersionError
+from megatron_stare.process.workers import Workers
+from megatron_stare.records.batch import Prompt, SamplingParams
 from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory, sampled_trajectory
 from megatron_stare.rewards.verifier_pool import Verdict
-from megatron_stare.rollout.engine import GenerateRequest, GenerateResult
-from megatron_stare.rollout.engine_pool import EnginePool
-from megatron_stare.rollout.group_sampling import EveryGroup
-from megatron_stare.rollout.local import LocalEngine
-from megatron_stare.rollout.model_folder import load_tokenizer
-from megatron_stare.rollout.rollout_source import (
+from megatron_stare.rollout.engines.engine import GenerateRequest, GenerateResult
+from megatron_stare.rollout.engines.local import LocalEngine
+from megatron_stare.rollout.engines.model_folder import load_tokenizer
+from megatron_stare.rollout.engines.validate import check_params
+from megatron_stare.rollout.fleet.engine_pool import EnginePool
+from megatron_stare.rollout.sources.group_sampling import EveryGroup
+from megatron_stare.rollout.sources.rollout_source import (
     Rollouts,
     check_result,
     check_trajectory,
     check_versions,
 )
-from megatron_stare.rollout.synchronous_source import SynchronousSource
-from megatron_stare.rollout.validate import check_params
-from megatron_stare.workers import Workers
+from megatron_stare.rollout.sources.synchronous_source import SynchronousSource
 
 MODEL = Path(__file__).parents[2] / "assets" / "tiny-adder"
 STOP, SEMICOLON = 1, 15

@@ -3,10 +3,18 @@
 import pytest
 import torch
 
-from megatron_stare.rollout.engine import WeightUpdateError
-from megatron_stare.rollout.ledger import WeightLedger
-from megatron_stare.rollout.state import MEMORY, EngineState, EngineStateError, advance, release, require, resume
-from megatron_stare.weights.checksum import tensor_checksum
+from megatron_stare.rollout.engines.engine import WeightUpdateError
+from megatron_stare.rollout.engines.ledger import WeightLedger
+from megatron_stare.rollout.engines.state import (
+    MEMORY,
+    EngineState,
+    EngineStateError,
+    advance,
+    release,
+    require,
+    resume,
+)
+from megatron_stare.weights.sync.checksum import tensor_checksum
 
 DIRTY, UPDATING, HEALTHY, UNPROVED, RELEASED, DEAD = EngineState
 LEGAL = {

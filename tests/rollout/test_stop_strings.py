@@ -17,20 +17,20 @@ from support.replicas import TOKENIZER, Replicas, judged
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_stare.batch import Prompt, SamplingParams
 from megatron_stare.config.schema import Config
 from megatron_stare.environments.environment import Environment, Response
 from megatron_stare.environments.single_turn import SingleTurn
 from megatron_stare.errors import DataError
+from megatron_stare.records.batch import Prompt, SamplingParams
 from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory
-from megatron_stare.rollout.engine import GenerateRequest
-from megatron_stare.rollout.engine_pool import EnginePool
-from megatron_stare.rollout.kept import from_bytes, to_bytes
-from megatron_stare.rollout.local import LocalEngine
-from megatron_stare.rollout.rollout_source import Rollouts, check_result
-from megatron_stare.rollout.sglang.protocol import generate_body, result_of
-from megatron_stare.rollout.turns import completed, may_complete
-from megatron_stare.rollout.under_way import UnderWay
+from megatron_stare.rollout.engines.engine import GenerateRequest
+from megatron_stare.rollout.engines.local import LocalEngine
+from megatron_stare.rollout.engines.sglang.protocol import generate_body, result_of
+from megatron_stare.rollout.fleet.engine_pool import EnginePool
+from megatron_stare.rollout.sources.kept import from_bytes, to_bytes
+from megatron_stare.rollout.sources.rollout_source import Rollouts, check_result
+from megatron_stare.rollout.sources.turns import completed, may_complete
+from megatron_stare.rollout.sources.under_way import UnderWay
 
 MODEL = Path(__file__).parents[2] / "assets" / "tiny-adder"
 STOP = 1

@@ -20,8 +20,8 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from megatron_stare.megatron import cpu_backend
-from megatron_stare.megatron.substitute import substituted
+from megatron_stare.megatron.backend import cpu_backend
+from megatron_stare.megatron.backend.substitute import substituted
 
 
 class InGroup(torch.optim.Optimizer):

@@ -6,9 +6,9 @@ import os
 import signal
 from pathlib import Path
 
-from megatron_stare.batch import Prompt
 from megatron_stare.environments.environment import Generate
 from megatron_stare.environments.single_turn import SingleTurn
+from megatron_stare.records.batch import Prompt
 from megatron_stare.records.trajectory import Trajectory
 
 

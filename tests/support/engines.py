@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from megatron_stare.batch import SamplingParams
-from megatron_stare.rollout.engine import EngineLostError, GenerateRequest
-from megatron_stare.rollout.local import LocalEngine
-from megatron_stare.weights.checksum import tensor_checksum
+from megatron_stare.records.batch import SamplingParams
+from megatron_stare.rollout.engines.engine import EngineLostError, GenerateRequest
+from megatron_stare.rollout.engines.local import LocalEngine
+from megatron_stare.weights.sync.checksum import tensor_checksum
 
 
 class FrozenEngine(LocalEngine):

@@ -10,21 +10,21 @@ import torch
 from support import sglang_servers as servers
 from support.replicas import TOKENIZER, judged
 
-from megatron_stare.batch import Prompt, SamplingParams
+from megatron_stare.cluster.inline import InlineWorkers
+from megatron_stare.cluster.trainer_group import WeightStream
 from megatron_stare.config.schema import Config
 from megatron_stare.environments.environment import Environment, Generate, Response
-from megatron_stare.orchestration.engine_worker import EngineWorker
-from megatron_stare.orchestration.groups import WeightStream
-from megatron_stare.orchestration.inline import InlineWorkers
+from megatron_stare.process.workers import Workers
+from megatron_stare.records.batch import Prompt, SamplingParams
 from megatron_stare.records.trajectory import Trajectory
-from megatron_stare.rollout.engine_pool import EnginePool
-from megatron_stare.rollout.health import Health, RestartRule
-from megatron_stare.rollout.retries import RequestRule
-from megatron_stare.rollout.rollout_source import Progress, Rollouts, check_versions
-from megatron_stare.weights.outlet import Outlet
-from megatron_stare.weights.stream import Bucket
-from megatron_stare.weights.stream_plan import BucketLayout, Slot
-from megatron_stare.workers import Workers
+from megatron_stare.rollout.engines.engine_worker import EngineWorker
+from megatron_stare.rollout.fleet.engine_pool import EnginePool
+from megatron_stare.rollout.fleet.health import Health, RestartRule
+from megatron_stare.rollout.fleet.retries import RequestRule
+from megatron_stare.rollout.sources.rollout_source import Progress, Rollouts, check_versions
+from megatron_stare.weights.sync.outlet import Outlet
+from megatron_stare.weights.sync.stream import Bucket
+from megatron_stare.weights.sync.stream_plan import BucketLayout, Slot
 
 TOKENS, SAMPLES = 90, 4
 PROMPTS = [Prompt(n, str(n), "", "", (2, 3 + n)) for n in range(6)]

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch.multiprocessing import reductions
 
-from megatron_stare.rollout.sglang.serve import NOT_KEPT  # before SGLang asks for torchvision
+from megatron_stare.rollout.engines.sglang.serve import NOT_KEPT  # before SGLang asks for torchvision
 
 DEVICE = 6  # among the arguments of torch's rebuild_cuda_tensor
 

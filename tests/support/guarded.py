@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from megatron_stare.batch import Prompt
 from megatron_stare.data.arithmetic import ArithmeticPrompts
 from megatron_stare.data.streams import Split
+from megatron_stare.records.batch import Prompt
 
 PAID = "GUARDED_ANSWER"  # the answer of the problem whose rewards are far too large
 LEFT_OUT = "GUARDED_CURSORS"  # the first cursor that never comes, and the first after it that does

@@ -27,8 +27,8 @@ from support.interrupts import interruptible
 from support.runs import ROOT, SMALL, command, environment, model
 from support.stalling import STALL
 
-from megatron_stare.observability.heartbeat import Beat, beats_of
-from megatron_stare.observability.json_lines import read_jsonl
+from megatron_stare.run_dir.heartbeat import Beat, beats_of
+from megatron_stare.run_dir.json_lines import read_jsonl
 
 MODEL = ROOT / "assets/tiny-adder"
 PATIENCE_S = 280.0  # of a test with a run that says nothing
@@ -82,7 +82,7 @@ class HungRun:
     def beats(self) -> dict[str, Beat]:
         """Those of all processes, by role."""
         words = (each.cmdline() for each in self.tree)
-        (folder,) = (each[-1] for each in words if "megatron_stare.black_box.watcher" in each)
+        (folder,) = (each[-1] for each in words if "megatron_stare.hangs.watcher" in each)
         return {beat.role: beat for beat in beats_of(Path(folder))}
 
     def stop(self, pid: int) -> None:
@@ -113,7 +113,7 @@ class HungRun:
         self.process.kill()
         for process in every:
             with contextlib.suppress(psutil.Error):
-                if "megatron_stare.black_box.watcher" not in process.cmdline():  # which ends by itself
+                if "megatron_stare.hangs.watcher" not in process.cmdline():  # which ends by itself
                     process.kill()
         self.process.communicate()
         psutil.wait_procs(every, timeout=20)

@@ -10,7 +10,7 @@ import struct
 from pathlib import Path
 
 from megatron_stare.models import read_shape
-from megatron_stare.weights.check import expected
+from megatron_stare.weights.files.check import expected
 
 
 def hollow_model(architecture: Path, folder: Path) -> Path:

@@ -36,7 +36,7 @@ class Traces:
             with contextlib.suppress(psutil.Error, OSError):
                 self._processes.add(process)
                 listening = {c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-                if "megatron_stare.rollout.sglang.serve" in process.cmdline():
+                if "megatron_stare.rollout.engines.sglang.serve" in process.cmdline():
                     servers += bool(listening)
                     self._files.add(process.environ()["TMPDIR"])
                 self._files |= {m.path for m in process.memory_maps() if m.path.startswith("/dev/shm/")}

@@ -144,7 +144,7 @@ def save_model(path: Path, family: str, seed: int = 0, **changed: int) -> Any:
 def random_batch(seed: int, size: int = 6, vocab: int = 37, group: int = 2) -> Any:
     """A RolloutBatch of random prompts and responses with random rewards and advantages."""
     from megatron_stare.algorithms.advantage import group_advantages
-    from megatron_stare.batch import Prompt
+    from megatron_stare.records.batch import Prompt
     from megatron_stare.records.rollout_batch import RolloutBatch
     from megatron_stare.records.trajectory import sampled_trajectory
 

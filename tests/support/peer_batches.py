@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_stare.batch import Prompt, TokenBatch
 from megatron_stare.config.load import build_method
 from megatron_stare.ops.statistics_executor import gather_statistics
+from megatron_stare.records.batch import Prompt, TokenBatch
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import Trajectory, sampled_trajectory
 

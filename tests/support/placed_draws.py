@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_stare.algorithms.clip_cov import ClipCov
 from megatron_stare.algorithms.draw import uniform
-from megatron_stare.batch import TokenBatch
+from megatron_stare.records.batch import TokenBatch
 
 
 class PlacedDraws(ClipCov):

@@ -14,8 +14,8 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from megatron_stare.errors import UserError
-from megatron_stare.megatron.background_save import PR_SET_PDEATHSIG
-from megatron_stare.workers import Handle, Workers
+from megatron_stare.megatron.checkpoint.background_save import PR_SET_PDEATHSIG
+from megatron_stare.process.workers import Handle, Workers
 
 TIMEOUT_S = 120
 

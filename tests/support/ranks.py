@@ -16,7 +16,7 @@ TIMEOUT_S = 120
 LEAVE_S = 10
 
 
-PRELOADED = ["megatron_stare.megatron.trainer", "megatron_stare.weights.hf_folder", "transformers.models.auto"]
+PRELOADED = ["megatron_stare.megatron.trainer", "megatron_stare.weights.files.hf_folder", "transformers.models.auto"]
 
 
 def forking_context() -> Any:

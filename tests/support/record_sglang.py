@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from support import sglang_servers as servers
 
-from megatron_stare.batch import SamplingParams
 from megatron_stare.models import read_shape
-from megatron_stare.rollout.engine import GenerateRequest
-from megatron_stare.rollout.sglang.client import SGLangClient
-from megatron_stare.rollout.sglang.protocol import generate_body, prompt_body
-from megatron_stare.rollout.sglang.replica import make_sync
-from megatron_stare.rollout.sglang.update import WeightUpdate
-from megatron_stare.rollout.state import MEMORY
+from megatron_stare.records.batch import SamplingParams
+from megatron_stare.rollout.engines.engine import GenerateRequest
+from megatron_stare.rollout.engines.sglang.client import SGLangClient
+from megatron_stare.rollout.engines.sglang.protocol import generate_body, prompt_body
+from megatron_stare.rollout.engines.sglang.replica import make_sync
+from megatron_stare.rollout.engines.sglang.update import WeightUpdate
+from megatron_stare.rollout.engines.state import MEMORY
 
 OUT = Path(__file__).parents[1] / "rollout" / "sglang_exchanges.json"
 SHAPE = read_shape(servers.MODEL)
@@ -100,7 +100,7 @@ async def record(client: Recorder) -> dict[str, Any]:
 def record_all() -> dict[str, Any]:
     """What a server that is started for it says; the whole file."""
     code = (
-        "import megatron_stare.rollout.sglang.serve\n"  # before transformers asks for torchvision
+        "import megatron_stare.rollout.engines.sglang.serve\n"  # before transformers asks for torchvision
         "from sglang.srt.sampling.sampling_params import SamplingParams as S\nprint(*S.__struct_fields__)"
     )
     fields = (

@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_stare.batch import Prompt
+from megatron_stare.process.workers import Workers
+from megatron_stare.records.batch import Prompt
 from megatron_stare.rewards.verifier_pool import Verdict
-from megatron_stare.rollout.engine import LostRequest
-from megatron_stare.rollout.model_folder import add_text, load_tokenizer
-from megatron_stare.workers import Workers
+from megatron_stare.rollout.engines.engine import LostRequest
+from megatron_stare.rollout.engines.model_folder import add_text, load_tokenizer
 
 TOKENIZER = load_tokenizer(str(Path(__file__).parents[2] / "assets" / "tiny-adder"))
 

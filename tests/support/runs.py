@@ -13,11 +13,11 @@ import psutil
 import yaml
 from support.glossary import explained
 
-from megatron_stare.black_box.watcher import SETTINGS
+from megatron_stare.hangs.watcher import SETTINGS
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240
-WATCHER = "megatron_stare.black_box.watcher"  # the module that its process runs
+WATCHER = "megatron_stare.hangs.watcher"  # the module that its process runs
 
 # configs/quickstart.yaml, cut down; metrics that depend on the clock or the machine
 SMALL = {

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from megatron_stare.models import read_shape
-from megatron_stare.rollout.sglang.client import SGLangClient
-from megatron_stare.rollout.sglang.fingerprint import Fingerprint
-from megatron_stare.rollout.sglang.server_layout import ServerLayout
+from megatron_stare.rollout.engines.sglang.client import SGLangClient
+from megatron_stare.rollout.engines.sglang.fingerprint import Fingerprint
+from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
 
 STOP = 1
 SHAPE = read_shape(Path(__file__).parents[2] / "assets" / "tiny-adder")

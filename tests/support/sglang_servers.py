@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_stare.cluster.inline import InlineWorkers
 from megatron_stare.config.schema import Config
-from megatron_stare.orchestration.inline import InlineWorkers
-from megatron_stare.rollout.beside import Beside
-from megatron_stare.rollout.sglang.client import SGLangClient, everywhere
-from megatron_stare.rollout.sglang.replica import ENVIRONMENT, SGLangReplica
-from megatron_stare.rollout.sglang.server_engine import SGLangEngine
+from megatron_stare.rollout.engines.beside import Beside
+from megatron_stare.rollout.engines.sglang.client import SGLangClient, everywhere
+from megatron_stare.rollout.engines.sglang.replica import ENVIRONMENT, SGLangReplica
+from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "assets" / "tiny-adder"

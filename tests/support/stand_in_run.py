@@ -16,8 +16,8 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from megatron_stare.black_box.watcher import SETTINGS, Settings
-from megatron_stare.observability.heartbeat import DRIVER, Beat, CallBeats, beat_file, write_beat
+from megatron_stare.hangs.watcher import SETTINGS, Settings
+from megatron_stare.run_dir.heartbeat import DRIVER, Beat, CallBeats, beat_file, write_beat
 
 LIMIT_S = 0.5
 
@@ -33,7 +33,7 @@ def driver(folder: str, run_dir: str, hang: str, *end_run: str) -> None:
     (Path(folder) / SETTINGS).write_text(json.dumps(asdict(settings)))
     beat = Beat(DRIVER, os.getpid(), "update", time.time(), time.monotonic(), limit_s=None, step=12)
     write_beat(beat_file(Path(folder), DRIVER), beat)
-    watcher = [sys.executable, "-m", "megatron_stare.black_box.watcher", folder]
+    watcher = [sys.executable, "-m", "megatron_stare.hangs.watcher", folder]
     watching = subprocess.Popen(watcher, stdin=subprocess.PIPE)
     begin = [sys.executable, __file__, "rank", folder]
     ranks = [subprocess.Popen([*begin, str(number)], stdout=subprocess.PIPE) for number in range(2)]

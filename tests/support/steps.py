@@ -8,14 +8,14 @@ import torch
 from support.glossary import explained
 from torch import Tensor
 
-from megatron_stare.batch import MicroBatchPlan
+from megatron_stare.cluster.trainer_group import plan_rules
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
-from megatron_stare.megatron.loss_scale import loss_scale_of
+from megatron_stare.megatron.optimizer.loss_scale import loss_scale_of
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.ops.plan import plan_mini_batches
-from megatron_stare.orchestration.groups import plan_rules
+from megatron_stare.records.batch import MicroBatchPlan
 from megatron_stare.records.rollout_batch import RolloutBatch
-from megatron_stare.resolved import resolve_run
 
 
 def plan_of(config: Config, batch: RolloutBatch) -> MicroBatchPlan:

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_stare.observability.json_lines import to_line, write_atomically
-from megatron_stare.observability.rollout_files import rollout_file
+from megatron_stare.run_dir.json_lines import to_line, write_atomically
+from megatron_stare.run_dir.rollout_files import rollout_file
 
 KINDS = ("held", "closed", "twin", "collapsed")  # twin: the same as closed, by a method without a gate
 _TARGET = 0.12

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from megatron_stare.workers import Handle, Workers
+from megatron_stare.process.workers import Handle, Workers
 
 
 class Threads(Workers):

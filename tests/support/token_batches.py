@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_stare.algorithms.method import Method
-from megatron_stare.batch import TokenBatch
 from megatron_stare.ops.statistics_executor import gather_statistics
+from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Statistics
 
 STEP = 7

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_stare.observability.sink import RunOutline, Sink
 from megatron_stare.records.rollout_batch import RolloutBatch
-from megatron_stare.weights.convert import Options, megatron_to_hf
+from megatron_stare.weights.files.convert import Options, megatron_to_hf
 
 FILE = "trained.json"
 

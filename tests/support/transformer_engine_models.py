@@ -19,19 +19,19 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from torch import nn
 
 from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_stare.megatron import checkpoint
-from megatron_stare.megatron import model as models
-from megatron_stare.megatron.cpu_backend import has_transformer_engine
-from megatron_stare.megatron.export import export_hf
-from megatron_stare.megatron.layout import Layout, join, leave
-from megatron_stare.megatron.layout_faults import faults
-from megatron_stare.megatron.model import build_policy, load_hf, named_parameters
-from megatron_stare.megatron.optimizer import build_optimizer
-from megatron_stare.megatron.planned_layout import plan_layout
-from megatron_stare.megatron.substitute import substituted
+from megatron_stare.megatron.backend.cpu_backend import has_transformer_engine
+from megatron_stare.megatron.backend.layout import Layout, join, leave
+from megatron_stare.megatron.backend.substitute import substituted
+from megatron_stare.megatron.checkpoint import checkpoint
+from megatron_stare.megatron.dry.layout_faults import faults
+from megatron_stare.megatron.dry.planned_layout import plan_layout
+from megatron_stare.megatron.export.export import export_hf
+from megatron_stare.megatron.model import model as models
+from megatron_stare.megatron.model.model import build_policy, load_hf, named_parameters
+from megatron_stare.megatron.optimizer.optimizer import build_optimizer
 from megatron_stare.models import read_shape
 from megatron_stare.models.shape import ModelShape
-from megatron_stare.weights.hf_folder import HfFolder
+from megatron_stare.weights.files.hf_folder import HfFolder
 
 CUT = {False: {"pipeline": 2}, True: {"pipeline": 2, "expert": 2, "data": 2}}
 

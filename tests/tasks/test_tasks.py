@@ -16,8 +16,8 @@ from megatron_stare.config.load import validate
 from megatron_stare.config.schema import Config
 from megatron_stare.data.encode import PromptEncoder
 from megatron_stare.errors import ConfigError, DataError
-from megatron_stare.observability.run_files import evaluated_steps
-from megatron_stare.run.preflight import check
+from megatron_stare.planning.preflight import check
+from megatron_stare.run_dir.run_files import evaluated_steps
 from megatron_stare.tasks.task import evaluation_tasks, training_task
 
 MODEL = ROOT / "assets" / "tiny-adder"

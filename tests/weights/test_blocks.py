@@ -11,9 +11,9 @@ from support.models import FAMILIES, save_model
 
 from megatron_stare.models import read_shape
 from megatron_stare.models.rules import shard
-from megatron_stare.weights.blocks import Place, cut, places, to_hf, to_megatron, written_places
-from megatron_stare.weights.check import expected, rules
-from megatron_stare.weights.hf_folder import HfFolder
+from megatron_stare.weights.files.blocks import Place, cut, places, to_hf, to_megatron, written_places
+from megatron_stare.weights.files.check import expected, rules
+from megatron_stare.weights.files.hf_folder import HfFolder
 
 
 @pytest.mark.parametrize("family", FAMILIES)

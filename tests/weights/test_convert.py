@@ -25,14 +25,14 @@ from transformers import AutoModelForCausalLM
 from megatron_stare.cli import main
 from megatron_stare.errors import DataError, UserError
 from megatron_stare.models import read_shape
-from megatron_stare.weights import convert as conversion
-from megatron_stare.weights import torch_dist_writer
-from megatron_stare.weights.blocks import cut
-from megatron_stare.weights.check import check_folder
-from megatron_stare.weights.compare import compare
-from megatron_stare.weights.convert import Options, convert
-from megatron_stare.weights.hf_folder import HfFolder
-from megatron_stare.weights.processes import Advance, run_parts
+from megatron_stare.weights.files import convert as conversion
+from megatron_stare.weights.files import torch_dist_writer
+from megatron_stare.weights.files.blocks import cut
+from megatron_stare.weights.files.check import check_folder
+from megatron_stare.weights.files.compare import compare
+from megatron_stare.weights.files.convert import Options, convert
+from megatron_stare.weights.files.hf_folder import HfFolder
+from megatron_stare.weights.files.processes import Advance, run_parts
 
 ROOT = Path(__file__).parent.parent.parent
 SHARD_BYTES = 20_000

@@ -14,8 +14,8 @@ from support.runs import ROOT
 
 from megatron_stare.config.load import load_config
 from megatron_stare.errors import DataError
-from megatron_stare.run_state import RunDir, RunState
-from megatron_stare.weights.manifest import (
+from megatron_stare.run_dir.run_state import RunDir, RunState
+from megatron_stare.weights.files.manifest import (
     MANIFEST,
     Sum,
     SummedFile,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_stare.errors import DataError
-from megatron_stare.weights.open_files import OpenFiles, copy_range
+from megatron_stare.weights.files.open_files import OpenFiles, copy_range
 
 
 def refuse(*_: object) -> int:

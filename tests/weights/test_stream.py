@@ -18,10 +18,10 @@ from torch import Tensor
 
 from megatron_stare.models import read_shape, rule_for
 from megatron_stare.models.rules import blocks, shard
-from megatron_stare.weights.check import rules
-from megatron_stare.weights.hf_folder import HfFolder
-from megatron_stare.weights.stream import Bucket, stream
-from megatron_stare.weights.stream_plan import Shard, held_pieces, plan_of, plan_stream
+from megatron_stare.weights.files.check import rules
+from megatron_stare.weights.files.hf_folder import HfFolder
+from megatron_stare.weights.sync.stream import Bucket, stream
+from megatron_stare.weights.sync.stream_plan import Shard, held_pieces, plan_of, plan_stream
 
 BOUND = 8 * 2**10  # bytes a bucket: above the largest tensor, far below the model
 

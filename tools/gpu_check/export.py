@@ -8,7 +8,7 @@ import torch
 from rig import Size, model_folder, trained
 from verdict import Bound
 
-from megatron_stare.weights.hf_folder import HfFolder
+from megatron_stare.weights.files.hf_folder import HfFolder
 
 GPU_ONLY: tuple[str, ...] = ()
 BOUNDS: dict[str, Bound] = {

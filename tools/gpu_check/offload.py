@@ -10,13 +10,13 @@ import torch
 from rig import Size, model_folder, now, random_batch
 from verdict import Bound
 
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
-from megatron_stare.megatron.offload import PARTS
+from megatron_stare.megatron.optimizer.offload import PARTS
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.models import cost_of
-from megatron_stare.observability.peak_memory import device_used_bytes
 from megatron_stare.ops.plan import PlanRules, plan_mini_batches
-from megatron_stare.resolved import resolve_run
+from megatron_stare.process.peak_memory import device_used_bytes
 
 GPU_ONLY = ("torch's memory while away over before", "device memory freed over that of the parts")
 BOUNDS: dict[str, Bound] = {

@@ -19,16 +19,16 @@ from rig import Size, model_folder
 from torch import Tensor
 from verdict import Bound
 
+from megatron_stare.config.performance import FEATURES, missing
 from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PerformanceConfig
-from megatron_stare.megatron import checkpoint
-from megatron_stare.megatron import layout as parallel_layout
-from megatron_stare.megatron.master_weights import read_master
-from megatron_stare.megatron.model import build_policy, load_hf, named_parameters
-from megatron_stare.megatron.optimizer import build_optimizer, take_step
-from megatron_stare.megatron.optimizer_state import chain
+from megatron_stare.megatron.backend import layout as parallel_layout
+from megatron_stare.megatron.checkpoint import checkpoint
+from megatron_stare.megatron.model.model import build_policy, load_hf, named_parameters
+from megatron_stare.megatron.optimizer.master_weights import read_master
+from megatron_stare.megatron.optimizer.optimizer import build_optimizer, take_step
+from megatron_stare.megatron.optimizer.optimizer_state import chain
 from megatron_stare.models import read_shape
-from megatron_stare.performance import FEATURES, missing
-from megatron_stare.weights.hf_folder import HfFolder
+from megatron_stare.weights.files.hf_folder import HfFolder
 
 GPU_ONLY = ("settings that were run",)
 APART, SLOWER = 1e-3, 1.05  # apart: of what the updates move a number at most; another kernel rounds otherwise

@@ -17,21 +17,21 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from megatron_stare.algorithms.advantage import group_advantages
-from megatron_stare.batch import Prompt
 from megatron_stare.config.schema import BatchConfig, Config, ModelConfig, ParallelConfig, PerformanceConfig
-from megatron_stare.megatron import layout as parallel_layout
+from megatron_stare.megatron.backend import layout as parallel_layout
+from megatron_stare.megatron.backend.cpu_backend import device
 from megatron_stare.megatron.batching.microbatch import RankBatch
 from megatron_stare.megatron.batching.sequence_layout import sequence_layout
-from megatron_stare.megatron.cpu_backend import device
-from megatron_stare.megatron.export import export_gradients, export_hf
-from megatron_stare.megatron.head import Head
-from megatron_stare.megatron.model import build_policy, load_hf
-from megatron_stare.megatron.passes import accumulate_gradients, compute_log_probs
+from megatron_stare.megatron.export.export import export_gradients, export_hf
+from megatron_stare.megatron.model.head import Head
+from megatron_stare.megatron.model.model import build_policy, load_hf
+from megatron_stare.megatron.step.passes import accumulate_gradients, compute_log_probs
 from megatron_stare.models import cost_of, read_shape
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
+from megatron_stare.records.batch import Prompt
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import sampled_trajectory
-from megatron_stare.weights.hf_folder import HfFolder
+from megatron_stare.weights.files.hf_folder import HfFolder
 
 
 @dataclass(frozen=True)

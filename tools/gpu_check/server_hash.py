@@ -14,7 +14,7 @@ from clock import fastest
 from torch import Tensor
 from verdict import Bound
 
-from megatron_stare.rollout.sglang.served_hash import digest_on
+from megatron_stare.rollout.engines.sglang.served_hash import digest_on
 
 GPU_ONLY = ("share of the copy bandwidth",)
 BOUNDS: dict[str, Bound] = {

@@ -12,8 +12,8 @@ from clock import exact_products
 from rig import Size, gradient_error, model_folder, trained
 from verdict import Bound
 
+from megatron_stare.config.performance import FEATURES, missing
 from megatron_stare.config.schema import PerformanceConfig
-from megatron_stare.performance import FEATURES, missing
 
 GPU_ONLY: tuple[str, ...] = ()
 NEAR, SLOWER = 1e-2, 1.05  # in bfloat16, where another order of sums is another rounding; float32 on a CPU is nearer

@@ -14,10 +14,10 @@ from clock import now
 from verdict import Bound
 
 from megatron_stare.config.schema import ModelConfig, ParallelConfig
-from megatron_stare.megatron import layout as parallel_layout
+from megatron_stare.megatron.backend import layout as parallel_layout
+from megatron_stare.megatron.backend.cpu_backend import backend, device, has_transformer_engine
 from megatron_stare.megatron.batching.packing import pack
-from megatron_stare.megatron.cpu_backend import backend, device, has_transformer_engine
-from megatron_stare.megatron.model import build_policy, hidden_states
+from megatron_stare.megatron.model.model import build_policy, hidden_states
 from megatron_stare.models.shape import ModelShape
 
 GPU_ONLY = ("share of the peak", "memory at most, GB")

@@ -8,7 +8,7 @@ from clock import exact_products
 from rig import Size, expected, gradient_error, model_folder, trained
 from verdict import Bound
 
-from megatron_stare.megatron.cpu_backend import has_transformer_engine
+from megatron_stare.megatron.backend.cpu_backend import has_transformer_engine
 
 GPU_ONLY = ("layers are Transformer Engine's",)
 BOUNDS: dict[str, Bound] = {

@@ -12,11 +12,11 @@ from clock import exact_products, repeatable
 from rig import Size, expected, gradient_error, model_folder, random_batch, trained
 from verdict import Bound
 
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.models import cost_of
 from megatron_stare.ops.plan import PlanRules, plan_mini_batches
-from megatron_stare.resolved import resolve_run
 
 GPU_ONLY: tuple[str, ...] = ()
 BOUNDS: dict[str, Bound] = {

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from megatron_stare.batch import Prompt
 from megatron_stare.config.schema import Config
+from megatron_stare.planning.preflight import check
+from megatron_stare.records.batch import Prompt
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import sampled_trajectory
-from megatron_stare.rollout.ages import Ages
-from megatron_stare.run.preflight import check
+from megatron_stare.rollout.sources.ages import Ages
 
 VOCAB, LENGTH = 61, 24
 TRAINER = "megatron_stare.megatron.trainer.Trainer"

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from invariance.case import Case
-from megatron_stare.batch import TokenBatch
+from megatron_stare.cluster.trainer_group import plan_rules
+from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
-from megatron_stare.megatron.export import export_gradients
+from megatron_stare.megatron.export.export import export_gradients
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.ops.plan import plan_mini_batches
-from megatron_stare.orchestration.groups import plan_rules
+from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Threshold, TopK
-from megatron_stare.resolved import resolve_run
 
 NEAR = 1e-5  # of a threshold: close enough for rounding to decide
 TIMEOUT_S = 300

@@ -142,7 +142,7 @@ _MEGATRON_USES = (
     Declared(
         "all fields",
         f"{_CORE}.dist_checkpointing.core.CheckpointingConfig",
-        "megatron_stare/weights/torch_dist_writer.py",
+        "megatron_stare/weights/files/torch_dist_writer.py",
         "common_backend_version",
         "metadata.json is written field by field",
     ),
@@ -234,10 +234,12 @@ _MEGATRON_USES = (
         "is asked for the experts of every token",
     ),
     # the files of a checkpoint, which are read and written without Megatron too
-    _relied(f"{_SERIALIZATION}.save", "megatron_stare/weights/torch_dist_writer.py", '"common.pt"', "files it has"),
+    _relied(
+        f"{_SERIALIZATION}.save", "megatron_stare/weights/files/torch_dist_writer.py", '"common.pt"', "files it has"
+    ),
     _relied(
         f"{_SERIALIZATION}.load_common_state_dict",
-        "megatron_stare/weights/torch_dist_writer.py",
+        "megatron_stare/weights/files/torch_dist_writer.py",
         '"common.pt"',
         "files it has",
     ),

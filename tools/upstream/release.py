@@ -16,7 +16,7 @@ from megatron_stare.errors import UserError
 
 # distribution, as its wheels spell it -> the package whose names are compared
 PACKAGES = {"megatron_core": "megatron.core", "sglang": "sglang"}
-_SGLANG_PYTHON = "MEGATRON_STARE_SGLANG_PYTHON"  # as megatron_stare.rollout.sglang.replica reads it
+_SGLANG_PYTHON = "MEGATRON_STARE_SGLANG_PYTHON"  # as megatron_stare.rollout.engines.sglang.replica reads it
 _WHEEL_OR_FOLDER = "give a wheel (.whl) of megatron-core or SGLang, or the folder one of them is installed in"
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from megatron_stare.algorithms.aggregate import coefficients
 from megatron_stare.algorithms.entropy_bonus import EntropyBonus
 from megatron_stare.algorithms.method import Method
-from megatron_stare.batch import TokenBatch
 from megatron_stare.ops.statistics_executor import gather_statistics
+from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Statistics
 
 

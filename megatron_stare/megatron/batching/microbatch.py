@@ -14,10 +14,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_stare.batch import MicroBatchPlan, TokenBatch
 from megatron_stare.megatron.batching.packing import PackedSequences
 from megatron_stare.megatron.batching.sequence_layout import Grid, SequenceLayout
 from megatron_stare.ops.rank_sums import sum_over_ranks
+from megatron_stare.records.batch import MicroBatchPlan, TokenBatch
 from megatron_stare.records.rollout_batch import RankShare
 from megatron_stare.records.routing import unknown
 

@@ -26,8 +26,8 @@ PADDING_LIMIT = 1.25  # a group of sequences is padded by at most this factor fo
 class PackedSequences(PackedSeqParams):
     """Megatron's parameters, and the tokens' places in an attention over padded groups.
 
-    Without `cu_seqlens_q` rotary embeddings are those of each token's position (megatron/model.py): Megatron's own for
-    packed sequences without fusion cuts the tokens into sequences in every layer, and on a device waits for it.
+    Without `cu_seqlens_q` rotary embeddings are those of each token's position (megatron/model/model.py): Megatron's
+    own for packed sequences without fusion cuts the tokens into sequences in every layer, and on a device waits for it.
 
     queries: of this rank's tokens; padding repeats a sequence's last one.
     keys, positions: under context parallelism alone, where queries are a part of the keys.

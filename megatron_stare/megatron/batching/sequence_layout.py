@@ -18,13 +18,13 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_stare.config.performance import shares_prompts
 from megatron_stare.config.schema import Config
+from megatron_stare.megatron.backend.cpu_backend import has_transformer_engine
+from megatron_stare.megatron.backend.layout import Layout
 from megatron_stare.megatron.batching.packing import PackedSequences, pack
 from megatron_stare.megatron.batching.shared_prompts import SharedColumns, shared_columns
 from megatron_stare.megatron.batching.zigzag import WHOLE, Zigzag
-from megatron_stare.megatron.cpu_backend import has_transformer_engine
-from megatron_stare.megatron.layout import Layout
-from megatron_stare.performance import shares_prompts
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def sequence_layout(config: Config, layout: Layout) -> SequenceLayout:
         multiple=place.multiple * (layout.tp if parallel.sequence else 1),
         each=place.multiple,
         uniform=parallel.virtual_pipeline > 1,
-        # Transformer Engine's attention takes whole sequences; megatron/attention.py repeats what they share
+        # Transformer Engine's attention takes whole sequences; megatron/model/attention.py repeats what they share
         share_prompts=shares_prompts(config) and not has_transformer_engine(),
         data_group=layout.dp_group if layout.dp * layout.cp > 1 else None,
     )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_stare.observability.scales import Points, nice_ticks, short, smooth, thin, tick_label
+from megatron_stare.observability.metrics.scales import Points, nice_ticks, short, smooth, thin, tick_label
 
 WIDTH, HEIGHT = 560, 262
 LEFT, RIGHT, TOP, BOTTOM = 50, 14, 12, 40

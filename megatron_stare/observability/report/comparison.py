@@ -9,10 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_stare.observability.figures import Figure, Tone, labels_of
-from megatron_stare.observability.paired import RECENT, compared, paired_interval
-from megatron_stare.observability.run_files import RunRecord
-from megatron_stare.observability.scales import short
+from megatron_stare.observability.metrics.figures import Figure, Tone, labels_of
+from megatron_stare.observability.metrics.paired import RECENT, compared, paired_interval
+from megatron_stare.observability.metrics.scales import short
+from megatron_stare.run_dir.run_files import RunRecord
 
 LAST = 1 / 3  # of the steps that both have, over which they are compared
 _BY_STEP = (("Entropy, last third", "entropy/mean", ""), (f"Reward, last {RECENT} steps", "reward/mean", "good"))

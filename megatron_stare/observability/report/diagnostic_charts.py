@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from megatron_stare.observability.paired import forecast_fit
+from megatron_stare.observability.metrics.paired import forecast_fit
+from megatron_stare.observability.metrics.reward_hacking import FEW_TOKENS, NGRAM
+from megatron_stare.observability.metrics.scales import short, smooth
 from megatron_stare.observability.report.charts import PALETTE, SMOOTH_FROM, Chart, Line
-from megatron_stare.observability.run_files import RunRecord
-from megatron_stare.observability.scales import short, smooth
-from megatron_stare.observability.signals import FEW_TOKENS, NGRAM
+from megatron_stare.run_dir.run_files import RunRecord
 
 FORECAST, MEASURED = "forecast/entropy_change", "forecast/measured_change"
 _DOTS = 80  # measurements that are drawn one by one

@@ -9,9 +9,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_stare.observability.paired import BAND, RECENT, compared, summary
-from megatron_stare.observability.run_files import RunRecord, result_name
-from megatron_stare.observability.scales import short
+from megatron_stare.observability.metrics.paired import BAND, RECENT, compared, summary
+from megatron_stare.observability.metrics.scales import short
+from megatron_stare.run_dir.run_files import RunRecord, result_name
 
 COLLAPSED = 0.25  # of its target, or of where it began: entropy below this share is called collapsed
 _FELL = 0.5  # of its best stretch: a reward below this share is said to have fallen

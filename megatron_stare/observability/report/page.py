@@ -14,11 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_stare.errors import DataError
-from megatron_stare.observability.figures import outline, started, verdict
-from megatron_stare.observability.json_lines import Record
-from megatron_stare.observability.liveness import how_it_stands
-from megatron_stare.observability.paired import BAND
-from megatron_stare.observability.planned import planned_and_measured
+from megatron_stare.observability.metrics.figures import outline, started, verdict
+from megatron_stare.observability.metrics.paired import BAND
+from megatron_stare.observability.metrics.planned import planned_and_measured
+from megatron_stare.observability.metrics.scales import intervals_on, short
 from megatron_stare.observability.report.charts import OWN_COLOUR, PALETTE, Chart, Line, draw
 from megatron_stare.observability.report.comparison import against, settings_that_tell
 from megatron_stare.observability.report.diagnostic_charts import parts, selection, token_norms
@@ -26,8 +25,9 @@ from megatron_stare.observability.report.headline import alike, headline
 from megatron_stare.observability.report.html_files import TEMPLATES, write_page
 from megatron_stare.observability.report.step_time import times
 from megatron_stare.observability.report.token_view import view_of_run
-from megatron_stare.observability.run_files import RunRecord, evaluation_figures, read_runs, result_name
-from megatron_stare.observability.scales import intervals_on, short
+from megatron_stare.run_dir.json_lines import Record
+from megatron_stare.run_dir.liveness import how_it_stands
+from megatron_stare.run_dir.run_files import RunRecord, evaluation_figures, read_runs, result_name
 
 _ZOOM = 2.5  # times the target; entropy that starts above it hides the band, so a second chart leaves its top out
 _CHARTS = (  # metric, title, unit

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from megatron_stare.errors import DataError
 from megatron_stare.observability.report.html_files import TEMPLATES, write_page
-from megatron_stare.observability.run_files import read_runs
-from megatron_stare.observability.stored_responses import Stored, packed, pairs, stored_responses
+from megatron_stare.observability.report.stored_responses import Stored, packed, pairs, stored_responses
+from megatron_stare.run_dir.run_files import read_runs
 
 MOST_RUNS = 2
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_stare.observability.run_files import RunRecord
+from megatron_stare.run_dir.run_files import RunRecord
 
 _ORDER = ("rollout", "reward", "log_probs", "update", "sync")
 _BESIDE = ("step", "eval", "checkpoint")  # the whole, and what stands between steps

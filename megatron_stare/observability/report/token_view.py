@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_stare.observability.rollout_files import SampledResponse, read_rollouts, rollout_files
+from megatron_stare.run_dir.rollout_files import SampledResponse, read_rollouts, rollout_files
 
 FILES = 3  # of a run: the first, one in the middle, the last
 MOST_TOKENS = 40_000  # of a page and run; some 25 bytes each

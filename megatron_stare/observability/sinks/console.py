@@ -6,13 +6,12 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_stare.observability.alerts import Alert
-from megatron_stare.observability.json_lines import read_jsonl
-from megatron_stare.observability.live import make_display
-from megatron_stare.observability.progress import RunDisplay
-from megatron_stare.observability.run_files import EVAL_FILE, result_name
-from megatron_stare.observability.sink import RunOutline, Sink
+from megatron_stare.observability.sink import Alert, RunOutline, Sink
+from megatron_stare.observability.terminal.live import make_display
+from megatron_stare.observability.terminal.progress import RunDisplay
 from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.run_dir.json_lines import read_jsonl
+from megatron_stare.run_dir.run_files import EVAL_FILE, result_name
 
 
 class Console(Sink):

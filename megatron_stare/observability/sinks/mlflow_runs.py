@@ -8,9 +8,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_stare.observability.delivered import Delivered
-from megatron_stare.observability.service import Service
 from megatron_stare.observability.sink import RunOutline
+from megatron_stare.observability.sinks.delivered import Delivered
+from megatron_stare.observability.sinks.service import Service
 
 _BATCH = 1000  # metrics that a tracking server takes at once
 _PARAMS = 100

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_stare.errors import UserError
-from megatron_stare.observability.alerts import Alert
-from megatron_stare.observability.glossary import explained
-from megatron_stare.observability.run_files import evaluation_figures
-from megatron_stare.observability.service import need
-from megatron_stare.observability.sink import RunOutline, Sink
+from megatron_stare.observability.metrics.glossary import explained
+from megatron_stare.observability.sink import Alert, RunOutline, Sink
+from megatron_stare.observability.sinks.service import need
 from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.run_dir.run_files import evaluation_figures
 
 PREFIX = "megatron_stare_"
 

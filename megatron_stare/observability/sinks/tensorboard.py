@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_stare.observability.run_files import TENSORBOARD_DIR, evaluation_figures
 from megatron_stare.observability.sink import RunOutline, Sink
 from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.run_dir.run_files import TENSORBOARD_DIR, evaluation_figures
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -14,11 +14,10 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from megatron_stare.errors import UserError
-from megatron_stare.observability.alerts import Alert
-from megatron_stare.observability.background import Background
-from megatron_stare.observability.delivered import Delivered
-from megatron_stare.observability.glossary import explained
-from megatron_stare.observability.sink import RunOutline, Sink
+from megatron_stare.observability.metrics.glossary import explained
+from megatron_stare.observability.sink import Alert, RunOutline, Sink
+from megatron_stare.observability.sinks.background import Background
+from megatron_stare.observability.sinks.delivered import Delivered
 from megatron_stare.records.rollout_batch import RolloutBatch
 
 ROOM = 100  # alerts that may wait

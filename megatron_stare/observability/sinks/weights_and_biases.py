@@ -8,9 +8,9 @@ from typing import Any
 
 import psutil
 
-from megatron_stare.observability.delivered import Delivered
-from megatron_stare.observability.service import Service, under
 from megatron_stare.observability.sink import RunOutline
+from megatron_stare.observability.sinks.delivered import Delivered
+from megatron_stare.observability.sinks.service import Service, under
 from megatron_stare.observability.sinks.wandb_files import offline_rows
 
 _TRAINED = "time/step_s"  # of every step, and of no evaluation

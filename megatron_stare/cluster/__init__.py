@@ -1,0 +1,1 @@
+"""Places the workers: `inline.py` in this process, `ray.py` in actors. The driver sees only `trainer_group.py`."""

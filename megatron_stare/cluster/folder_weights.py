@@ -1,0 +1,97 @@
+"""The weights of a Hugging Face folder on their way to the engines, in place of a trainer's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_stare.models.shape import ModelShape
+from megatron_stare.process.workers import Handle
+from megatron_stare.weights.files.check import check_folder
+from megatron_stare.weights.files.hf_folder import HfFolder
+from megatron_stare.weights.sync.outlet import Connection, Outlet
+from megatron_stare.weights.sync.stream import Bucket
+from megatron_stare.weights.sync.stream_plan import BucketLayout, Slot
+
+
+class FolderWeights:
+    """Reads a folder bucket by bucket; see rollout.engine_pool.Exported. Used for one update.
+
+    Args:
+        folder: checked against `shape`, tensor by tensor.
+        dtype: that the weights are cast to, as a trainer of this dtype does when it loads them.
+        bucket_bytes: no bucket is larger, but one that holds a single tensor.
+        share: puts a bucket where every engine can take it from.
+
+    Raises:
+        DataError: a tensor is missing, or has another shape.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        bucket_bytes: int,
+        share: Callable[[Any], Handle],
+    ) -> None:
+        sizes = {name: entry.shape for name, entry in check_folder(folder, shape).items()}
+        self.layouts = _laid_out(sizes, dtype, bucket_bytes)
+        self._folder, self._share = HfFolder(folder), share
+        self._checksums: dict[str, str] = {}
+        self._connection: Connection | None = None
+
+    def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
+        """Each bucket where engines can take it from; nobody else has a part in it."""
+        for bucket in self._read():
+            self._checksums |= bucket.checksums() if checksums else dict.fromkeys((n for n, _ in bucket.tensors()), "")
+            yield self._share(bucket.flat), []
+
+    def checksums(self) -> dict[str, str]:
+        """Of every tensor that was given out, by name; "" where none were computed."""
+        return self._checksums
+
+    def prepare(self, outlet: Outlet, prove: bool) -> None:
+        """Nothing is gathered ahead: a file is read as it is sent."""
+
+    def send_by(self, outlet: Outlet, prove: bool) -> list[Any]:
+        """Sends all buckets from this process, the one sender. Returns what it tells the engines."""
+        self._connection = outlet.connect(0)
+        self._connection.expect(prove, None)
+        self._connection.begin()
+        for bucket in self._read():
+            self._connection.send(bucket)
+        told = [self._connection.end()]
+        if not outlet.leaves_files:
+            self.forget()
+        return told
+
+    def forget(self) -> None:
+        """Removes what was left for the engines to fetch, and lets go of the way to them."""
+        if self._connection is not None:
+            connection, self._connection = self._connection, None
+            connection.forget()
+            connection.close()
+
+    def _read(self) -> Iterator[Bucket]:
+        for layout in self.layouts:
+            bucket = Bucket(layout, torch.empty(layout.numel, dtype=layout.dtype))
+            for name, room in bucket.tensors():
+                room.copy_(self._folder.slice(name)[:])
+            yield bucket
+
+
+def _laid_out(sizes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, bucket_bytes: int) -> tuple[BucketLayout, ...]:
+    """What each bucket holds: the tensors in the order of their names."""
+    parts: list[list[Slot]] = [[]]
+    for name, size in sizes.items():
+        start = parts[-1][-1].start + parts[-1][-1].numel if parts[-1] else 0
+        slot = Slot(name, size, start)
+        if parts[-1] and (start + slot.numel) * dtype.itemsize > bucket_bytes:
+            parts.append([])
+            slot = Slot(name, size, 0)
+        parts[-1].append(slot)
+    return tuple(BucketLayout(dtype, tuple(slots)) for slots in parts)

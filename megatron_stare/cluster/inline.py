@@ -1,0 +1,165 @@
+"""Runs everything in this process: one trainer rank and the engines, called one after another. For tests and study."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_stare.cluster.colocation import in_order
+from megatron_stare.cluster.trainer_group import TrainerGroup, plan_rules
+from megatron_stare.config.performance import environment
+from megatron_stare.config.process_settings import shared_environment
+from megatron_stare.config.resolved import ResolvedRun
+from megatron_stare.config.schema import Config
+from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.process.workers import Handle, WorkerLostError, Workers
+from megatron_stare.rollout.engines.beside import Beside
+from megatron_stare.rollout.engines.engine_worker import EngineWorker
+from megatron_stare.rollout.engines.replicas import make_part, replica_count, replica_nodes
+from megatron_stare.rollout.fleet.engine_pool import EnginePool
+from megatron_stare.rollout.fleet.health import NO_RESTARTS, RestartRule
+from megatron_stare.rollout.fleet.retries import RequestRule
+
+LOOPBACK = "127.0.0.1"
+
+
+class InlineWorkers(Workers):
+    """Objects of this process; a handle is the result.
+
+    Args:
+        make: makes the worker of a number anew; None: none of them can be.
+    """
+
+    def __init__(self, workers: Sequence[Any], make: Callable[[int], Any] | None = None) -> None:
+        self._workers, self._make = list(workers), make
+        self._closing = threading.Lock()
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def start_on(self, worker: int, method: str, *args: Any) -> Handle:
+        return getattr(self._workers[worker], method)(*args)
+
+    def wait(
+        self, handles: Sequence[Handle], on_done: Callable[[int], None] | None = None, timeout_s: float | None = None
+    ) -> list[Any]:
+        return list(handles)  # all finished when they were started
+
+    async def result(self, handle: Handle) -> Any:
+        await asyncio.sleep(0)  # what was found is dealt with before the next call, which takes the thread
+        return handle
+
+    def share(self, value: Any) -> Handle:
+        return value
+
+    def replace(self, worker: int) -> None:
+        """See Workers."""
+        if self._make is None:
+            return super().replace(worker)
+        with contextlib.suppress(Exception):  # what it speaks for is lost, whatever it says
+            self._workers[worker].close()
+        new = self._make(worker)
+        with self._closing:
+            if not self._closed:
+                self._workers[worker] = new
+                return None
+        new.close()
+        raise WorkerLostError(f"worker {worker} is not made anew: the run ends")
+
+    def close(self) -> None:
+        with self._closing:
+            self._closed = True
+            workers, self._workers = self._workers, []
+        while workers:
+            workers.pop().close()
+
+
+def inline_engines(config: Config, beside: Sequence[Beside | None] = ()) -> InlineWorkers:
+    """All engines of a run, in this process, and how each is made anew. beside: of each, its other nodes."""
+
+    def make(number: int) -> EngineWorker:
+        return EngineWorker(config, number, beside[number] if beside else None)
+
+    return InlineWorkers([make(number) for number in range(replica_count(config))], make)
+
+
+class InlineRunner:
+    """One rank, all engines, no other process. Preflight has refused a layout of more ranks."""
+
+    def __init__(self, run: ResolvedRun) -> None:
+        config = run.config
+        # before the rank's first CUDA call, which reads them
+        os.environ.update(shared_environment(config) | environment(config.performance))
+        self._rendezvous = tempfile.TemporaryDirectory()
+        self._started: list[InlineWorkers | EnginePool] = []
+        try:
+            self.trainers, self.engines = in_order(config, lambda: self._trainers(run), lambda: self._engines(config))
+        except BaseException:
+            self.close()
+            raise
+
+    def notes(self) -> list[str]:
+        return []
+
+    def _trainers(self, run: ResolvedRun) -> TrainerGroup:
+        workers = InlineWorkers([Trainer(run, 0, f"file://{Path(self._rendezvous.name) / 'ranks'}")])
+        self._started.append(workers)
+        return TrainerGroup(workers, plan_rules(run))
+
+    def engines_beside(self, config: Config) -> EnginePool:
+        """See Runner."""
+        return self._engines(config)
+
+    def _engines(self, config: Config) -> EnginePool:
+        beside = [self._beside(config, number) for number in range(replica_count(config))]
+        workers = inline_engines(config, beside)
+        self._started.append(workers)  # servers that were started
+        rules = RequestRule.of(config), RestartRule.of(config)
+        self._started.append(pool := EnginePool(workers, config.rollout.prove_every, *rules))
+        return pool
+
+    def _beside(self, config: Config, number: int) -> Beside | None:
+        nodes = range(1, replica_nodes(config))
+        if not nodes:
+            return None
+        parts = InlineWorkers([make_part(config, number, node) for node in nodes])
+        self._started.append(parts)
+        return Beside(parts, LOOPBACK, (LOOPBACK,) * len(nodes))
+
+    def lost(self, error: Exception) -> WorkerLostError | None:
+        """See Runner. There is no other process."""
+        return None
+
+    def close(self) -> None:
+        while self._started:
+            self._started.pop().close()
+        self._rendezvous.cleanup()
+
+
+class InlineEngines:
+    """As InlineRunner, of the engines alone."""
+
+    def __init__(self, config: Config) -> None:
+        os.environ.update(shared_environment(config))
+        self._workers = inline_engines(config)
+        try:
+            self.engines = EnginePool(self._workers, config.rollout.prove_every, RequestRule.of(config), NO_RESTARTS)
+        except BaseException:
+            self.close()
+            raise
+
+    def notes(self) -> list[str]:
+        return []
+
+    def share(self, value: Any) -> Handle:
+        return self._workers.share(value)
+
+    def close(self) -> None:
+        self._workers.close()

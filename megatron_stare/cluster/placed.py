@@ -1,0 +1,118 @@
+"""Where the processes of a plan have come to be: numbered by it, held against it, and shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from megatron_stare.planning.placement import Node, PlacementError, Plan
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where a process is, by its own word."""
+
+    node: str  # id
+    gpus: tuple[str, ...] | None = None  # that it was shown, as CUDA_VISIBLE_DEVICES has them; None: simulated ones
+
+
+def rank_order(plan: Plan, spots: Sequence[Spot]) -> list[int]:
+    """Which of the processes, started in the plan's order, becomes rank 0, 1, ...: on each node by GPU index."""
+
+    def index(number: int) -> tuple[int, str]:
+        gpu = "".join((spots[number].gpus or ())[:1])
+        return (int(gpu) if gpu.isdigit() else 0, gpu)
+
+    return [number for node in dict.fromkeys(plan.ranks) for number in sorted(plan.ranks_on(node), key=index)]
+
+
+def check_ranks(plan: Plan, ranks: Sequence[Spot]) -> None:
+    """Holds where the ranks are, in order, against where they were to be.
+
+    Raises:
+        PlacementError: the first that is elsewhere, or does not see one GPU of its own.
+    """
+    held: dict[tuple[str, str], str] = {}
+    for number, (node, spot) in enumerate(zip(plan.ranks, ranks, strict=True)):
+        _check_spot(f"rank {number}", 1, node, spot, held)
+
+
+def check_replicas(plan: Plan, ranks: Sequence[Spot], replicas: Sequence[Spot]) -> None:
+    """As `check_ranks`, of the parts of replicas that take GPUs: their own, or, shared, those of the ranks they share
+    with."""
+    held = {(spot.node, gpu): f"rank {rank}" for rank, spot in enumerate(ranks) for gpu in spot.gpus or ()}
+    for part, (node, spot) in enumerate(zip(plan.parts, replicas, strict=True)):
+        engine = f"engine {_named(plan, part)}"
+        _check_spot(engine, plan.demand.part_gpus, node, spot, {} if plan.demand.shared else held)
+        if plan.demand.shared and (spot.gpus or ()) != _shared(plan, ranks, part):
+            raise _elsewhere(f"{engine} does not see the GPUs of the ranks that it shares them with, on {node}")
+
+
+def _named(plan: Plan, part: int) -> str:
+    """A replica's number and, where it is on several nodes, which of its parts."""
+    replica, node = divmod(part, plan.demand.replica_nodes)
+    return str(replica) if plan.demand.replica_nodes == 1 else f"{replica} ({node + 1}/{plan.demand.replica_nodes})"
+
+
+def _check_spot(what: str, gpus: int, planned: Node, spot: Spot, held: dict[tuple[str, str], str]) -> None:
+    """Adds its GPUs to those that are held, by whom."""
+    if spot.node != planned.id:
+        raise _elsewhere(f"{what} was to be on node {planned}, and is on {spot.node[:8]}")
+    if spot.gpus is not None and len(spot.gpus) != gpus:
+        seen = f"sees {', '.join(spot.gpus)}" if spot.gpus else "was shown none in particular"
+        raise _elsewhere(f"{what} was to see {gpus} GPUs of node {planned}, and {seen}")
+    for gpu in spot.gpus or ():
+        if other := held.get((spot.node, gpu)):
+            raise _elsewhere(f"{other} and {what} were given the same GPU {gpu} of node {planned}")
+        held[spot.node, gpu] = what
+
+
+def shown(plan: Plan, ranks: Sequence[Spot], part: int) -> dict[str, str]:
+    """The variable that shows a replica's part its GPUs where those are the ranks'; its own are shown by who starts
+    it."""
+    gpus = _shared(plan, ranks, part) if plan.demand.shared else ()
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+
+
+def _shared(plan: Plan, ranks: Sequence[Spot], part: int) -> tuple[str, ...]:
+    return tuple(gpu for rank in plan.sharing(part) for gpu in ranks[rank].gpus or ())
+
+
+def _elsewhere(what: str) -> PlacementError:
+    return PlacementError(what, fix="was Ray started there with RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES set?")
+
+
+def table(plan: Plan, ranks: Sequence[Spot] = (), replicas: Sequence[Spot] = ()) -> list[str]:
+    """The plan, a line a node; with the GPUs where the processes have said which they see."""
+    rows = [("node", "GPUs free", "trainer ranks", "engines")]
+    for node in plan.nodes:
+        own = plan.ranks_on(node)
+        ours = [f"{own.start}-{own[-1]}" if len(own) > 1 else str(own.start)] if own else ["-"]
+        if seen := [gpu for rank in own if ranks for gpu in ranks[rank].gpus or ()]:
+            ours.append(f"on {_spans(seen)}")
+        engines = [
+            _named(plan, part) + (f" on {_spans(gpus)}" if (gpus := replicas[part].gpus if replicas else None) else "")
+            for part in plan.parts_on(node)
+        ]
+        rows.append((str(node), f"{node.free} of {node.total}", " ".join(ours), "; ".join(engines) or "-"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    shared = ", engines on the trainer's GPUs" if plan.demand.shared and plan.demand.replica_gpus else ""
+    return [
+        f"placement: {_counted(plan.demand.gpus, 'GPU')} of {_counted(len(plan.nodes), 'node')}; blocks of "
+        f"{_counted(plan.block, 'rank')} inside a node{shared}",
+        *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows),
+    ]
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" + "s" * (number != 1)
+
+
+def _spans(gpus: Sequence[str]) -> str:
+    """0-3, or what they are called."""
+    if not all(gpu.isdigit() for gpu in gpus):
+        return ",".join(gpus)
+    numbers = [int(gpu) for gpu in gpus]
+    whole = all(after == before + 1 for before, after in pairwise(numbers))
+    return f"{numbers[0]}-{numbers[-1]}" if whole and len(numbers) > 1 else ",".join(gpus)

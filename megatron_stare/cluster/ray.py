@@ -1,0 +1,447 @@
+"""Ray: joined or started here, its actors as workers, its nodes and the GPUs set aside on them. The only file that
+imports ray; what goes into the actors is ray_runner.py's matter."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+# read as Ray is imported: its own SIGTERM handler, in force while it starts, would wait 30 s for work that there is not
+os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
+
+import ray
+from ray import exceptions as said
+from ray._private.state import available_resources_per_node
+from ray.core.generated.gcs_pb2 import ActorTableData
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from megatron_stare.cluster.placed import Spot
+from megatron_stare.cluster.ray_processes import ended, half_started, loss_behind, nothing_left, own_group, undo
+from megatron_stare.config.schema import Config
+from megatron_stare.errors import UserError
+from megatron_stare.hangs.driver_side import beats_here, carried
+from megatron_stare.planning.placement import Node, Plan, lost_node, still_pending
+from megatron_stare.process.interruption import own_sigterm, raise_if_received, uninterrupted
+from megatron_stare.process.memory_allocator import freeze
+from megatron_stare.process.network import LOOPBACK, Listener, free_port, interface_address
+from megatron_stare.process.workers import Handle, WorkerLostError, Workers, WorkerSilentError
+from megatron_stare.run_dir.heartbeat import CallBeats
+
+LEFT_S = 10.0  # that workers are given to close at the end of a run
+ENDED_S = 60.0  # and one that is made anew, whose server may hang
+PROBE_S = 1.0  # between looks at a cluster that does not have everything yet, or may have lost something
+HEAD_S = 20.0  # without its control store until a cluster is given up; Ray's own limit is 60
+GPU, VISIBLE, NODE_LABEL = "GPU", "CUDA_VISIBLE_DEVICES", "ray.io/node-id"
+
+_joined: Listener | None = None  # the control store of the cluster that was joined
+
+
+class Actor:
+    """Hosts one worker in a Ray actor. `method` runs any call on it, so that workers know nothing of Ray."""
+
+    def __init__(self) -> None:
+        self._worker: Any = None
+        self._beats = CallBeats(None, "")
+
+    def build(self, kind: Callable[..., Any], pickled: bytes, role: str) -> None:
+        """Makes the worker of its pickled arguments. They are read here, where an error is the worker's own: a method
+        of the user's, say, that this node does not have. Ray would lose what it says."""
+        self._beats = beats_here(role, ray.get_runtime_context().get_node_id())
+        with self._beats.call("build"):
+            self._worker = kind(*pickle.loads(pickled))
+            freeze()
+
+    def address(self, interface: str | None, ports: Sequence[int] | None) -> str:
+        """host:port that is free on this node now, for the ranks to meet at.
+
+        Args:
+            interface: whose address it is; None: the one that Ray has for this node.
+            ports: of which it is one; None: any.
+
+        Raises:
+            UserError: there is no such interface, or none of the ports is free.
+        """
+        host = interface_address(interface) if interface else ray.util.get_node_ip_address()
+        return f"{host}:{free_port(host, ports or (0,))}"
+
+    def spot(self, on_gpus: bool) -> Spot:
+        """Where this process is, and which GPUs it was shown; simulated ones cannot be shown."""
+        seen = tuple(filter(None, os.environ.get(VISIBLE, "").split(","))) if on_gpus else None
+        return Spot(ray.get_runtime_context().get_node_id(), seen)
+
+    def method(self, name: str, *args: Any) -> Any:
+        with self._beats.call(name):
+            return getattr(self._worker, name)(*args)
+
+    def close(self) -> None:
+        """Closes the worker, where one was made."""
+        if self._worker is not None:
+            with self._beats.call("close"):
+                self._worker.close()
+
+
+class RayPeers(Workers):
+    """Workers as another one has them: it calls them, and they end with whoever started them."""
+
+    def __init__(self, actors: Sequence[Any], what: str, timeout_s: float) -> None:
+        self._actors, self._what, self._timeout_s = list(actors), what, timeout_s
+
+    def __len__(self) -> int:
+        return len(self._actors)
+
+    def start_on(self, worker: int, method: str, *args: Any) -> Handle:
+        return self._actors[worker].method.remote(method, *args)
+
+    def wait(
+        self, handles: Sequence[Handle], on_done: Callable[[int], None] | None = None, timeout_s: float | None = None
+    ) -> list[Any]:
+        return get(handles, self._what, self._timeout_s if timeout_s is None else timeout_s, on_done)
+
+    async def result(self, handle: Handle) -> Any:
+        answer, until = asyncio.wrap_future(handle.future()), time.monotonic() + self._timeout_s
+        with _worker_errors(self._what, self._timeout_s):
+            # not asyncio.wait_for, which before Python 3.12 may lose a cancellation that comes with the answer
+            while not (await asyncio.wait({answer}, timeout=_turn(until)))[0]:
+                _require_time(until)
+            return answer.result()
+
+    def share(self, value: Any) -> Handle:
+        return ray.put(value)
+
+    def close(self) -> None:
+        """They are not this worker's."""
+
+
+class RayWorkers(RayPeers):
+    """One actor a worker; they end with this.
+
+    Args:
+        makers: of each actor, where it belongs: it is called again where the actor is to be made anew.
+    """
+
+    def __init__(self, makers: Sequence[Callable[[], Any]], what: str, timeout_s: float) -> None:
+        super().__init__([make() for make in makers], what, timeout_s)
+        self._makers = list(makers)
+        self._built: list[tuple[Callable[..., Any], bytes, str]] = []  # what every actor hosts, of what, and its role
+        self._closing = threading.Lock()
+        self._closed = False
+
+    def everywhere(self, name: str, *args: Any) -> list[Handle]:
+        """Starts a call of the actors themselves, not of the workers they host."""
+        return [getattr(actor, name).remote(*args) for actor in self._actors]
+
+    def renumber(self, order: Sequence[int]) -> None:
+        """Makes actor order[i] worker i."""
+        self._actors = [self._actors[number] for number in order]
+        self._makers = [self._makers[number] for number in order]
+
+    def died(self) -> int | None:
+        """The number of one whose process has died, as far as Ray has told; None: of none."""
+        states = enumerate(actor._get_local_state() for actor in self._actors)
+        return next((number for number, state in states if state == ActorTableData.DEAD), None)
+
+    def peers(self, numbers: Sequence[int]) -> RayPeers:
+        """Some of them, for a worker that speaks to them."""
+        return RayPeers([self._actors[number] for number in numbers], self._what, self._timeout_s)
+
+    def build(self, kind: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> None:
+        """Makes every actor's worker, of its arguments."""
+        self._built = [(kind, pickle.dumps(each), f"{self._what} {n}") for n, each in enumerate(arguments)]
+        self.wait([actor.build.remote(*each) for actor, each in zip(self._actors, self._built, strict=True)])
+
+    def replace(self, worker: int) -> None:
+        """See Workers. The new actor has the resources, the bundle and the environment of the old one."""
+        _end([self._actors[worker]], ENDED_S)  # first, as it may hold what the new one is to get
+        with self._closing:
+            if self._closed:
+                raise WorkerLostError(f"the {self._what} is not made anew: the run ends")
+            self._actors[worker] = actor = self._makers[worker]()
+        self.wait([actor.build.remote(*self._built[worker])])
+
+    def close(self) -> None:
+        with self._closing:
+            self._closed = True
+            actors, self._actors = self._actors, []
+        _end(actors, LEFT_S)
+
+
+def _end(actors: Sequence[Any], limit_s: float) -> None:
+    """Closes what actors host, as far as they do in this time, and ends them. Where Ray itself has died here, it could
+    only be waited for; see `leave_ray`."""
+    if ended(_own_node()) is not None or (_joined is not None and _joined.missing(PROBE_S) is not None):
+        return
+    with contextlib.suppress(Exception):  # they are killed next, whatever they say
+        ray.get([actor.close.remote() for actor in actors], timeout=limit_s)
+    for actor in actors:
+        ray.kill(actor)
+
+
+def get(
+    handles: Sequence[Handle], what: str, timeout_s: float, on_done: Callable[[int], None] | None = None
+) -> list[Any]:
+    """ray.get whose errors are the worker's own, or say which workers were lost."""
+    number = {handle: i for i, handle in enumerate(handles)}
+    with _worker_errors(what, timeout_s):
+        # one by one as they finish, so that a rank's error is seen though another waits for it in a collective
+        pending = list(handles)
+        until = time.monotonic() + timeout_s
+        while pending:
+            done, pending = ray.wait(pending, num_returns=1, timeout=_turn(until))
+            if not done:
+                _require_time(until)
+                continue
+            until = time.monotonic() + timeout_s
+            ray.get(done)
+            if on_done is not None:
+                on_done(number[done[0]])
+        return ray.get(list(handles))
+
+
+def _turn(until: float) -> float:
+    """Seconds of the next wait for something that is due then: Ray tells nobody that its own processes have died."""
+    return min(max(until - time.monotonic(), 0.0), PROBE_S)
+
+
+def _require_time(until: float) -> None:
+    """Raises GetTimeoutError where the time is up, and WorkerLostError where what is waited for cannot come."""
+    if (gone := ended(_own_node())) is not None:
+        raise WorkerLostError(gone)
+    if _joined is not None and _joined.gone(HEAD_S, PROBE_S):  # before Ray ends this process for it, from C++
+        fix = "start the cluster again, and continue from the newest checkpoint with --resume"
+        raise UserError(f"the control store (GCS) of {_joined.address} is gone", where="runtime.ray_address", fix=fix)
+    if time.monotonic() >= until:
+        raise GetTimeoutError
+
+
+@contextlib.contextmanager
+def _worker_errors(what: str, timeout_s: float) -> Iterator[None]:
+    """Turns Ray's errors into the worker's own, or into one that says which workers were lost."""
+    try:
+        yield
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, UserError):
+            raise cause from None
+        raise
+    except RayActorError as error:
+        raise WorkerLostError(
+            f"a {what} process died: {str(error).splitlines()[0]}",
+            fix="its last words are in /tmp/ray/session_latest/logs; out of memory is the usual cause",
+        ) from error
+    except GetTimeoutError as error:
+        raise WorkerSilentError(
+            f"a {what} did not answer within {timeout_s:.0f} s", where="runtime.timeout_s"
+        ) from error
+    except (said.LocalRayletDiedError, said.NodeDiedError, said.ObjectLostError, said.WorkerCrashedError) as error:
+        raise WorkerLostError(f"a node or process that a {what} needs is gone: {str(error).splitlines()[0]}") from error
+
+
+def start_ray(config: Config) -> None:
+    """Joins the cluster of runtime.ray_address, or starts one here that only this machine can reach.
+
+    Raises:
+        UserError: Ray does not start here, or does not answer there.
+    """
+    global _joined
+    common = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    if config.runtime.ray_address:
+        address = config.runtime.ray_address
+        fix = (
+            f"is a cluster running there? `ray status --address {address}` asks it; "
+            "leave the setting out to start Ray on this machine"
+        )
+        # Ray takes this machine's own name for its address on the network
+        head = Listener(address, ray.util.get_node_ip_address())
+        # Ray itself would try for ten minutes, and say so
+        head.require("no Ray cluster can be reached at", "runtime.ray_address", fix)
+        what = f"the Ray cluster at {address} cannot be joined"
+        _init(what, "runtime.ray_address", fix, address=address, **common)
+        _joined = head
+        return
+    # Ray announces at every start that its cluster wants a token, which is as it should be
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the coming default, whose notice Ray prints
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # idle workers would take memory from ours
+    # its control store would keep a record of the last hundred thousand calls, and grow for days
+    os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
+    store = config.runtime.object_store_mb * 2**20
+    fix = "is the machine very busy or out of memory? Its logs are in /tmp/ray/session_latest/logs"
+    # not one that happens to run on this machine, which Ray would join where it is told nothing
+    new = {"address": "local", "object_store_memory": store, "_node_ip_address": LOOPBACK}
+    _init("Ray does not start", "runtime", fix, **new, **common)
+
+
+def _init(what: str, where: str, fix: str, **settings: Any) -> None:
+    try:
+        with uninterrupted(), own_sigterm(), own_group():  # half a start is more than Ray can shut down
+            ray.init(**settings)
+    except Exception as error:  # Ray raises bare Exceptions where a node does not come up in time
+        half = None if _own_node() else half_started(error)
+        gone = ended(half or _own_node())
+        leave_ray()
+        undo(half)
+        if gone is not None:
+            raise WorkerLostError(gone, fix=fix) from error
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{what}: {first_line}", where=where, fix=fix) from error
+    raise_if_received()
+
+
+def cluster_nodes(resource: str) -> list[Node]:
+    """Every node that the cluster knows of, the lost ones too, and how many GPUs it has."""
+    free = available_resources_per_node()
+    return [
+        Node(
+            id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            total=int(node["Resources"].get(resource, 0)),
+            free=int(free.get(node["NodeID"], {}).get(resource, 0)),
+            alive=node["Alive"],
+        )
+        for node in ray.nodes()
+    ]
+
+
+def node_workers(timeout_s: float) -> tuple[list[str], RayWorkers]:
+    """The address of every node that is there, and an actor on each, which takes nothing and hosts no worker yet."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    spots = [{"scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)} for node in nodes]
+    return [node["NodeManagerAddress"] for node in nodes], start_actors(spots, 1, "node", timeout_s)
+
+
+def leave_ray() -> None:
+    """Ends Ray where it was started here, else leaves the cluster."""
+    global _joined
+    with nothing_left(_own_node()):
+        ray.shutdown()
+    _joined = None
+
+
+def _own_node() -> Any:
+    """Ray's own record of what it started here, where it did."""
+    return ray._private.worker._global_node
+
+
+def find_lost(error: Exception, workers: RayWorkers | None, what: str) -> WorkerLostError | None:
+    """See Runner. An error of any kind may be the loss of one of the workers; None: there are none yet."""
+    return loss_behind(error, _own_node(), lambda: None if workers is None else workers.died(), what)
+
+
+class Reservation:
+    """The GPUs of a plan, held for this run: a bundle for the ranks of a node, and one for each part apart of a
+    replica.
+
+    Args:
+        wait_s: until the cluster has set them aside, seconds.
+
+    Raises:
+        PlacementError: it has not in this time, or a node was lost; named.
+    """
+
+    def __init__(self, plan: Plan, resource: str, wait_s: float) -> None:
+        self.plan, self._resource = plan, resource
+        apart = () if plan.demand.shared else plan.parts
+        holders = list(dict.fromkeys(plan.ranks))
+        self._of_node = {node: number for number, node in enumerate(holders)}
+        bundles = [{resource: plan.ranks.count(node)} for node in holders]
+        bundles += [{resource: plan.demand.part_gpus} for _ in apart]
+        where = [{NODE_LABEL: node.id} for node in (*holders, *apart)]
+        self._group = placement_group(bundles, strategy="PACK", bundle_label_selector=where)
+        deadline = time.monotonic() + wait_s
+        try:
+            while not self._group.wait(PROBE_S):
+                self.require_nodes()
+                if time.monotonic() > deadline:
+                    raise still_pending(plan, cluster_nodes(resource), wait_s)
+        except BaseException:
+            self.release()
+            raise
+
+    def require_nodes(self) -> None:
+        """Raises PlacementError where a node of the plan was lost."""
+        if error := lost_node(self.plan.nodes, cluster_nodes(self._resource)):
+            raise error
+
+    def rank(self, number: int) -> dict[str, Any]:
+        """Ray's options of the actor of a rank."""
+        return {**self._takes(1), **self._bundle(self._of_node[self.plan.ranks[number]])}
+
+    def part(self, number: int) -> dict[str, Any]:
+        """Ray's options of the actor of a part of a replica. One that shares takes nothing: its ranks hold the GPUs."""
+        if self.plan.demand.shared:
+            return {**self._takes(0), **self._bundle(self._of_node[self.plan.parts[number]])}
+        return {**self._takes(self.plan.demand.part_gpus), **self._bundle(len(self._of_node) + number)}
+
+    def _takes(self, gpus: int) -> dict[str, Any]:
+        return {"num_gpus": gpus} if self._resource == GPU else {"resources": {self._resource: gpus} if gpus else {}}
+
+    def _bundle(self, number: int) -> dict[str, Any]:
+        return {
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=number, placement_group_capture_child_tasks=False
+            )
+        }
+
+    def spots(self, workers: RayWorkers, limit_s: float) -> list[Spot]:
+        """Where actors have come to be.
+
+        Args:
+            limit_s: of their start, seconds.
+
+        Raises:
+            UserError: one has not started; a node that was lost is named.
+        """
+        handles = workers.everywhere("spot", self._resource == GPU)
+        pending, deadline = list(handles), time.monotonic() + limit_s
+        try:
+            while pending and time.monotonic() < deadline:
+                _, pending = ray.wait(pending, num_returns=len(pending), timeout=PROBE_S)
+                self.require_nodes()
+            return workers.wait(handles, timeout_s=PROBE_S)
+        except UserError:
+            self.require_nodes()  # which explains why a process died
+            raise
+
+    def release(self) -> None:
+        """Gives the GPUs back."""
+        with contextlib.suppress(Exception):  # of a cluster that is gone, which gives back what its driver held
+            remove_placement_group(self._group)
+
+
+def start_actors(
+    spots: Sequence[Mapping[str, Any]],
+    threads: int,
+    what: str,
+    timeout_s: float,
+    settings: Mapping[str, str] = MappingProxyType({}),
+    own: Sequence[Mapping[str, str]] = (),
+) -> RayWorkers:
+    """An actor for each spot, with no worker in it yet.
+
+    Args:
+        spots: Ray's options of each; see Reservation.
+        threads: of the CPU, of each.
+        what: they are called in errors.
+        settings: environment variables of all.
+        own: those of each.
+    """
+    gpus = bool(ray.cluster_resources().get(GPU))
+    common = {"OMP_NUM_THREADS": str(threads), "TORCHDYNAMO_DISABLE": "0" if gpus else "1", **settings}
+    common |= carried(ray.util.get_node_ip_address())
+    makers = []
+    for number, spot in enumerate(spots):
+        variables = {**common, **(own[number] if own else {})}
+        # on a CPU a worker waits more than it computes; Ray is not to refuse three workers on two cores
+        makers.append(ray.remote(num_cpus=0, runtime_env={"env_vars": variables}, **spot)(Actor).remote)
+    return RayWorkers(makers, what, timeout_s)

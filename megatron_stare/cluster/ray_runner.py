@@ -1,0 +1,312 @@
+"""Places every trainer rank and every engine on a Ray cluster, as an actor of its own."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from megatron_stare.cluster.colocation import in_order
+from megatron_stare.cluster.placed import Spot, check_ranks, check_replicas, rank_order, shown, table
+from megatron_stare.cluster.ray import (
+    GPU,
+    PROBE_S,
+    VISIBLE,
+    RayWorkers,
+    Reservation,
+    cluster_nodes,
+    find_lost,
+    leave_ray,
+    start_actors,
+    start_ray,
+)
+from megatron_stare.cluster.trainer_group import TrainerGroup, plan_rules
+from megatron_stare.config.performance import environment
+from megatron_stare.config.process_settings import port_share, shared_environment
+from megatron_stare.config.resolved import ResolvedRun
+from megatron_stare.config.schema import Config
+from megatron_stare.errors import ConfigError
+from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.planning.placement import Awaited, Demand, PlacementError, Plan, check_possible, plan
+from megatron_stare.process.interruption import raise_if_received, uninterrupted
+from megatron_stare.process.workers import Handle, WorkerLostError, Workers
+from megatron_stare.rollout.engines.beside import Beside
+from megatron_stare.rollout.engines.engine_worker import EngineWorker
+from megatron_stare.rollout.engines.replicas import make_part, replica_count, replica_gpus, replica_nodes
+from megatron_stare.rollout.fleet.engine_pool import EnginePool
+from megatron_stare.rollout.fleet.health import NO_RESTARTS, RestartRule
+from megatron_stare.rollout.fleet.retries import RequestRule
+
+
+def planned(config: Config, wait_s: float, demand: Demand | None = None) -> Plan | None:
+    """Where a run's ranks and replicas go on the cluster that was joined. None: it has no GPUs, and everything goes
+    anywhere.
+
+    Args:
+        demand: what is to be placed; None: all of a run.
+        wait_s: for GPUs that others hold, seconds; those of a run that has just ended come back in a few.
+
+    Raises:
+        ConfigError: the layout could never be placed there.
+        PlacementError: it cannot be now.
+    """
+    resource, demand = config.runtime.gpu_resource, demand or Demand.of(config)
+    nodes = cluster_nodes(resource)
+    if not any(node.total for node in nodes):
+        if resource == GPU:
+            return None
+        raise ConfigError(f"no node of the cluster has the resource {resource!r}", where="runtime.gpu_resource")
+    check_possible(demand, nodes)
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            return plan(demand, cluster_nodes(resource))
+        except PlacementError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(PROBE_S)
+
+
+def reserve(config: Config, awaited: Awaited | None = None, demand: Demand | None = None) -> Reservation | None:
+    """The GPUs of a run, set aside. None: the cluster has none.
+
+    Args:
+        awaited: of a run that goes on after a loss: it waits for the nodes that it lacks; None: what never was there is
+            refused.
+        demand: see planned.
+
+    Raises:
+        UserError: they cannot be had, or were not in that time.
+    """
+    runtime, wait_s, told = config.runtime, config.runtime.placement_s, ""
+    until = time.monotonic() + (awaited.limit_s if awaited else 0.0)
+    while True:
+        try:
+            where = planned(config, min(wait_s, PROBE_S) if awaited else wait_s, demand)
+            if where is None and awaited and awaited.on_gpus:
+                raise PlacementError("none of the nodes that are left has GPUs", where="runtime.ray_address")
+            return None if where is None else Reservation(where, runtime.gpu_resource, wait_s)
+        except (ConfigError, PlacementError) as error:
+            # those that are there may be too few for the layout; and Ray may not know yet that a node is lost
+            if awaited is None or (left := until - time.monotonic()) <= 0:
+                raise
+            if error.what != told:
+                told = error.what
+                awaited.tell(f"waiting up to {left:.0f} s (recovery.nodes_s) for the GPUs that this run had: {told}")
+        raise_if_received()
+        time.sleep(PROBE_S)
+
+
+def preview(config: Config) -> list[str]:
+    """Where a run would be placed on the cluster that it is to join, as that stands now; a line each.
+
+    Raises:
+        UserError: the cluster cannot be joined, or the layout never be placed there.
+    """
+    try:
+        start_ray(config)
+        found = planned(config, 0)
+    except PlacementError as error:
+        return [f"placement: not now: {line}" for line in str(error).splitlines()]
+    finally:
+        leave_ray()
+    return ["placement: anywhere, the cluster has no GPUs"] if found is None else table(found)
+
+
+class RayRunner:
+    """Starts or joins Ray, then places ranks and engines.
+
+    Args:
+        awaited: see reserve.
+    """
+
+    def __init__(self, run: ResolvedRun, awaited: Awaited | None = None) -> None:
+        config = run.config
+        self._started: list[Workers | EnginePool] = []
+        self._reserved: Reservation | None = None
+        self._table: list[str] = []
+        self._ranks: RayWorkers | None = None
+        try:
+            start_ray(config)
+            self._reserved = reserve(config, awaited)
+            self._ranks, self._replicas, self._others = self._placed(config)
+            self.trainers, self.engines = in_order(
+                config,
+                lambda: TrainerGroup(self._trainers(run), plan_rules(run)),
+                lambda: self._pool(config),
+            )
+        except BaseException as error:
+            lost = self.lost(error) if isinstance(error, Exception) else None
+            if awaited and self._reserved and isinstance(error, PlacementError):  # a node was lost once more
+                lost = WorkerLostError(error.what)
+            self.close()
+            if lost is not None:
+                raise lost from error
+            raise
+
+    def lost(self, error: Exception) -> WorkerLostError | None:
+        """See Runner. An engine that is lost says so itself."""
+        return find_lost(error, self._ranks, "trainer rank")
+
+    def notes(self) -> list[str]:
+        """Where everything was placed; a line each."""
+        return self._table
+
+    def engines_beside(self, config: Config) -> EnginePool:
+        """See Runner."""
+        count, environment = replica_count(config), shared_environment(config)
+        blind = [{VISIBLE: ""}] * count
+        workers = self._start(
+            [{}] * count, config.rollout.threads, "evaluation engine", config.runtime.timeout_s, environment, blind
+        )
+        workers.build(EngineWorker, [(config, number) for number in range(count)])
+        rules = RequestRule.of(config), RestartRule.of(config)
+        self._started.append(pool := EnginePool(workers, config.rollout.prove_every, *rules))
+        return pool
+
+    def _placed(self, config: Config) -> tuple[RayWorkers, RayWorkers, RayWorkers]:
+        """Processes for ranks, for replicas and for the other nodes of these, in order, on the nodes and GPUs that they
+        were to get."""
+        settings = shared_environment(config)
+        reserved, nodes = self._reserved, replica_nodes(config)
+        parts = range(replica_count(config) * nodes)
+        numbers = parts[::nodes], [part for part in parts if part % nodes]
+        threads, timeout = config.rollout.threads, config.runtime.timeout_s
+        ranks = self._start(
+            [reserved.rank(number) if reserved else {} for number in range(config.parallel.world_size)],
+            config.runtime.trainer_threads,
+            "trainer rank",
+            timeout,
+            settings | environment(config.performance),
+        )
+        if reserved is None:
+            replicas, others = (
+                self._start([{}] * len(some), threads, "rollout engine", timeout, settings) for some in numbers
+            )
+            return ranks, replicas, others
+        spots = reserved.spots(ranks, timeout)
+        order = rank_order(reserved.plan, spots)
+        ranks.renumber(order)
+        spots = [spots[number] for number in order]
+        check_ranks(reserved.plan, spots)
+        blind = {VISIBLE: ""}  # what takes no GPU is shown none: another's memory would be touched
+        placed = bool(reserved.plan.parts)
+        replicas, others = (
+            self._start(
+                [reserved.part(number) if placed else {} for number in some],
+                threads,
+                "rollout engine",
+                timeout,
+                settings,
+                [shown(reserved.plan, spots, number) if placed else blind for number in some],
+            )
+            for some in numbers
+        )
+        found: dict[int, Spot] = {}
+        for workers, some in zip((replicas, others) if placed else (), numbers, strict=False):
+            found |= dict(zip(some, reserved.spots(workers, timeout), strict=True))
+        seen = [found[part] for part in sorted(found)]
+        check_replicas(reserved.plan, spots, seen)
+        self._table = table(reserved.plan, spots, seen)
+        return ranks, replicas, others
+
+    def _start(self, *arguments: Any) -> RayWorkers:
+        """See start_actors. They end with this runner."""
+        self._started.append(workers := start_actors(*arguments))
+        return workers
+
+    def _trainers(self, run: ResolvedRun) -> Workers:
+        config, ranks = run.config, self._ranks
+        assert ranks is not None
+        ports = port_share(config, 0, replica_count(config) * replica_nodes(config))
+        # of the first; the others are asked as well, because each needs the interface
+        address, *_ = ranks.wait(ranks.everywhere("address", config.runtime.interface, ports))
+        ranks.build(Trainer, [(run, rank, f"tcp://{address}") for rank in range(len(ranks))])
+        return ranks
+
+    def _pool(self, config: Config) -> EnginePool:
+        rules = RequestRule.of(config), RestartRule.of(config)
+        self._started.append(pool := EnginePool(self._engines(config), config.rollout.prove_every, *rules))
+        return pool
+
+    def _engines(self, config: Config) -> Workers:
+        """A worker for each replica, which speaks to those of its other nodes."""
+        replicas, others, beside = self._replicas, self._others, replica_nodes(config) - 1
+        if not beside:
+            replicas.build(EngineWorker, [(config, number) for number in range(len(replicas))])
+            return replicas
+        others.build(make_part, [(config, part // beside, part % beside + 1) for part in range(len(others))])
+        asked = [each.everywhere("address", config.runtime.interface, None) for each in (replicas, others)]
+        firsts, rest = ([found.rpartition(":")[0] for found in replicas.wait(handles)] for handles in asked)
+        replicas.build(
+            EngineWorker,
+            [
+                (config, number, Beside(others.peers(parts), firsts[number], tuple(rest[part] for part in parts)))
+                for number in range(len(replicas))
+                for parts in [range(number * beside, (number + 1) * beside)]
+            ],
+        )
+        return replicas
+
+    def close(self) -> None:
+        """Ends the actors, and Ray where it was started here."""
+        with uninterrupted():
+            for each in self._started:
+                each.close()
+            self._started = []
+            if self._reserved is not None:
+                self._reserved.release()
+                self._reserved = None
+            leave_ray()
+
+
+class RayEngines:
+    """As RayRunner, of the engines alone: what a run's trainer would take is left free.
+
+    Args:
+        config: whose servers, if they take GPUs, have them to themselves.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._started: RayWorkers | None = None
+        self._reserved: Reservation | None = None
+        self._table: list[str] = []
+        runtime, replicas = config.runtime, replica_count(config)
+        try:
+            start_ray(config)
+            demand = Demand(ranks=0, replicas=replicas, replica_gpus=replica_gpus(config))
+            spots: list[dict[str, Any]] = [{}] * replicas
+            self._reserved = reserve(config, demand=demand) if demand.gpus else None
+            if self._reserved is not None:
+                spots = [self._reserved.part(number) for number in range(replicas)]
+            environment, limit = shared_environment(config), runtime.timeout_s
+            own = () if self._reserved else [{VISIBLE: ""}] * replicas  # what takes no GPU is shown none
+            self._started = start_actors(spots, config.rollout.threads, "rollout engine", limit, environment, own)
+            if self._reserved is not None:
+                seen = self._reserved.spots(self._started, limit)
+                check_replicas(self._reserved.plan, (), seen)
+                self._table = table(self._reserved.plan, (), seen)
+            self._started.build(EngineWorker, [(config, number) for number in range(replicas)])
+            self.engines = EnginePool(self._started, config.rollout.prove_every, RequestRule.of(config), NO_RESTARTS)
+        except BaseException:
+            self.close()
+            raise
+
+    def notes(self) -> list[str]:
+        """Where everything was placed; a line each."""
+        return self._table
+
+    def share(self, value: Any) -> Handle:
+        """Puts a value where every engine can take it from, once."""
+        assert self._started is not None
+        return self._started.share(value)
+
+    def close(self) -> None:
+        """Ends the actors, and Ray where it was started here."""
+        with uninterrupted():
+            if self._started is not None:
+                self._started.close()
+                self._started = None
+            if self._reserved is not None:
+                self._reserved.release()
+                self._reserved = None
+            leave_ray()

@@ -1,0 +1,174 @@
+"""`megatron-stare bisect`: its arguments, and what it does with them. Torch is imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_stare.errors import ConfigError, DataError, UserError
+
+if TYPE_CHECKING:
+    from megatron_stare.commands.bisect.explain import Explanation
+
+CAUSES = ("gate", "correction", "staleness", "layout", "engine")
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The command's."""
+    command.add_argument("run_dir", type=Path, metavar="RUN", help="run directory; it is only read")
+    command.add_argument(
+        "--from", dest="first", type=int, required=True, metavar="S", help="step of the checkpoint to begin from"
+    )
+    command.add_argument("--to", dest="last", type=int, required=True, metavar="T", help="last step to be made again")
+    command.add_argument(
+        "--causes", metavar="A,B", help=f"to be changed one at a time: {', '.join(CAUSES)}; default: all"
+    )
+    command.add_argument(
+        "--out", type=Path, metavar="DIR", help="new folder for the re-runs; default bisects/NAME-S-T of RUN's name"
+    )
+    command.add_argument("--json", action="store_true", help="print the findings as JSON instead of a table")
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Makes the steps again and prints what they say.
+
+    Returns:
+        0: the record is what the configuration says; 1: a cause is named, or the record cannot be explained.
+
+    Raises:
+        UserError: RUN cannot be bisected there.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    found = bisect(args.run_dir, args.first, args.last, _chosen(args.causes), args.out, say=_say)
+    print(json.dumps(as_tree(found), indent=2, allow_nan=False) if args.json else as_text(found))
+    return 0 if found.reproduced and not found.cause else 1
+
+
+def _chosen(causes: str | None) -> Sequence[str]:
+    chosen = CAUSES if causes is None else tuple(causes.split(","))
+    if unknown := [cause for cause in chosen if cause not in CAUSES]:
+        raise ConfigError(f"unknown cause {unknown[0]!r}", where="--causes", fix=f"of {', '.join(CAUSES)}")
+    return chosen
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def bisect(
+    run_dir: Path, first: int, last: int, causes: Sequence[str] = CAUSES, out: Path | None = None, say: Any = _say
+) -> Explanation:
+    """Makes steps `first` + 1 to `last` again, unchanged and with each change, and explains the record.
+
+    Raises:
+        UserError: there is no such run, checkpoint or record, the folder is taken, or the run's servers are in use.
+    """
+    from megatron_stare.commands.bisect.causes import changes, contradictions
+    from megatron_stare.commands.bisect.explain import Remade, explain
+    from megatron_stare.commands.bisect.rerun import make_again, prepare
+    from megatron_stare.config.load import load_recorded
+    from megatron_stare.config.resolved import resolve_run
+    from megatron_stare.rollout.engines.engine import Engine
+    from megatron_stare.rollout.engines.replicas import resolve_engine
+    from megatron_stare.run_dir.run_files import METRICS_FILE, read_metrics
+    from megatron_stare.run_dir.run_state import CONFIG, complete_checkpoints, refuse_busy
+
+    if not (run_dir / CONFIG).exists():
+        raise DataError(f"no {CONFIG}: not a run directory", where=str(run_dir))
+    config = load_recorded(run_dir / CONFIG)
+    if config.sglang.urls:
+        refuse_busy(run_dir)  # its servers would be given the weights of two runs
+    checkpoints = {int(path.name.removeprefix("step_")): path for path in complete_checkpoints(run_dir)}
+    if first not in checkpoints:
+        there = ", ".join(map(str, checkpoints)) or "none"
+        raise DataError(f"there is no checkpoint of step {first}; there are: {there}", where=str(run_dir), fix="--from")
+    rows = {int(row["step"]): row for row in read_metrics(run_dir / METRICS_FILE)}
+    wanted = range(first + 1, last + 1)
+    missing = [step for step in wanted if step not in rows]
+    if missing or not wanted:
+        what = f"the run has no record of step {missing[0]}" if missing else f"step {last} is not after step {first}"
+        raise DataError(what, where=str(run_dir), fix=f"--to: up to {max(rows, default=0)}")
+    place = out or Path("bisects") / f"{run_dir.resolve().name}-{first}-{last}"
+    if place.exists() and any(place.iterdir()):
+        raise UserError("there are files in this folder already", where=str(place), fix="give another --out")
+
+    method = resolve_run(config).method
+    found, left_out = changes(config, method)
+    tried = [change for change in found if change.cause in causes]
+    remade: list[Remade] = []
+    for number, change in enumerate([None, *tried]):
+        name = "unchanged" if change is None else change.name
+        say(f"{number + 1} of {len(tried) + 1}: {name}, steps {first + 1} to {last}")
+        folder = (place / name).resolve()
+        folder.mkdir(parents=True)
+        try:
+            prepare(run_dir, checkpoints[first], folder, {} if change is None else change.settings)
+            made = {int(row["step"]): row for row in make_again(folder, name, last)}
+            remade.append(Remade(change, [made[step] for step in wanted if step in made]))
+        except UserError as error:
+            if change is None:
+                raise
+            remade.append(Remade(change, failed=str(error).splitlines()[0]))
+    kind = resolve_engine(config.rollout.engine)
+    exact = issubclass(kind, Engine) and config.rollout.staleness is None
+    before = [row for step, row in rows.items() if first - 50 < step <= first]
+    explanation = explain(
+        before,
+        [rows[step] for step in wanted],
+        remade,
+        [each for each in left_out if each.cause in causes],
+        exact=exact,
+        dtype=config.model.dtype,
+        contradicted=contradictions(config, method, [rows[step] for step in wanted]),
+    )
+    (place / "findings.json").write_text(json.dumps(as_tree(explanation), indent=2, allow_nan=False))
+    return explanation
+
+
+def as_tree(found: Explanation) -> dict[str, Any]:
+    """For JSON, which has no NaN: null."""
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: finite(each) for key, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [finite(each) for each in value]
+        return None if isinstance(value, float) and value - value != 0 else value
+
+    return finite(asdict(found))
+
+
+def as_text(found: Explanation) -> str:
+    """A table and what it comes to."""
+    head = ("", "cause", "equal steps", "entropy", "agreement", "reward")
+    figures = head[3:]
+    rows = [head, ("the record", "", "", *(f"{found.record[figure]:.4g}" for figure in figures))]
+    for line in found.lines:
+        if line.failed:
+            rows.append((line.name, line.cause, "failed", "", "", ""))
+            continue
+        cells = []
+        for figure in figures:
+            far = line.moved.get(figure, 0.0)
+            mark = f" ({far:+.0f})" if abs(far) > _far() and line.name != "unchanged" else ""
+            cells.append(f"{line.medians[figure]:.4g}{mark}")
+        rows.append((line.name, line.cause, f"{line.equal} of {found.steps}", *cells))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    notes = [f"{line.name}: {line.failed}" for line in found.lines if line.failed]
+    notes += [f"{each.cause} was not changed: {each.why}" for each in found.left_out]
+    named = f"named: {found.cause or 'none'}" + (f" ({found.change})" if found.change else "")
+    legend = "figures are medians over the steps; (n): moved by n standard errors of the run's own noise from unchanged"
+    return "\n".join([*table, "", legend, *notes, "", named, found.why])
+
+
+def _far() -> float:
+    from megatron_stare.commands.bisect.explain import FAR
+
+    return FAR

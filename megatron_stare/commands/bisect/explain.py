@@ -1,0 +1,257 @@
+"""Which change of a run explains its record: pure, from metrics by step.
+
+Three questions, in this order. Do the unchanged steps, made again, give the record? Which change gives it instead, bit
+for bit for more steps, or brings every figure back that the unchanged steps miss? And does a change that must not
+matter, of the layout say, move the first step by more than rounding, or the record contradict itself?
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from types import MappingProxyType
+
+from megatron_stare.commands.bisect.causes import Change, LeftOut
+
+Row = Mapping[str, float]
+
+# what a run is watched by: the first metric that it has; agreement is compared by its order of magnitude
+FIGURES = {
+    "entropy": ("entropy/mean",),
+    "agreement": ("agreement/mean", "rollout/logprob_diff_mean"),
+    "reward": ("reward/mean",),
+}
+# without these in both rows, two steps are not the same
+FINGERPRINT = ("entropy/mean", "reward/mean", "loss/policy", "optimizer/grad_norm")
+NOT_COMPARED = ("time/", "perf/", "memory/", "plan/", "guard/", "engine/", "step")
+
+FAR = 3.0  # standard errors from which on two courses of a figure differ
+NEAR_SHARE = 0.2  # of the unchanged steps' distance from the record, that is still as good as none
+NORMAL = 1.4826  # see driver/guards.py
+OF_MEDIAN = 1.2533  # the standard error of a median, in those of a mean
+LEAST_AGREEMENT = 1e-9  # nats: log-probs that are equal differ by this
+# the least noise of a figure: share of its median; decades of agreement
+LEAST_NOISE = 1e-3
+LEAST_DECADES = 0.1
+# What rounding may do to the first step that a harmless change is made in: share, and where a figure is near 0. In 16
+# bits a sum in another order differs by a hundredth and more.
+ROUNDING = {"float32": (1e-3, 1e-5), "bfloat16": (0.1, 1e-2), "float16": (0.05, 2e-3)}
+
+
+@dataclass(frozen=True)
+class Remade:
+    """Steps that were made again. failed: why they were not; rows are [] then."""
+
+    change: Change | None  # None: nothing was changed
+    rows: Sequence[Row] = ()
+    failed: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.change.name if self.change is not None else "unchanged"
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one re-run says.
+
+    equal: steps from the first on whose metrics are the record's, bit for bit.
+    medians: of each figure over the steps; NaN where it has none.
+    moved: standard errors between it and the unchanged steps, by figure; what a change does.
+    missed: likewise between it and the record.
+    breaks: metrics of the first step that a harmless change has moved by more than rounding.
+    """
+
+    name: str
+    cause: str
+    says: str
+    equal: int = 0
+    medians: Mapping[str, float] = field(default_factory=dict)
+    moved: Mapping[str, float] = field(default_factory=dict)
+    missed: Mapping[str, float] = field(default_factory=dict)
+    breaks: tuple[str, ...] = ()
+    failed: str = ""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a bisection comes to.
+
+    reproduced: the unchanged steps are the record: bit for bit, or, of a run that is not exact, within its noise.
+    cause, change: what is named; "" where nothing is.
+    why: in a sentence.
+    lines: of the unchanged steps first.
+    record: medians of the figures.
+    """
+
+    reproduced: bool
+    cause: str
+    change: str
+    why: str
+    steps: int
+    lines: Sequence[Line]
+    left_out: Sequence[LeftOut]
+    record: Mapping[str, float]
+
+
+def explain(
+    before: Sequence[Row],
+    record: Sequence[Row],
+    remade: Sequence[Remade],
+    left_out: Sequence[LeftOut] = (),
+    *,
+    exact: bool,
+    dtype: str = "float32",
+    contradicted: Mapping[str, str] = MappingProxyType({}),
+) -> Explanation:
+    """Names what explains the record, or nothing.
+
+    Args:
+        before: metrics of the run's steps before, which its noise is told from too.
+        record: of the steps in question.
+        remade: of the same steps, the unchanged first.
+        exact: whether unchanged steps made again must be the record, bit for bit.
+        dtype: of the model in training.
+        contradicted: what the record itself says against the configuration, by cause.
+    """
+    noise = {figure: _noise(figure, [*before, *record]) for figure in FIGURES}
+    unchanged = remade[0]
+    lines = [_line(each, unchanged, record, noise, dtype) for each in remade]
+    base, others = lines[0], [line for line in lines[1:] if not line.failed]
+    medians = {figure: _median(figure, record) for figure in FIGURES}
+    steps = len(record)
+
+    def said(reproduced: bool, named: Line | None, why: str) -> Explanation:
+        cause, change = (named.cause, named.name) if named is not None else ("", "")
+        return Explanation(reproduced, cause, change, why, steps, lines, left_out, medians)
+
+    if base.failed:
+        return said(False, None, f"the unchanged steps could not be made again: {base.failed}")
+    departs = [figure for figure, far in base.missed.items() if not abs(far) <= FAR]
+    reproduced = base.equal == steps or (not exact and not departs)
+    broken = next((line for line in others if line.breaks), None)
+    if reproduced:
+        for cause, what in contradicted.items():
+            why = f"{what}, which its configuration does not allow; the code at hand does the same"
+            return replace(said(True, None, why), cause=cause)
+        if broken is not None:
+            why = f"{broken.says}: no sound step moves, and this one's {', '.join(broken.breaks)} did"
+            return said(True, broken, why)
+        how = "bit for bit" if base.equal == steps else "within its own noise"
+        return said(True, None, f"the run does what its configuration says: made again, the steps are the record {how}")
+    nearest = max(others, key=lambda line: line.equal, default=None)
+    if nearest is not None and nearest.equal > base.equal:
+        how = f"{nearest.equal} of {steps} steps of the record come out bit for bit, and {base.equal} without it"
+        return said(False, nearest, f"the run did not do what its configuration says: as if {nearest.says}; {how}")
+    explaining = [line for line in others if _explains(line, base, departs)]
+    if departs and explaining:
+        best = min(explaining, key=lambda line: sum(abs(far) for far in line.missed.values()))
+        figures = " and ".join(departs)
+        return said(
+            False,
+            best,
+            f"the run did not do what its configuration says: as if {best.says}, which brings {figures} back",
+        )
+    if broken is not None:
+        why = f"{broken.says}: no sound step moves, and this one's {', '.join(broken.breaks)} did"
+        return said(False, broken, why)
+    figures = f" ({' and '.join(departs)} differ beyond the run's noise)" if departs else ""
+    return said(
+        False,
+        None,
+        f"the record cannot be reproduced{figures}, and none of the changes explains it: a cause outside of them, such "
+        "as other code, versions or hardware",
+    )
+
+
+def _explains(line: Line, base: Line, departs: Sequence[str]) -> bool:
+    """Whether a change brings back what the unchanged steps miss, and loses nothing that they have."""
+    for figure, far in line.missed.items():
+        allowed = max(FAR, NEAR_SHARE * abs(base.missed[figure])) if figure in departs else FAR
+        if not abs(far) <= allowed:
+            return False
+    return True
+
+
+def _line(made: Remade, unchanged: Remade, record: Sequence[Row], noise: Mapping[str, float], dtype: str) -> Line:
+    cause = made.change.cause if made.change is not None else ""
+    says = made.change.says if made.change is not None else "nothing is changed"
+    if made.failed or len(made.rows) != len(record):
+        return Line(made.name, cause, says, failed=made.failed or f"it made {len(made.rows)} of {len(record)} steps")
+    harmless = made.change is not None and made.change.harmless and not unchanged.failed
+    return Line(
+        made.name,
+        cause,
+        says,
+        equal=equal_steps(made.rows, record),
+        medians={figure: _median(figure, made.rows) for figure in FIGURES},
+        moved={} if unchanged.failed else _distances(made.rows, unchanged.rows, noise),
+        missed=_distances(made.rows, record, noise),
+        breaks=_broken(made.rows[0], unchanged.rows[0], dtype) if harmless else (),
+    )
+
+
+def equal_steps(one: Sequence[Row], other: Sequence[Row]) -> int:
+    """Steps from the first on in which all metrics that both have, and do not hang on the clock, are equal."""
+    for number, (a, b) in enumerate(zip(one, other, strict=False)):
+        if not all(name in a and name in b for name in FINGERPRINT):
+            return number
+        shared = [name for name in a.keys() & b.keys() if not name.startswith(NOT_COMPARED)]
+        if not all(_same(a[name], b[name]) for name in shared):
+            return number
+    return min(len(one), len(other))
+
+
+def _same(a: float, b: float) -> bool:
+    return a == b or (math.isnan(a) and math.isnan(b))
+
+
+def _broken(first: Row, sound: Row, dtype: str) -> tuple[str, ...]:
+    """Metrics of a step that differ from those of the same step by more than rounding."""
+    share, least = ROUNDING[dtype]
+    return tuple(
+        name
+        for name in FINGERPRINT
+        if not abs(first.get(name, math.nan) - sound.get(name, math.nan))
+        <= max(share * abs(sound.get(name, math.nan)), least)
+    )
+
+
+def _value(figure: str, row: Row) -> float:
+    value = next((row[name] for name in FIGURES[figure] if name in row), math.nan)
+    return math.log10(max(value, LEAST_AGREEMENT)) if figure == "agreement" and value == value else value
+
+
+def _values(figure: str, rows: Sequence[Row]) -> list[float]:
+    return [value for row in rows if math.isfinite(value := _value(figure, row))]
+
+
+def _median(figure: str, rows: Sequence[Row]) -> float:
+    values = _values(figure, rows)
+    if not values:
+        return math.nan
+    return 10 ** median(values) if figure == "agreement" else median(values)
+
+
+def _noise(figure: str, rows: Sequence[Row]) -> float:
+    """The standard deviation of a figure by chance, from how far steps lie from those before them; a trend is none."""
+    values = _values(figure, rows)
+    steps = [b - a for a, b in itertools.pairwise(values)]
+    if not steps:
+        return math.nan
+    least = LEAST_DECADES if figure == "agreement" else LEAST_NOISE * abs(median(values))
+    return max(NORMAL * median(map(abs, steps)) / math.sqrt(2), least, 1e-12)
+
+
+def _distances(one: Sequence[Row], other: Sequence[Row], noise: Mapping[str, float]) -> dict[str, float]:
+    """Standard errors between two courses of each figure, step by step; figures that are not known are left out."""
+    found = {}
+    for figure in FIGURES:
+        pairs = [(_value(figure, a), _value(figure, b)) for a, b in zip(one, other, strict=False)]
+        apart = [a - b for a, b in pairs if math.isfinite(a - b)]
+        if apart and noise[figure] > 0:
+            found[figure] = median(apart) / (OF_MEDIAN * noise[figure] * math.sqrt(2 / len(apart)))
+    return found

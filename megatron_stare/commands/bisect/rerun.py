@@ -1,0 +1,162 @@
+"""Some steps of a run made again from a checkpoint, in a folder and a process of their own: the run is only read."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_stare.commands.bisect.causes import changes
+from megatron_stare.commands.bisect.changed_methods import ChangedRun
+from megatron_stare.config.load import dump_yaml, load_recorded, validate
+from megatron_stare.config.schema import Config
+from megatron_stare.driver.held_run import HeldRun
+from megatron_stare.driver.opening import Inputs, read_inputs
+from megatron_stare.driver.session import Session
+from megatron_stare.errors import RollBack, UserError
+from megatron_stare.rollout.sources.calls import CALLS
+from megatron_stare.run_dir.json_lines import read_jsonl, write_atomically
+from megatron_stare.run_dir.run_files import METRICS_FILE, read_metrics
+from megatron_stare.run_dir.run_state import CONFIG, ROLLBACKS, RUN_STATE
+from megatron_stare.train import make_steps
+
+LOG = "log.txt"
+_SHOWN = 12  # lines of a log
+
+# what a re-run need not do: it trains, and nothing reads what else it might write
+SETTINGS: dict[str, Any] = {
+    "run.checkpoint_every": 0,
+    "run.keep_checkpoints": 1_000_000,
+    "run.rollouts_kept": 0,
+    "eval": {"prompts": 0},
+    "checkpoint.self_test": False,  # which a change of the layout need not pass to the bit; unchanged steps prove more
+    "checkpoint.keep_best": 0,
+    "checkpoint.best_by": None,
+    "black_box.enabled": False,
+    "observability.sinks": ["jsonl"],
+    "observability.metrics": [],
+}
+
+
+def prepare(run: Path, checkpoint: Path, folder: Path, settings: Mapping[str, Any]) -> None:
+    """Makes a run directory that goes on from a checkpoint of another, whose files it shares and never writes.
+
+    Args:
+        settings: by dotted key, in the place of the run's; None: as they are where nothing is set.
+
+    Raises:
+        UserError: the folder cannot be written, or the settings do not go together.
+    """
+    config = with_settings(load_recorded(run / CONFIG), {**SETTINGS, **settings, "run.dir": str(folder)})
+    step = int(checkpoint.name.removeprefix("step_"))
+    target = folder / "checkpoints" / checkpoint.name
+    try:
+        for file in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
+            place = target / file.relative_to(checkpoint)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            _share(file, place)
+        (folder / CONFIG).write_text(dump_yaml(config))
+        rows = [row for row in read_jsonl(run / METRICS_FILE) if row["step"] <= step]
+        write_atomically(folder / METRICS_FILE, rows)
+        if (run / ROLLBACKS).exists():
+            shutil.copyfile(run / ROLLBACKS, folder / ROLLBACKS)
+        if (run / CALLS).exists():  # tools of an environment are not asked again what they have answered
+            shutil.copytree(run / CALLS, folder / CALLS)
+    except OSError as error:
+        raise UserError(f"the steps cannot be made again there ({error.strerror})", where=str(folder)) from error
+
+
+def _share(file: Path, place: Path) -> None:
+    """A second name of a file that nobody writes to; a copy of one that is small, or lies on another disk."""
+    if file.name != RUN_STATE:
+        with contextlib.suppress(OSError):
+            os.link(file, place)
+            return
+    shutil.copyfile(file, place)
+
+
+def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
+    """The configuration with other values by dotted key; None: the default. Raises ConfigError where they do not go
+    together."""
+    tree = copy.deepcopy(yaml.safe_load(dump_yaml(config)))
+    tree.pop("format", None)
+    for dotted, value in settings.items():
+        *sections, key = dotted.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        if value is None:
+            node.pop(key, None)
+        else:
+            node[key] = value
+    return validate(tree, "bisect")
+
+
+def make_again(folder: Path, change: str, last: int) -> list[dict[str, Any]]:
+    """Makes the steps up to `last` in a process of its own, and returns their metrics.
+
+    Raises:
+        UserError: they could not be made; says what the process said last.
+    """
+    command = [sys.executable, "-m", "megatron_stare.commands.bisect.rerun", str(folder), change, str(last)]
+    with (folder / LOG).open("w") as log:
+        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        said = [line for line in (folder / LOG).read_text().splitlines() if line.strip()]
+        errors = [line for line in said if line.startswith("error: ")]
+        raise UserError(
+            errors[-1].removeprefix("error: ") if errors else "\n".join(said[-_SHOWN:]), where=str(folder / LOG)
+        )
+    return read_metrics(folder / METRICS_FILE)
+
+
+def main(folder: Path, change: str, last: int) -> int:
+    """What that process does. Returns the exit code."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        run_steps(folder, change, last)
+    except (UserError, RollBack) as error:
+        print(f"error: {error}")
+        return 2
+    return 0
+
+
+def run_steps(folder: Path, change: str, last: int) -> None:
+    """The steps of the run in this folder up to `last`, which need not be the run's: its schedules are."""
+    config = load_recorded(folder / CONFIG)
+    inputs = read_inputs(config)
+    # of a method: what is changed in the settings has been changed there
+    methods = {each.name: each.method for each in changes(inputs.config, inputs.run.method)[0]}
+    if (changed := methods.get(change)) is not None:
+        run = inputs.run
+        inputs = replace(inputs, run=ChangedRun(run.config, run.shape, changed(run.method)))
+    with HeldRun(config, inputs, resume=True, dump_step=None) as held, _UpTo(last, inputs, held) as session:
+        make_steps(session)
+
+
+class _UpTo(Session):
+    """A session that ends with step `last`: what would be due after it - a checkpoint, an evaluation - is not asked."""
+
+    def __init__(self, last: int, inputs: Inputs, held: HeldRun) -> None:
+        super().__init__(inputs, held)
+        self._last = last
+
+    def steps(self) -> Iterator[int]:
+        for step in super().steps():
+            yield step
+            if step == self._last:
+                return
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))

@@ -1,0 +1,157 @@
+"""Environment variables of one machine against a run, and settings of a run that only show late what is wrong."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from megatron_stare.commands.doctor.facts import Facts
+from megatron_stare.commands.doctor.finding import Finding, fault, ok, warning
+from megatron_stare.config.process_settings import ALLOCATORS, CUMEM, INTERFACES, shared_environment
+from megatron_stare.config.schema import Config
+
+VISIBILITY = ("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def check_environment(facts: Facts, config: Config, addresses: Sequence[str] = ()) -> list[Finding]:
+    """What a rank or server started on this machine would find, the run's own variables over the machine's.
+
+    Args:
+        addresses: of all nodes, where there are several.
+    """
+    shell = facts.environment
+    seen = {**shell, **shared_environment(config)}
+    return [
+        _allocator(seen, config),
+        _connections(shell, config, bool(facts.gpus)),
+        _cumem(shell, config),
+        _infiniband(seen, facts),
+        *(_interface(name, seen, facts, len(addresses) > 1) for name in INTERFACES),
+        _visibility(shell, config),
+        _proxy(shell, addresses),
+        _cache(shell),
+    ]
+
+
+def _allocator(seen: Mapping[str, str], config: Config) -> Finding:
+    for name in ALLOCATORS:
+        value = seen.get(name, "")
+        if config.sglang.colocated and "expandable_segments:true" in value.lower():
+            mend = "unset it where Ray is started: neither the servers' memory saver nor CUDA IPC can share such memory"
+            return fault("allocator", f"{name}={value}, and servers are on the trainer's GPUs", mend)
+    return ok("allocator", "nothing that servers on the trainer's GPUs could not share")
+
+
+def _connections(shell: Mapping[str, str], config: Config, gpus: bool) -> Finding:
+    set_here = config.performance.cuda_connections
+    value = shell.get(CONNECTIONS) if set_here is None else str(set_here)
+    if gpus and config.parallel.tensor > 1 and config.parallel.sequence and value != "1":
+        mend = "performance.cuda_connections=1 lets tensor and sequence parallelism overlap with products"
+        return warning(CONNECTIONS, value or "not set", mend)
+    return ok(CONNECTIONS, value or "not set, and not needed")
+
+
+def _cumem(shell: Mapping[str, str], config: Config) -> Finding:
+    """What a run starts gets the run's value whatever the shell has; servers that it only joins were started so."""
+    own, value = shared_environment(config).get(CUMEM), shell.get(CUMEM)
+    if own is not None and config.sglang.urls and value is not None and value != own:
+        mend = f"start the servers of sglang.urls with {CUMEM}={own}, or set it alike in runtime.env"
+        return fault(CUMEM, f"{value} here, and the run sets {own} for its ranks: a group of both would hang", mend)
+    return ok(CUMEM, own or value or "not set")
+
+
+def _infiniband(seen: Mapping[str, str], facts: Facts) -> Finding:
+    """NCCL_IB_HCA: names, or beginnings of names, of adapters; `^` excludes, `=` wants whole names."""
+    value = seen.get("NCCL_IB_HCA", "")
+    names = [name.partition(":")[0] for name in value.lstrip("^=").split(",") if name]
+    exact = "=" in value[:2]
+    lost = [n for n in names if not any(a == n if exact else a.startswith(n) for a in facts.infiniband)]
+    if lost and not value.startswith("^"):
+        mend = f"adapters there: {', '.join(facts.infiniband) or 'none'}; NCCL would use sockets, ten times slower"
+        return fault("NCCL_IB_HCA", f"{value}: there is no adapter {', '.join(lost)}", mend)
+    if facts.infiniband and seen.get("NCCL_IB_DISABLE") == "1":
+        return warning("NCCL_IB_HCA", "NCCL_IB_DISABLE=1 though there are adapters", "unset NCCL_IB_DISABLE")
+    return ok("NCCL_IB_HCA", value or f"not set; adapters: {', '.join(facts.infiniband) or 'none'}")
+
+
+def _interface(variable: str, seen: Mapping[str, str], facts: Facts, several: bool) -> Finding:
+    """NCCL takes beginnings of names, `^` and `=`; gloo whole names."""
+    value, there = seen.get(variable, ""), facts.interfaces
+    exact = variable.startswith("GLOO") or value.startswith("=")
+    names = [name for name in value.lstrip("=").split(",") if name]
+    if value and not value.startswith("^"):
+        found = [each for each in there for name in names if (each == name if exact else each.startswith(name))]
+        if not found:
+            return fault(variable, f"{value}: there is no such interface", f"one of {', '.join(sorted(there))}")
+        if several and set(found) == {"lo"}:
+            return fault(
+                variable, "lo, which no other node reaches", "name the network's interface in runtime.interface"
+            )
+        if not any(there[each] for each in found):
+            return fault(variable, f"{value} has no IPv4 address", "name one that has: `ip -4 addr` lists them")
+    return ok(variable, value or "not set")
+
+
+def _visibility(shell: Mapping[str, str], config: Config) -> Finding:
+    """Ray shows each rank its GPU by CUDA_VISIBLE_DEVICES; see docs/cluster.md."""
+    noset, zero = (shell.get(name, "") for name in VISIBILITY)
+    if noset not in ("", "0"):
+        return fault("Ray's device visibility", f"{VISIBILITY[0]}={noset}", "unset it: every rank would see all GPUs")
+    if config.sglang.colocated and zero not in ("", "0"):
+        mend = "unset it: servers on the trainer's GPUs ask Ray for none, and would be shown none"
+        return fault("Ray's device visibility", f"{VISIBILITY[1]}={zero}", mend)
+    return ok("Ray's device visibility", "each process is shown its GPUs")
+
+
+def _proxy(shell: Mapping[str, str], addresses: Sequence[str]) -> Finding:
+    """Requests to servers, and Ray's own, are not to go through a proxy."""
+    named = [name for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY") if shell.get(name)]
+    spared = _words([shell.get("no_proxy", ""), shell.get("NO_PROXY", "")])
+    wanted = ["127.0.0.1", "localhost", *addresses]
+    missing = [each for each in wanted if "*" not in spared and not any(_covers(word, each) for word in spared)]
+    if named and missing:
+        mend = f"no_proxy={','.join([*sorted(spared), *missing])}, where Ray is started"
+        return fault("no_proxy", f"{named[0]} is set and no_proxy leaves out {', '.join(missing)}", mend)
+    return ok("no_proxy", "nodes are spared" if named else "no proxy is set")
+
+
+def _words(texts: Iterable[str]) -> set[str]:
+    return {word for text in texts for word in re.split(r"[,\s]+", text) if word}
+
+
+def _covers(word: str, address: str) -> bool:
+    return address == word or address.endswith("." + word.lstrip("."))
+
+
+def _cache(shell: Mapping[str, str]) -> Finding:
+    """Where transformers and datasets keep what they fetched."""
+    home = shell.get("HF_HUB_CACHE") or shell.get("HF_HOME") or "~/.cache/huggingface"
+    folder = Path(home).expanduser()
+    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        mend = "name a folder that can be written in HF_HOME; datasets by name are kept there"
+        return warning("Hugging Face cache", f"{folder} cannot be written", mend)
+    return ok("Hugging Face cache", str(folder))
+
+
+def check_timeouts(config: Config) -> Finding:
+    """Ranks that have no part in a rollout wait in a collective for as long as it takes."""
+    call = config.runtime.timeout_s
+    collective, limits = config.limits.collective_limit(call), config.limits
+    longest = limits.rollout_s or limits.attempts * limits.request_limit(call)
+    if collective < longest:
+        mend = "raise limits.collective_s (and runtime.timeout_s), or lower limits.rollout_s or limits.request_s"
+        return fault("NCCL timeout", f"{collective:.0f} s, and a rollout may take {longest:.0f}", mend)
+    return ok("NCCL timeout", f"{collective:.0f} s; a rollout takes at most {longest:.0f}")
+
+
+def check_interface_setting(facts: Facts, config: Config) -> Finding:
+    """runtime.interface on one node."""
+    name = config.runtime.interface
+    if name and not facts.interfaces.get(name):
+        mend = f"interfaces there: {', '.join(sorted(facts.interfaces))}"
+        return fault("runtime.interface", f"{name} is not there, or has no IPv4 address", mend)
+    return ok("runtime.interface", name or "not set")

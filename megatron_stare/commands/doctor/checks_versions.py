@@ -1,0 +1,112 @@
+"""Versions of one machine, and of several beside each other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from megatron_stare.commands.doctor.facts import Facts
+from megatron_stare.commands.doctor.finding import Finding, fault, ok, warning
+from megatron_stare.config.schema import Config
+
+PYTHONS = ((3, 10), (3, 12))
+# what constraints.txt pins and is used by its private parts, too
+PINNED = {"torch": "2.13.0", "megatron-core": "0.16.1", "ray": "2.60.0"}
+SETUP = "bash scripts/setup_env.sh"
+# least driver of a CUDA release on Linux: NVIDIA, CUDA Toolkit release notes, minor-version compatibility
+LEAST_DRIVER = {12: (525, 60), 13: (580, 0)}
+ALIKE = ("python", "torch", "cuda", "nccl", "megatron-core", "transformer-engine", "apex", "flash-attn", "ray")
+
+
+def check_versions(facts: Facts, config: Config | None) -> list[Finding]:
+    """Of one machine; `config` is the run that is meant, where one is given."""
+    versions = facts.versions
+    found = [_python(versions), *(_pinned(name, versions) for name in PINNED)]
+    if facts.gpus:
+        found += [_cuda(versions), _transformer_engine(versions, config), _flash_attention(versions)]
+    return found + _apex(facts)
+
+
+def _python(versions: Mapping[str, str]) -> Finding:
+    found, (least, most) = versions["python"], PYTHONS
+    if least <= _numbers(found)[:2] <= most:
+        return ok("python", found)
+    return fault("python", found, f"use one of {_text(least)} to {_text(most)}: {SETUP}")
+
+
+def _pinned(name: str, versions: Mapping[str, str]) -> Finding:
+    found, wanted = versions.get(name), PINNED[name]
+    if found is None:
+        return fault(name, "not installed", SETUP)
+    if found.partition("+")[0] != wanted:
+        return fault(name, f"{found}, not {wanted}, the one release that is tested", f"{SETUP} installs it")
+    return ok(name, found)
+
+
+def _cuda(versions: Mapping[str, str]) -> Finding:
+    cuda, driver = versions.get("cuda"), versions.get("driver", "")
+    if cuda is None:
+        return fault("cuda", "there are GPUs, and PyTorch was built without CUDA", "install PyTorch's build with CUDA")
+    least = LEAST_DRIVER.get(_numbers(cuda)[0], (0, 0))
+    said = f"CUDA {cuda}, NCCL {versions.get('nccl', 'none')}, driver {driver or 'unknown'}"
+    if driver and _numbers(driver)[:2] < least:
+        return fault("cuda", said, f"CUDA {_numbers(cuda)[0]} needs a driver of {_text(least)} or newer")
+    if "nccl" not in versions:
+        return fault("cuda", said, "ranks on GPUs speak NCCL: install PyTorch's build with it")
+    return ok("cuda", said)
+
+
+def _transformer_engine(versions: Mapping[str, str], config: Config | None) -> Finding:
+    found = versions.get("transformer-engine")
+    if found is not None:
+        return ok("transformer engine", found)
+    mend = "pip install --no-build-isolation transformer-engine[pytorch]"
+    if config is not None and config.parallel.context > 1:
+        return fault("transformer engine", "not installed, and context parallelism needs its attention", mend)
+    return warning("transformer engine", "not installed; mixtures of experts and context parallelism need it", mend)
+
+
+def _flash_attention(versions: Mapping[str, str]) -> Finding:
+    found = versions.get("flash-attn")
+    if found is not None:
+        return ok("flash attention", found)
+    return warning("flash attention", "not installed", "Transformer Engine brings cuDNN's; pip install flash-attn")
+
+
+def _apex(facts: Facts) -> list[Finding]:
+    """NVIDIA's is not on the index; what `pip install apex` brings is a web framework's part of that name."""
+    found = facts.versions.get("apex")
+    if found is None or facts.apex_is_nvidias:
+        return [ok("apex", found or "not installed, and not needed beside Transformer Engine")]
+    mend = "pip uninstall apex; where it is wanted, build NVIDIA's from its source"
+    return [fault("apex", f"{found} has no amp_C: it is another package of that name, or built without CUDA", mend)]
+
+
+def check_server_version(version: str | None, supported: Sequence[str]) -> Finding:
+    """Of the environment that servers of rollouts are started in."""
+    if version is None:
+        return fault(
+            "server environment", "it has no server", "set it up, or name the Python of another: docs/doctor.md"
+        )
+    if version not in supported:
+        return fault("server environment", f"{version}, not one of {', '.join(supported)}", "install one of these")
+    return ok("server environment", version)
+
+
+def check_alike(nodes: Mapping[str, Facts]) -> list[Finding]:
+    """The same version of everything on every node."""
+    found = []
+    for name in ALIKE:
+        versions = {node: facts.versions.get(name, "none") for node, facts in nodes.items()}
+        if len(set(versions.values())) > 1:
+            seen = ", ".join(f"{version} on {node}" for node, version in versions.items())
+            found.append(fault(f"{name} on all nodes", seen, "install the same environment on every node"))
+    return found or [ok("versions on all nodes", f"alike on {len(nodes)}")]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:3])) or (0,)
+
+
+def _text(numbers: Sequence[int]) -> str:
+    return ".".join(map(str, numbers))

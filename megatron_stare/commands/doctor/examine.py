@@ -1,0 +1,140 @@
+"""All that the doctor looks at, of this machine or of every node of a cluster, and what it says."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_stare.commands.doctor.checks_environment import check_environment, check_interface_setting, check_timeouts
+from megatron_stare.commands.doctor.checks_machine import (
+    check_clock,
+    check_folder,
+    check_limits,
+    check_ports,
+    check_seen_by_all,
+    check_shared_memory,
+    check_topology,
+)
+from megatron_stare.commands.doctor.checks_versions import check_alike, check_server_version, check_versions
+from megatron_stare.commands.doctor.facts import Facts, local_facts
+from megatron_stare.commands.doctor.finding import Finding, ok, warning
+from megatron_stare.commands.doctor.shared_folder import look_at_folder, marker
+from megatron_stare.config.schema import Config
+from megatron_stare.process.network import free_port
+from megatron_stare.rollout.engines.replicas import server_release
+
+HERE = "127.0.0.1"
+NODE_S = 120.0  # limit of one look at a node
+SLOW_GB_S = 0.5  # between nodes: ten-gigabit Ethernet has 1.25, InfiniBand 25 and more
+
+
+def examine(config: Config | None, *, bandwidth: bool) -> list[Finding]:
+    """Of this machine, and where `config` names a Ray cluster, of every node of it.
+
+    Raises:
+        UserError: the cluster cannot be joined.
+    """
+    folder = Path(config.run.dir or "runs") if config else Path("runs")
+    found = check_folder(look_at_folder(folder))
+    if config is not None:
+        found.append(check_timeouts(config))
+        if release := server_release(config):
+            found.append(check_server_version(*release))
+    if config is not None and config.runtime.ray_address:
+        return found + _cluster(config, folder, bandwidth)
+    facts = local_facts()
+    found += of_machine(facts, config)
+    found.append(check_ports(config.runtime.ports if config else ()))
+    return found + ([_local_bandwidth()] if bandwidth else [])
+
+
+def of_machine(facts: Facts, config: Config | None, addresses: Sequence[str] = ()) -> list[Finding]:
+    """What is judged of one machine's facts alone."""
+    tensor = config.parallel.tensor if config else 1
+    found = [*check_versions(facts, config), *check_limits(facts), check_shared_memory(facts)]
+    if facts.gpus:
+        found.append(check_topology(facts, tensor))
+    if config is not None:
+        found += [*check_environment(facts, config, addresses), check_interface_setting(facts, config)]
+    return found
+
+
+def _cluster(config: Config, folder: Path, bandwidth: bool) -> list[Finding]:
+    from megatron_stare.cluster.ray import leave_ray, node_workers, start_ray
+    from megatron_stare.commands.doctor.node_probe import NodeProbe
+
+    start_ray(config)
+    try:
+        addresses, workers = node_workers(NODE_S)
+        names = [f"{address} ({number})" for number, address in enumerate(addresses)]
+        workers.build(NodeProbe, [()] * len(names))
+        found, nodes = [], {}
+        for number, name in enumerate(names):
+            asked = time.time()
+            (facts,) = workers.wait([workers.start_on(number, "facts")])
+            judged = [check_clock(asked, facts.clock, time.time()), *of_machine(facts, config, addresses)]
+            (ports,) = workers.wait([workers.start_on(number, "ports", list(config.runtime.ports))])
+            nodes[name] = facts
+            found += [each.of(name) for each in (*judged, ports)]
+        found += check_alike(nodes)
+        with marker(folder) as path:
+            if path is not None:
+                saw = workers.wait([workers.start_on(number, "sees", str(path)) for number in range(len(names))])
+                found.append(check_seen_by_all(str(folder), dict(zip(names, saw, strict=True))))
+        if bandwidth and len(names) > 1:
+            found.append(_cluster_bandwidth(workers, addresses, nodes))
+        workers.close()
+        return found
+    finally:
+        leave_ray()
+
+
+def _cluster_bandwidth(workers: Any, addresses: Sequence[str], nodes: dict[str, Facts]) -> Finding:
+    (place,) = workers.wait([workers.start_on(0, "meeting_place", addresses[0])])
+    world = len(addresses)
+    measured = workers.wait([workers.start_on(rank, "bandwidth", rank, world, place) for rank in range(world)])
+    return judge_bandwidth(min(measured), f"{world} nodes, gloo")
+
+
+def _local_bandwidth() -> Finding:
+    """Two processes of this machine over gloo; over NCCL, `nccl_ranks` of scripts/gpu_check.sh is the check."""
+    from megatron_stare.commands.doctor.node_probe import measure_bandwidth
+
+    place = f"tcp://{HERE}:{free_port(HERE, (0,))}"
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        measured = pool.starmap(measure_bandwidth, [(rank, 2, place) for rank in range(2)], chunksize=1)
+    return judge_bandwidth(min(measured), "two processes of this machine, gloo")
+
+
+def judge_bandwidth(gb_s: float, between: str) -> Finding:
+    seen = f"{gb_s:.2f} GB/s between {between}"
+    if gb_s < SLOW_GB_S:
+        return warning("bandwidth", seen, "is runtime.interface the fast network? `ip -s link` shows what is used")
+    return ok("bandwidth", seen)
+
+
+def as_json(found: Sequence[Finding]) -> str:
+    return json.dumps({"ok": not faults(found), "findings": [asdict(each) for each in found]}, indent=2)
+
+
+def as_text(found: Sequence[Finding]) -> str:
+    """A line a finding, what is wrong last and with its mend."""
+    order = sorted(found, key=lambda each: ("ok", "warning", "fault").index(each.level))
+    width = max(len(each.subject) for each in found)
+    lines = []
+    for each in order:
+        lines.append(f"{each.level:<8} {each.subject:<{width}}  {each.seen}")
+        if each.mend:
+            lines.append(f"{'':<8} {'':<{width}}  mend: {each.mend}")
+    count = {level: sum(each.level == level for each in found) for level in ("fault", "warning", "ok")}
+    lines.append(f"{count['fault']} faults, {count['warning']} warnings, {count['ok']} ok")
+    return "\n".join(lines)
+
+
+def faults(found: Sequence[Finding]) -> list[Finding]:
+    return [each for each in found if each.level == "fault"]

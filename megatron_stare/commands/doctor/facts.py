@@ -1,0 +1,145 @@
+"""What is seen of one machine: versions, limits, devices, environment. Looked up, and not judged."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from megatron_stare.process.versions import versions
+
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "flash-attn", "ray", "transformers", "numpy")
+# what a run or its libraries read
+VARIABLES = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "GLOO_SOCKET_IFNAME",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_HUB_OFFLINE",
+    "NCCL_CUMEM_ENABLE",
+    "NCCL_IB_DISABLE",
+    "NCCL_IB_HCA",
+    "NCCL_SOCKET_IFNAME",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
+    "http_proxy",
+    "https_proxy",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "no_proxy",
+    "NO_PROXY",
+)
+INFINIBAND, SHARED_MEMORY = Path("/sys/class/infiniband"), Path("/dev/shm")
+NCCL = "libnccl.so.2"  # the soname that PyTorch links to
+TOOL_S = 60
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of one machine.
+
+    versions: of packages, of 'python', 'cuda' as PyTorch has it, 'nccl' as it is loaded, and of 'driver'; only what is
+        there.
+    apex_is_nvidias: whether the `apex` that is installed has NVIDIA's compiled optimizers.
+    gpus: memory of each, bytes; topology: the table of `nvidia-smi topo -m`, empty without GPUs.
+    limits: soft limits by name; -1: none.
+    shared_memory: free and whole size of /dev/shm, bytes; whole: 0 where there is none.
+    interfaces: IPv4 addresses by name. infiniband: the names of adapters.
+    clock: seconds since 1970, while it was asked.
+    """
+
+    host: str
+    versions: Mapping[str, str]
+    apex_is_nvidias: bool
+    gpus: tuple[int, ...]
+    topology: str
+    limits: Mapping[str, int]
+    shared_memory: tuple[int, int]
+    interfaces: Mapping[str, tuple[str, ...]]
+    infiniband: tuple[str, ...]
+    environment: Mapping[str, str]
+    clock: float
+
+
+def local_facts() -> Facts:
+    """Those of this machine, as this process sees it."""
+    return Facts(
+        host=socket.gethostname(),
+        versions=_versions(),
+        apex_is_nvidias=importlib.util.find_spec("amp_C") is not None,
+        gpus=tuple(int(line) * 2**20 for line in _smi("--query-gpu=memory.total").split() if line.isdigit()),
+        topology=_output("nvidia-smi", "topo", "-m"),
+        limits={
+            "open files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            "processes": resource.getrlimit(resource.RLIMIT_NPROC)[0],
+            "locked memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        },
+        shared_memory=_shared_memory(),
+        interfaces={
+            name: tuple(each.address for each in addresses if each.family == socket.AF_INET)
+            for name, addresses in psutil.net_if_addrs().items()
+        },
+        infiniband=tuple(sorted(each.name for each in INFINIBAND.iterdir())) if INFINIBAND.is_dir() else (),
+        environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
+        clock=time.time(),
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), **versions(PACKAGES)}
+    if "torch" in found:
+        import torch
+
+        if torch.version.cuda:
+            found["cuda"] = torch.version.cuda
+            if torch.distributed.is_nccl_available():
+                found["nccl"] = loaded_nccl() or ".".join(map(str, torch.cuda.nccl.version()))
+    if driver := _smi("--query-gpu=driver_version").split():
+        found["driver"] = driver[0]
+    return found
+
+
+def loaded_nccl() -> str | None:
+    """Release of the NCCL that a process here loads, which need not be the one that PyTorch was built with, all that
+    torch.cuda.nccl.version() says; None: it loads none."""
+    number = ctypes.c_int()
+    try:
+        if ctypes.CDLL(NCCL).ncclGetVersion(ctypes.byref(number)) != 0:
+            return None
+    except (OSError, AttributeError):  # no such library, or none that says
+        return None
+    base = 10000 if number.value >= 10000 else 1000  # before 2.9; nccl.h, NCCL_VERSION
+    return f"{number.value // base}.{number.value % base // 100}.{number.value % 100}"
+
+
+def _smi(query: str) -> str:
+    return _output("nvidia-smi", query, "--format=csv,noheader,nounits")
+
+
+def _output(tool: str, *arguments: str) -> str:
+    """What a tool prints; nothing where it is not there or fails."""
+    path = shutil.which(tool)
+    if path is None:
+        return ""
+    done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=TOOL_S, check=False)
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _shared_memory() -> tuple[int, int]:
+    if not SHARED_MEMORY.is_dir():
+        return 0, 0
+    usage = shutil.disk_usage(SHARED_MEMORY)
+    return usage.free, usage.total

@@ -1,0 +1,171 @@
+"""The folder of one `megatron-stare eval`: what is evaluated, every response as it comes, and the results.
+
+    evaluation.json   what is evaluated and how: checkpoint, tasks, decoding, seeds
+    config.yaml       the resolved configuration
+    responses.jsonl   a line a response, written when it has its verdict
+    problems.jsonl    a line a problem
+    results.json      the record of every task that is done
+    heartbeat.json    what the evaluation is at; and blackbox/, where it hung (docs/black_box.md)
+
+A process that is killed leaves a folder that the same command goes on with: a response is in it whole or not at all.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from megatron_stare.errors import DataError, UserError
+from megatron_stare.evaluation.evaluate import Evaluated
+from megatron_stare.evaluation.response import Response
+from megatron_stare.run_dir.json_lines import keep, read_jsonl, to_line, write_atomically
+
+EVALUATION, RESPONSES, PROBLEMS, RESULTS, CONFIG = (
+    *("evaluation.json", "responses.jsonl", "problems.jsonl", "results.json", "config.yaml"),
+)
+FORMAT = 1
+Key = tuple[int, int]  # cursor of the prompt, number of the sample
+
+
+class EvaluationFolder:
+    """Held by one process at a time.
+
+    Args:
+        what: by name, what a response depends on; of `tasks` by task. A folder takes no responses of anything else;
+            tasks may be added.
+
+    Raises:
+        UserError: it cannot be written, another process has it, it is damaged, or what is in it is of something else.
+    """
+
+    def __init__(self, path: Path, what: Mapping[str, Any], config: str) -> None:
+        self.path = path
+        self._file: IO[str] | None = None
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = (path / ".lock").open("w")
+        except OSError as error:
+            raise UserError(
+                f"cannot be written ({error.strerror})", where=str(path), fix="name another --out"
+            ) from error
+        try:
+            self._hold()
+            written = self._written(what)
+            keep(path / RESPONSES, lambda _: True)  # without a line that a kill tore
+            self._responses: dict[tuple[str, bool], dict[Key, Response]] = {}
+            for row in read_jsonl(path / RESPONSES):
+                self._note(row)
+            self._store(EVALUATION, written)
+            (path / CONFIG).write_text(config)
+            self._file = (path / RESPONSES).open("a", encoding="utf-8")
+        except BaseException:
+            self.close()
+            raise
+
+    def _hold(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by the kernel when the process ends, however
+        except OSError as error:
+            raise UserError("another process is evaluating into this folder", where=str(self.path)) from error
+
+    def _written(self, what: Mapping[str, Any]) -> dict[str, Any]:
+        """What the folder is of from here on: what is in it, and the tasks that are new."""
+        now = {"format": FORMAT, **json.loads(json.dumps(what))}
+        if not (self.path / EVALUATION).exists():
+            if any(entry.name != ".lock" for entry in self.path.iterdir()):
+                raise UserError(
+                    "there is something else in this folder", where=str(self.path), fix="name another --out"
+                )
+            return now
+        before = self._read(EVALUATION)
+        added = {name: task for name, task in now["tasks"].items() if name not in before.get("tasks", {})}
+        for key, old in _flat(before).items():
+            new = _flat(now).get(key)
+            if new != old and not (new is None and key.startswith("tasks.")):  # a task that is left out this time
+                raise UserError(
+                    f"its responses are of {key} {old}, now it is {new}",
+                    where=str(self.path),
+                    fix="name another --out, or remove this folder",
+                )
+        return {**before, "tasks": {**before["tasks"], **added}}
+
+    def _read(self, name: str) -> dict[str, Any]:
+        try:
+            found = json.loads((self.path / name).read_text())
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"cannot be read: {error}", where=str(self.path / name), fix="name another --out"
+            ) from error
+        return found
+
+    def _note(self, row: Mapping[str, Any]) -> None:
+        try:
+            response, task = Response.read(row), (str(row["task"]), bool(row["greedy"]))
+        except KeyError as error:
+            raise DataError(f"a response without {error}", where=str(self.path / RESPONSES)) from error
+        self._responses.setdefault(task, {}).setdefault((response.prompt, response.sample), response)
+
+    def task(self, name: str) -> KeptResponses:
+        """The responses of a task; see evaluator.Kept."""
+        return KeptResponses(self, name)
+
+    def known(self, task: str, greedy: bool) -> dict[Key, Response]:
+        """Those that are there already."""
+        return self._responses.setdefault((task, greedy), {})
+
+    def add(self, task: str, greedy: bool, response: Response) -> None:
+        """Takes one more; it is the kernel's when this returns, so no kill of this process loses it."""
+        row = {"task": task, "greedy": greedy, **response.record()}
+        assert self._file is not None
+        try:
+            self._file.write(to_line(row))
+            self._file.flush()
+        except OSError as error:
+            raise UserError(
+                f"a response could not be written ({error.strerror})",
+                where=str(self.path),
+                fix="make room, and give the same command again",
+            ) from error
+        self._note(row)
+
+    def finish(self, name: str, found: Evaluated) -> None:
+        """Takes the results of a task, in place of earlier ones."""
+        rows = [{"task": name, **row} for row in found.problems]
+        others = [row for row in read_jsonl(self.path / PROBLEMS) if row.get("task") != name]
+        write_atomically(self.path / PROBLEMS, [*others, *rows])
+        results = self._read(RESULTS) if (self.path / RESULTS).exists() else {}
+        self._store(RESULTS, {**results, name: found.record})
+
+    def _store(self, name: str, tree: Mapping[str, Any]) -> None:
+        temporary = self.path / f".{name}.tmp"
+        temporary.write_text(json.dumps(json.loads(to_line(tree)), indent=2, ensure_ascii=False) + "\n")
+        os.replace(temporary, self.path / name)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._lock.close()
+
+
+class KeptResponses:
+    """The part of a folder that is one task's."""
+
+    def __init__(self, folder: EvaluationFolder, task: str) -> None:
+        self._folder, self._task = folder, task
+
+    def known(self, greedy: bool) -> Mapping[Key, Response]:
+        return dict(self._folder.known(self._task, greedy))
+
+    def add(self, response: Response, greedy: bool) -> None:
+        self._folder.add(self._task, greedy, response)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat

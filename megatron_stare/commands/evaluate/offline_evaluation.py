@@ -1,0 +1,264 @@
+"""`megatron-stare eval`: a checkpoint's results on tasks, without a trainer.
+
+opened    configuration, checkpoint and problems, checked before anything is started   (`read`)
+answered  engines are started, given the weights, and asked for what is missing        (`run`)
+counted   by the function that training evaluates with                                 (evaluation/evaluate.py)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_stare.cluster.engines_alone_runner import make_engines
+from megatron_stare.cluster.folder_weights import FolderWeights
+from megatron_stare.commands.evaluate.evaluation_folder import EvaluationFolder
+from megatron_stare.config.engines_alone import engines_alone
+from megatron_stare.config.load import dump_yaml, with_absolute_paths
+from megatron_stare.config.process_settings import check_environment, check_ports, port_share
+from megatron_stare.config.schema import Config
+from megatron_stare.driver.evaluator import Evaluator
+from megatron_stare.errors import ConfigError, UserError, unknown_name
+from megatron_stare.hangs.watched import Watched
+from megatron_stare.models.shape import ModelShape
+from megatron_stare.planning.preflight import check_checkpoint_of, check_task
+from megatron_stare.process.interruption import ClosingStack
+from megatron_stare.process.workers import Handle
+from megatron_stare.rewards.known_answers import open_pool
+from megatron_stare.rewards.verifier_pool import VerifierPool
+from megatron_stare.rollout.engines.model_folder import check_vocabulary, load_tokenizer, stop_token_ids
+from megatron_stare.rollout.engines.replicas import replica_count, replica_nodes
+from megatron_stare.rollout.fleet.engine_pool import EnginePool
+from megatron_stare.rollout.sources.rollout_source import Progress
+from megatron_stare.run_dir.run_state import RUN_STATE, RunState
+from megatron_stare.tasks.task import Evaluation, Task, evaluation_tasks
+from megatron_stare.weights.files.convert import Options, megatron_to_hf
+from megatron_stare.weights.files.hf_folder import exported_step
+from megatron_stare.weights.files.torch_dist import find, is_checkpoint
+
+OWN_TASK = "held-out"  # what a run's own task is called where it has to have a name
+WEIGHTS = "weights"  # a distributed checkpoint as a Hugging Face folder, while it is needed
+Shown = Callable[[str], Progress]  # of a task, what is told responses done and wanted
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The weights to be evaluated.
+
+    path: a Hugging Face folder, or a distributed checkpoint. step: training steps behind them, as far as they say it.
+    """
+
+    path: Path
+    distributed: bool
+    step: int
+
+    @classmethod
+    def at(cls, path: Path) -> Checkpoint:
+        """Raises DataError where there is none."""
+        path = path.absolute()
+        if (path / "config.json").exists() and not is_checkpoint(path):
+            return cls(path, False, exported_step(path) or 0)
+        path = find(path)
+        return cls(path, True, RunState.read(path).step if (path / RUN_STATE).exists() else 0)
+
+    def identity(self) -> dict[str, Any]:
+        """What tells it from other weights at the same place: its files, their sizes and when they were written."""
+        files = sorted(file for file in self.path.iterdir() if file.suffix in (".safetensors", ".distcp"))
+        held = [(file.name, (found := file.stat()).st_size, found.st_mtime_ns) for file in files]
+        return {"path": str(self.path), "step": self.step, "files": _digest(held)}
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What an evaluation reads, checked."""
+
+    config: Config
+    shape: ModelShape
+    checkpoint: Checkpoint
+    stop_ids: tuple[int, ...]
+    evaluations: dict[str, Evaluation]
+
+    def what(self) -> dict[str, Any]:
+        """All that a response depends on, but for the engine's release and arithmetic."""
+        config = self.config
+        return {
+            "checkpoint": self.checkpoint.identity(),
+            "engine": {"name": config.rollout.engine, "dtype": config.sglang.dtype or config.model.dtype},
+            "tasks": {name: _what(evaluation) for name, evaluation in self.evaluations.items()},
+        }
+
+
+def read(config: Config, checkpoint: Path, tasks: Sequence[str]) -> Opened:
+    """Checks all that can be known before engines are started.
+
+    Args:
+        checkpoint: a Hugging Face folder, a run directory or a distributed checkpoint.
+        tasks: names of those that are asked; none: all of the configuration.
+
+    Raises:
+        UserError: the first thing that cannot work.
+    """
+    found = Checkpoint.at(checkpoint)
+    config = with_absolute_paths(config)
+    shape = check_checkpoint_of(found.path, config)
+    config = engines_alone(config, None if found.distributed else str(found.path))
+    if replica_nodes(config) > 1:
+        raise ConfigError(
+            "an evaluation starts engines of one node alone",
+            where="sglang.nodes",
+            fix="start the servers yourself and name them in sglang.urls, or set sglang.nodes=1 on GPUs that hold the "
+            "model",
+        )
+    chosen = _chosen(config, tasks)
+    for task in chosen.values():
+        check_task(task, shape)
+    check_environment(config)
+    check_ports(config, replica_count(config))
+    tokenizer = load_tokenizer(config.model.path)
+    check_vocabulary(tokenizer, shape, config.model.path)
+    return Opened(
+        config,
+        shape,
+        found,
+        stop_token_ids(config.model.path, tokenizer),
+        {name: Evaluation(t, t.problems(tokenizer), t.environment(tokenizer)) for name, t in chosen.items()},
+    )
+
+
+def run(opened: Opened, out: Path, shown: Shown, note: Callable[[str], None]) -> dict[str, dict[str, Any]]:
+    """Evaluates every task, and returns its record by name. What is in `out` already is not done again.
+
+    Raises:
+        UserError: the folder is another evaluation's; or engines, verifiers or the disk fail: what was answered stays.
+    """
+    config, step = opened.config, opened.checkpoint.step
+    records: dict[str, dict[str, Any]] = {}
+    with ClosingStack() as stack:
+        pools: dict[str, VerifierPool] = {}
+        for evaluation in opened.evaluations.values():
+            verifier = evaluation.task.verifier
+            if verifier not in pools:
+                with evaluation.task.blamed():
+                    pools[verifier] = open_pool(verifier, config.reward, config.reward.workers)
+                stack.callback(pools[verifier].close)
+        folder = EvaluationFolder(out, opened.what(), dump_yaml(config))
+        stack.callback(folder.close)
+        missing = {name: _missing(folder, name, each) for name, each in opened.evaluations.items()}
+        if kept := sum(each.wanted for each in missing.values()) - sum(each.left for each in missing.values()):
+            note(f"{kept} responses are in {out} already")
+        watched = Watched(config, out, step, port_share(config, 0, replica_count(config)))
+        stack.callback(watched.close)
+        engines: EnginePool | None = None
+        if any(each.left for each in missing.values()):
+            with watched.phase("start"):
+                runner = make_engines(config)
+            stack.callback(runner.close)
+            for line in runner.notes():
+                note(line)
+            engines = runner.engines
+            _load(opened, engines, runner.share, out / WEIGHTS, watched)
+        stack.callback(watched.last_phase, "closing")
+        evaluator = Evaluator(engines, pools, config.reward, opened.stop_ids)
+        for name, evaluation in opened.evaluations.items():
+            told = _both(shown(name), watched.progress)
+            with watched.phase("eval"):
+                found = evaluator.evaluate(evaluation, step, step, told, folder.task(name))
+            found.record["decoding"] = evaluation.task.decoding() | {"seed": config.eval.seed}
+            folder.finish(name, found)
+            records[name] = found.record
+    shutil.rmtree(out / WEIGHTS, ignore_errors=True)
+    return records
+
+
+def _both(one: Progress, other: Progress) -> Progress:
+    def told(done: int, wanted: int) -> None:
+        one(done, wanted)
+        other(done, wanted)
+
+    return told
+
+
+@dataclass(frozen=True)
+class _Missing:
+    wanted: int
+    left: int
+
+
+def _missing(folder: EvaluationFolder, name: str, evaluation: Evaluation) -> _Missing:
+    """Responses of a task, and those of them that are not in the folder."""
+    task = evaluation.task
+    wanted = left = 0
+    for greedy, samples in ((False, task.samples), (True, int(task.config.eval.greedy))):
+        known = folder.known(name, greedy)
+        keys = [(prompt.cursor, index) for prompt in evaluation.prompts for index in range(samples)]
+        wanted, left = wanted + len(keys), left + sum(key not in known for key in keys)
+    return _Missing(wanted, left)
+
+
+def _load(
+    opened: Opened, engines: EnginePool, share: Callable[[Any], Handle], converted: Path, watched: Watched
+) -> None:
+    """Gives the engines the weights, and has them prove that they arrived."""
+    folder, config = opened.checkpoint.path, opened.config
+    if opened.checkpoint.distributed:
+        if not converted.exists():  # else of an evaluation that was killed; it is there whole or not at all
+            with watched.phase("conversion"):
+                megatron_to_hf(folder, converted, Path(config.model.path), Options())
+        folder = converted
+    dtype = getattr(torch, config.model.dtype)
+    weights = FolderWeights(folder, opened.shape, dtype, config.rollout.sync_bucket_mb * 10**6, share)
+    with watched.phase("sync"):
+        engines.update_weights(opened.checkpoint.step, weights)
+
+
+def _chosen(config: Config, names: Sequence[str]) -> dict[str, Task]:
+    """Tasks by name. Raises ConfigError where one is not known, or there is none."""
+    known = {task.name or OWN_TASK: task for task in evaluation_tasks(config, offline=True)}
+    if not known:
+        raise ConfigError(
+            "there is nothing to evaluate: no tasks, and no problems of the run's own",
+            where="eval",
+            fix="list tasks in eval.tasks, or set eval.prompts",
+        )
+    for name in names:
+        if name not in known:
+            raise unknown_name(name, known, "--tasks")
+    return {name: known[name] for name in names or known}
+
+
+def _what(evaluation: Evaluation) -> dict[str, Any]:
+    """What a task's responses depend on. More samples of the same kind may join them."""
+    task, prompts = evaluation.task, evaluation.prompts
+    decoding = {name: value for name, value in task.decoding().items() if name != "samples"}
+    asked = [(prompt.cursor, prompt.token_ids, prompt.answer) for prompt in prompts]
+    return {
+        **decoding,
+        "seed": task.config.eval.seed,
+        "verifier": task.verifier,
+        "environment": task.config.rollout.environment,
+        "problems": len(prompts),
+        "prompts": _digest(asked),
+    }
+
+
+def _digest(thing: Any) -> str:
+    return hashlib.sha256(json.dumps(thing).encode()).hexdigest()[:16]
+
+
+def default_out(config: Config, checkpoint: Path) -> Path:
+    """evals/NAME, the name that of the run and of the last folders of the checkpoint's path: the same every time."""
+    parts = [part for part in checkpoint.absolute().parts[-3:] if part not in ("/", "checkpoints", "runs")]
+    return Path("evals") / "-".join([config.run.name, *parts])
+
+
+def refuse_missing(checkpoint: Path) -> None:
+    """Raises UserError where there is nothing at all."""
+    if not checkpoint.exists():
+        raise UserError("there is no such folder", where=f"--checkpoint {checkpoint}", fix="correct the path")

@@ -1,0 +1,181 @@
+"""The commands that look at runs and change nothing in them: `status`, `report` and `rollouts`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_stare.commands.status import Status, status_of
+from megatron_stare.errors import UserError
+from megatron_stare.observability.terminal.progress import clock
+
+EVERY_S = 2.0
+_SAYS = {
+    "running": "runs",
+    "finished": "is finished",
+    "dead": "does not run",
+    "silent": "was not heard of",
+}
+
+
+def add_status_arguments(status: argparse.ArgumentParser) -> None:
+    """Those of `status`."""
+    status.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    status.add_argument("--json", action="store_true", help="one line of JSON")
+    status.add_argument(
+        "--watch",
+        nargs="?",
+        type=float,
+        const=EVERY_S,
+        metavar="SECONDS",
+        help=f"again and again, until Ctrl-C; default every {EVERY_S:g} s",
+    )
+
+
+def run_status(args: argparse.Namespace) -> int:
+    """Prints how a run stands. Returns 0 where it runs or is finished, 1 where it does not go on. Raises UserError."""
+    if args.watch is not None and not args.watch > 0:
+        raise UserError(f"{args.watch:g} s is no time between looks", where="--watch")
+    if not args.run_dir.is_dir():
+        raise UserError("there is no such directory", where=str(args.run_dir))
+    found = status_of(args.run_dir)
+    told: Callable[[Status], str] = as_json if args.json else as_text
+    if args.watch is None:
+        print(told(found))
+    else:
+        _watch(args.run_dir, told, args.watch, clear=not args.json and sys.stdout.isatty())
+        found = status_of(args.run_dir)
+    return int(found.state in ("dead", "silent"))
+
+
+def _watch(run_dir: Path, told: Callable[[Status], str], every_s: float, clear: bool) -> None:
+    try:
+        while True:
+            text = told(status_of(run_dir))
+            print(f"\033[H\033[J{text}" if clear else text, flush=True)
+            time.sleep(every_s)
+    except KeyboardInterrupt:
+        print()
+
+
+def as_json(status: Status) -> str:
+    """One line; a value that is not known is null."""
+    return json.dumps(_plain(dataclasses.asdict(status)), allow_nan=False)
+
+
+def as_text(status: Status) -> str:
+    """For people, a line a subject."""
+    where = f" on {status.host}" + (f" (process {status.pid})" if status.pid else "") if status.host else ""
+    steps = "" if status.steps is None else f" of {status.steps:,}"
+    made = f"step {status.step:,}{steps}" if status.step else "no step made yet"
+    head = f"{status.run}: {_SAYS[status.state]}{where if status.state in ('running', 'silent') else ''}, {made}"
+    lines = [(name, text) for name, text in _subjects(status) if text]
+    body = [f"  {name:<12}{text}" for name, text in lines]
+    again = ["  continue it with", f"    {status.again}"] if status.again else []
+    return "\n".join([head, *body, *again])
+
+
+def _subjects(status: Status) -> list[tuple[str, str]]:
+    from megatron_stare.observability.metrics.scales import short  # imports numpy
+
+    rates = [
+        (status.steps_per_h, "steps/h"),
+        (status.tokens_per_s, "tokens/s"),
+        (status.samples_per_s, "responses/s"),
+    ]
+    subjects = [
+        ("phase", _phase(status)),
+        ("rates", " · ".join(f"{short(value)} {unit}" for value, unit in rates if value is not None)),
+        ("time left", "" if status.left_s is None else f"{clock(status.left_s)} of steps, at their recent pace"),
+    ]
+    if told := [each for each in status.planned if each.name in ("step", "memory in update")]:
+        figures = (f"{each.name} {short(each.planned)} {each.unit}, took {short(each.measured)}" for each in told)
+        subjects.append(("planned", " · ".join(figures)))
+    for each in status.evaluations:
+        greedy = f", greedy {each.greedy:.3f}" if each.greedy is not None else ""
+        task = f" of {each.task}" if each.task else ""
+        subjects.append(("evaluation", f"{each.result}{task} {short(each.value)}{greedy}, after step {each.step:,}"))
+    if status.checkpoint is None:
+        subjects.append(("checkpoint", "none yet"))
+    else:
+        subjects.append(("checkpoint", f"of step {status.checkpoint:,}, {clock(status.checkpoint_age_s or 0)} old"))
+    if status.starts:
+        again = status.starts - 1
+        more = f", resumed {again} times, last after step {status.resumed_after:,}" if again else ""
+        subjects.append(("started", f"{status.started[:16].replace('T', ' ')}{more}"))
+    if status.restarts:
+        subjects.append(("restarts", f"{status.restarts} times by itself, the last time because: {status.restart}"))
+    subjects += [("alert", f"{alert.name}: {alert.text} (step {alert.last_step:,})") for alert in status.alerts]
+    subjects.append(("alerts", "" if status.alerts else "none"))
+    if status.state != "finished" and status.beat_age_s is not None:
+        stopped = f", its process is {status.process}" if status.process in ("stopped", "ended") else ""
+        subjects.append(("heartbeat", f"{clock(status.beat_age_s)} old{stopped}"))
+    subjects.append(("black box", status.black_box))
+    return subjects
+
+
+def _phase(status: Status) -> str:
+    if not status.phase or status.phase_s is None:
+        return ""
+    counted = f", {status.done:,} of {status.total:,} responses" if status.total else ""
+    limit = f"; must get on within {clock(status.limit_s)}" if status.limit_s is not None else ""
+    return f"{status.phase} for {clock(status.phase_s)}{counted}{limit}"
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def add_report_arguments(report: argparse.ArgumentParser) -> None:
+    """Those of `report`."""
+    _add_runs(report, "one, or several to be compared", "report.html", "several runs, comparison.html")
+
+
+def run_report(args: argparse.Namespace) -> None:
+    """Writes the report and prints where. Raises UserError."""
+    from megatron_stare.observability.report.page import write_report
+
+    for run in args.runs:
+        if not (run / "metrics.jsonl").exists():
+            raise UserError("no metrics.jsonl: not a run directory", where=str(run))
+    print(write_report(args.runs, _place(args.runs, args.out, "report.html", "comparison.html")))
+
+
+def add_rollouts_arguments(rollouts: argparse.ArgumentParser) -> None:
+    """Those of `rollouts`."""
+    _add_runs(rollouts, "one, or two to hold side by side", "rollouts.html", "two runs, rollouts.html")
+
+
+def run_rollouts(args: argparse.Namespace) -> None:
+    """Writes the page of sampled responses and prints where. Raises UserError."""
+    from megatron_stare.observability.report.rollouts_page import write_rollouts
+
+    print(write_rollouts(args.runs, _place(args.runs, args.out, "rollouts.html", "rollouts.html")))
+
+
+def _add_runs(command: argparse.ArgumentParser, which: str, of_one: str, of_several: str) -> None:
+    """Arguments of a command that writes a page of runs."""
+    command.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help=which)
+    command.add_argument(
+        "--out",
+        type=Path,
+        help=f"file to write, or an existing folder for it; default: {of_one} in the run directory, or, of "
+        f"{of_several} in the current one",
+    )
+
+
+def _place(runs: list[Path], out: Path | None, of_one: str, of_several: str) -> Path:
+    # of several runs not into any: no folder's own page is written over, wherever it is put
+    several = len(runs) > 1
+    out = out or (Path() if several else runs[0])
+    return out / (of_several if several else of_one) if out.is_dir() else out

@@ -1,0 +1,111 @@
+"""Watches that the engines and the trainer compute the same log-probs in every step; stops the run if not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from megatron_stare.cluster.trainer_group import TrainerGroup
+from megatron_stare.config.resolved import ResolvedRun
+from megatron_stare.records.metric import Metric
+from megatron_stare.rollout.agreement.agreement import (
+    agreement_metrics,
+    canary_batch,
+    canary_verdict,
+    require_agreement,
+    require_steady,
+    rollout_verdict,
+    summary,
+)
+from megatron_stare.rollout.agreement.limits import Limits, Trend
+from megatron_stare.rollout.engines.canary import LONGEST, canary_sequences
+from megatron_stare.rollout.engines.model_folder import load_tokenizer
+from megatron_stare.rollout.fleet.engine_pool import EnginePool
+
+METRICS = (
+    Metric(
+        "agreement/trend",
+        "ratio",
+        "16 bits: median of agreement/mean over the newest agreement.window steps, over that of the run's first",
+        "below 2 (alert); agreement.trend stops the run",
+    ),
+)
+
+
+ROUTING = (
+    "of a mixture of experts first suspect routing: each side chooses a token's experts by logits that round "
+    "differently, and moe.routing_replay=true makes the engine's choice the trainer's"
+)
+
+
+class AgreementWatch:
+    """Compares after every weight sync and every log-prob pass. Logs nothing where an engine in process computes in
+    float32: there the metrics of the update say how far its log-probs are off. It is held to the limit all the same."""
+
+    def __init__(self, run: ResolvedRun, trainers: TrainerGroup, engines: EnginePool) -> None:
+        config = run.config
+        self._limits = Limits.of(config)
+        self._logged = engines.served or self._limits.in_16_bits
+        # without the log-prob pass there is nothing to compare rollouts with, and the canary alone watches
+        self._has_log_probs = not config.skips_log_prob_pass
+        self._trainers, self._engines = trainers, engines
+        self._temperature = config.rollout.temperature
+        self._older = bool(config.rollout.staleness) or config.partial.tokens is not None
+        self._routes_apart = run.shape.experts > 0 and not config.moe.routing_replay
+        self._trend = Trend(config.agreement.window)
+        self._newest: dict[str, float] = {}
+        self._sequences: list[list[int]] = []
+        if engines.served and config.sglang.canary_prompts:
+            longest = min(LONGEST, config.rollout.max_prompt_tokens + config.rollout.max_new_tokens)
+            tokenizer = load_tokenizer(config.model.path)
+            self._sequences = canary_sequences(tokenizer, run.shape.vocab_size, config.sglang.canary_prompts, longest)
+
+    def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
+        """Takes the metrics of a resumed run's steps, oldest first: the trend is that of the whole run."""
+        for row in rows:
+            if "agreement/mean" in row:
+                self._trend.add(row["agreement/mean"])
+
+    def after_sync(self) -> None:
+        """Has every server and the trainer compute the canary's log-probs.
+
+        Raises:
+            AgreementError: they differ by more than the limit; says what is to blame.
+        """
+        if not self._sequences:
+            return
+        by_engine = self._engines.prompt_log_probs(self._sequences)
+        log_probs = torch.tensor([[x for sequence in found for x in sequence] for found in by_engine.values()])
+        differences = self._trainers.compare_with(canary_batch(self._sequences), log_probs, 1.0)
+        self._newest = summary(differences)
+        if verdict := canary_verdict(differences, self._limits, list(by_engine)):
+            passed = next(filter(None, map(self._limits.canary_passed, differences)))
+            require_agreement("log-probs of the canary", passed, verdict, "weight sync")
+
+    def after_log_probs(self, step: int) -> dict[str, float]:
+        """The metrics of a rollout batch whose log-probs the trainer has just computed, and of the canary before it. A
+        batch with tokens of older weights is not judged: the canary, which the newest weights compute, is.
+
+        Raises:
+            AgreementError: the log-probs differ by more than a limit, and what is to blame; or by ever more.
+        """
+        if not self._has_log_probs:
+            return dict(self._newest)
+        sampled, where = self._trainers.compare(), f"step {step}"
+        if self._older and set(sampled.of_version) - {step - 1}:  # older weights' log-probs differ as policies do
+            return {**agreement_metrics(sampled, step), **self._newest} if self._logged else {}
+        if passed := self._limits.passed(sampled):
+            verdict = rollout_verdict(sampled, self._trainers.compare(1.0), self._temperature, self._limits)
+            if self._routes_apart:
+                verdict = f"{ROUTING}; else {verdict}"
+            require_agreement("log-probs of sampled tokens", passed, verdict, where)
+        if not self._logged:
+            return {}
+        metrics = agreement_metrics(sampled, step)
+        if self._limits.in_16_bits and sampled.everywhere.tokens:
+            growth = self._trend.add(sampled.everywhere.mean)
+            require_steady(growth, sampled.everywhere.mean, self._limits, where)
+            if growth is not None:
+                metrics["agreement/trend"] = growth
+        return {**metrics, **self._newest}

@@ -1,0 +1,126 @@
+"""The run's checkpoints as the driver sees them: begun by all ranks, written while training goes on, then completed."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megatron_stare.cluster.trainer_group import TrainerGroup
+from megatron_stare.config.schema import Config
+from megatron_stare.driver.checkpoint_proof import FILE as SELF_TEST
+from megatron_stare.driver.checkpoint_proof import SelfTest
+from megatron_stare.driver.retention import Retention, scores
+from megatron_stare.process.interruption import uninterrupted
+from megatron_stare.records.metric import Metric
+from megatron_stare.run_dir.run_state import RunDir, RunState, Staged, step_of
+
+METRICS = (
+    Metric(
+        "perf/save_s",
+        "s",
+        "that training waited for a save since the step before: to begin it, and to complete it once it was written",
+        "0 but after a step that is saved; below 0.6 of time/step_s with a save every 20 steps, which is 3 %",
+    ),
+)
+
+
+class Checkpoints:
+    """At most one is under way. Until it is completed it is no checkpoint, and the one before stays the newest.
+
+    Args:
+        note: is told, once, that nothing logs the metric that the best are to be kept by.
+    """
+
+    def __init__(
+        self, config: Config, ranks: TrainerGroup, run_dir: RunDir, note: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._config, self._ranks, self._dir, self._note = config, ranks, run_dir, note
+        self._under_way: Staged | None = None
+        self._begun = 0.0
+        self._told = False
+        self.longest_s = 0.0  # from the beginning of a save until it was seen to be complete
+        self._waited_s = 0.0  # since it was last logged
+
+    @property
+    def newest(self) -> int | None:
+        """The step of the newest checkpoint, the one under way included; None where there is none."""
+        return step_of(self._under_way.final) if self._under_way is not None else self._dir.newest_step()
+
+    def load(self, checkpoint: Path) -> None:
+        """Has the ranks continue from a checkpoint. Raises DataError where that, or what came of it, is not what was
+        saved."""
+        folder = str(checkpoint.resolve())
+        if self._config.checkpoint.verify:
+            self._ranks.verify(folder)
+        self._ranks.load(folder)
+        if self._config.checkpoint.self_test and (test := SelfTest.read(checkpoint)) is not None:
+            test.check(self._ranks, self._config, folder)
+
+    def save(self, state: RunState, timeout_s: float | None = None) -> None:
+        """Begins one of this state, after completing the one under way; returns when training may go on.
+
+        Args:
+            timeout_s: of each wait, seconds; None: that of any call of the ranks.
+
+        Raises:
+            UserError: it, or the one before, cannot be written, or was not in this time.
+        """
+        with self._waited_for():
+            self.finish(timeout_s)
+            self._begun = time.monotonic()
+            beside = {}
+            if self._config.checkpoint.self_test and (last := self._ranks.last_batch) is not None:
+                beside[SELF_TEST] = SelfTest.make(self._ranks, self._config, last).to_bytes()
+            staged = self._dir.stage(state, beside)
+            self._ranks.save(str(staged.folder), timeout_s)
+            self._under_way = staged
+            if not self._config.checkpoint.background:
+                self.finish(timeout_s)
+
+    def look(self) -> None:
+        """Completes the one under way if all ranks have written their part. Raises UserError where one could not."""
+        if self._under_way is not None:
+            with self._waited_for():
+                if self._ranks.saved():
+                    self.finish()
+
+    def metrics(self) -> dict[str, float]:
+        """See METRICS; each second is given once."""
+        waited, self._waited_s = self._waited_s, 0.0
+        return {"perf/save_s": waited}
+
+    def finish(self, timeout_s: float | None = None) -> None:
+        """Waits for the one under way and completes it.
+
+        Args:
+            timeout_s: of the wait, seconds; None: that of any call of the ranks.
+
+        Raises:
+            UserError: it cannot be written, or was not in this time.
+        """
+        if self._under_way is None:
+            return
+        self._ranks.wait_saved(timeout_s)
+        with uninterrupted():  # what is half completed could not be completed any more
+            staged, self._under_way = self._under_way, None
+            self._dir.complete(staged, self._ranks.finish_save())
+            self._retire()
+        self.longest_s = max(self.longest_s, time.monotonic() - self._begun)
+
+    @contextlib.contextmanager
+    def _waited_for(self) -> Iterator[None]:
+        begun = time.monotonic()
+        yield
+        self._waited_s += time.monotonic() - begun
+
+    def _retire(self) -> None:
+        """Removes the checkpoints that are no longer wanted."""
+        metric = self._config.checkpoint.best_by
+        found = scores(self._dir.path, metric)
+        if metric is not None and not found and not self._told:
+            self._told = True
+            self._note(f"checkpoint.best_by: nothing was logged as {metric} so far, so no checkpoint is kept for it")
+        steps = [step_of(checkpoint) for checkpoint in self._dir.checkpoints()]
+        self._dir.forget(Retention.of(self._config).leaves(steps, found))

@@ -1,0 +1,173 @@
+"""Engines and verifiers at the service of evaluations, of training's and of `megatron-stare eval` alike."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+from megatron_stare.config.reward_section import RewardConfig
+from megatron_stare.environments.environment import Environment
+from megatron_stare.errors import RewardFailureError
+from megatron_stare.evaluation.evaluate import Evaluated, evaluate
+from megatron_stare.evaluation.response import Response
+from megatron_stare.records.batch import Prompt
+from megatron_stare.records.trajectory import Trajectory
+from megatron_stare.rewards.verdicts import Verdicts, verdicts
+from megatron_stare.rewards.verifier_pool import TooManyFailuresError, VerifierPool
+from megatron_stare.rollout.fleet.engine_pool import EnginePool
+from megatron_stare.rollout.sources.calls import CallJournal
+from megatron_stare.rollout.sources.rollout_source import Progress, Rollouts, check_versions
+from megatron_stare.tasks.task import Evaluation
+
+
+class Kept(Protocol):
+    """Responses of one task that outlive this process; see evaluation/response_file.py."""
+
+    def known(self, greedy: bool) -> Mapping[tuple[int, int], Response]: ...
+
+    def add(self, response: Response, greedy: bool) -> None: ...
+
+
+class Evaluator:
+    """Answers the problems of tasks, and says how many answers are right.
+
+    Args:
+        engines: that hold the weights to be evaluated; None: every response is kept already.
+        verifiers: the pool of every verifier that a task names.
+        reward: how many failures of a verifier are borne.
+        stop_ids: tokens that end a response.
+    """
+
+    def __init__(
+        self,
+        engines: EnginePool | None,
+        verifiers: Mapping[str, VerifierPool],
+        reward: RewardConfig,
+        stop_ids: tuple[int, ...],
+    ) -> None:
+        self._engines, self._verifiers, self._reward, self._stop_ids = engines, verifiers, reward, stop_ids
+
+    def evaluate(
+        self,
+        evaluation: Evaluation,
+        step: int,
+        version: int,
+        progress: Progress = lambda *_: None,
+        kept: Kept | None = None,
+    ) -> Evaluated:
+        """One task, by the weights that the engines hold.
+
+        Args:
+            step: training steps behind the weights.
+            version: of the weights; every token must be sampled by it.
+            progress: is told responses done and wanted, sampled and greedy ones together.
+            kept: responses of before, which are not made again, and the place of those that are made now.
+
+        Raises:
+            UserError: an engine, an environment or too many answers of the verifier failed; names the task.
+            WeightVersionError: other weights sampled a token.
+        """
+        task = evaluation.task
+        told = answered(evaluation, progress)
+        with task.blamed():
+            return evaluate(
+                evaluation.prompts,
+                partial(self.responses, evaluation, version, told, kept),
+                partial(self._right, task.verifier),
+                step=step,
+                greedy=task.config.eval.greedy,
+                samples=task.samples,
+                ks=task.ks,
+                seed=task.config.eval.seed,
+                about=task.about(),
+            )
+
+    def responses(
+        self,
+        evaluation: Evaluation,
+        version: int,
+        progress: Progress,
+        kept: Kept | None,
+        prompts: list[Prompt],
+        count: int,
+        *,
+        step: int,
+        seed: int,
+        greedy: bool,
+    ) -> list[Response]:
+        """`count` verified responses a prompt, in canonical order; those that are kept are not made again."""
+        known = dict(kept.known(greedy)) if kept is not None else {}
+        wanted = [(prompt, index) for prompt in prompts for index in range(count)]
+        missing = [(prompt, index) for prompt, index in wanted if (prompt.cursor, index) not in known]
+        progress(len(wanted) - len(missing), len(wanted))
+        judged = 0
+
+        def verified(trajectory: Trajectory) -> None:
+            nonlocal judged
+            check_versions([trajectory], version)
+            response = Response.of(trajectory)
+            if kept is not None:
+                kept.add(response, greedy)
+            known[response.prompt, response.sample] = response
+            judged += 1
+            progress(len(wanted) - len(missing) + judged, len(wanted))
+
+        task = evaluation.task
+        params = task.sampling(step, seed, self._stop_ids, greedy)
+        if missing:
+            rollouts = self.rollouts(task.verifier, evaluation.environment)
+            rollouts.make(prompts, count, params, wanted=missing, verified=verified)
+        return [known[prompt.cursor, index] for prompt, index in wanted]
+
+    def rollouts(self, verifier: str, environment: Environment, calls: CallJournal | None = None) -> Rollouts:
+        """What makes verified trajectories.
+
+        Args:
+            calls: the journal of the environment's; None: of this process alone.
+        """
+        if self._engines is None:
+            raise RuntimeError("there are no engines to answer anything")
+        return Rollouts(self._engines, environment, partial(self._judged, verifier), calls or CallJournal())
+
+    def _right(self, verifier: str, pairs: Sequence[tuple[str, str]]) -> list[bool]:
+        """See answer_classes.Judged. A reference that the verifier cannot read is equal to nothing."""
+        return [(verdict.reward or 0.0) > 0.5 for verdict in self._verifiers[verifier].verify(pairs)]
+
+    @contextlib.asynccontextmanager
+    async def _judged(self, verifier: str, answers: int) -> AsyncIterator[Verdicts]:
+        """Verifies a number of answers as they come.
+
+        Raises:
+            RewardFailureError: more verifiers timed out or crashed than the configuration allows; as soon as it is
+                certain, for a verifier that hangs would keep a step waiting for every answer in turn.
+        """
+        limit = self._reward.max_failure_rate
+        try:
+            async with verdicts(self._verifiers[verifier], math.floor(limit * answers)) as found:
+                yield found
+        except TooManyFailuresError as error:
+            first, waiting = error.failed[0], answers - error.known
+            raise RewardFailureError(
+                f"{len(error.failed)} of {answers} answers could not be verified, the limit is {limit:.0%}"
+                + (f" and {waiting} more were not waited for" if waiting else "")
+                + f"; the first: {first.status} {first.detail}".rstrip(),
+                where="reward.verifier",
+                fix="mend the verifier, or raise reward.timeout_s or reward.max_failure_rate",
+            ) from None
+
+
+def answered(evaluation: Evaluation, progress: Callable[[int, int], None]) -> Progress:
+    """Counts the answers of a whole evaluation, sampled and greedy, as one: a bar that begins anew says little."""
+    task, behind = evaluation.task, 0
+    total = len(evaluation.prompts) * (task.samples + task.config.eval.greedy)
+
+    def told(done: int, wanted: int) -> None:
+        nonlocal behind
+        progress(behind + done, total)
+        if done == wanted:
+            behind += wanted
+
+    return told

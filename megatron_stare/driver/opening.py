@@ -1,0 +1,238 @@
+"""What a run is opened with, made and checked before anything is started; and the rehearsal of it, `--dry-run`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_stare.config.load import load_recorded
+from megatron_stare.config.performance import hints
+from megatron_stare.config.resolved import ResolvedRun, resolve_run
+from megatron_stare.config.schema import Config
+from megatron_stare.data.prompt_source import SOURCES, PromptSource, make_source
+from megatron_stare.data.records import read_records
+from megatron_stare.driver.prompt_inputs import prompt_inputs, refuse_other_inputs
+from megatron_stare.driver.resuming import check_resume, find_run, resume_point
+from megatron_stare.environments.environment import ENVIRONMENTS, Environment
+from megatron_stare.errors import ConfigError
+from megatron_stare.models import published_shape
+from megatron_stare.observability.metrics.own_metrics import OwnMetric, load_metrics
+from megatron_stare.observability.sink import Sink, make_sinks
+from megatron_stare.planning.activation_memory import activation_memory
+from megatron_stare.planning.memory_check import check_memory
+from megatron_stare.planning.preflight import (
+    check,
+    check_best,
+    check_checkpoints,
+    check_runner,
+    not_checked,
+    prompt_files,
+)
+from megatron_stare.registry import resolve
+from megatron_stare.rewards.known_answers import open_pool
+from megatron_stare.rollout.engines.model_folder import check_vocabulary, load_tokenizer, stop_token_ids
+from megatron_stare.run_dir.run_files import evaluated_steps
+from megatron_stare.run_dir.run_state import CONFIG, check_place
+from megatron_stare.tasks.task import Evaluation, Task, evaluation_tasks, training_task
+from megatron_stare.weights.files.hf_folder import exported_step
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads. `run` is checked."""
+
+    run: ResolvedRun
+    tokenizer: Any
+    stop_ids: tuple[int, ...]
+    task: Task  # that is trained on
+    source: PromptSource
+    environment: Environment
+    evaluations: list[Evaluation]
+    sinks: dict[str, Sink]
+    metrics: dict[str, OwnMetric]  # of the user's own
+
+    def verifiers(self) -> dict[str, Task]:
+        """The name of every verifier, and the first task that names it."""
+        return verifiers_of([self.task, *(evaluation.task for evaluation in self.evaluations)])
+
+    def data_remarks(self) -> list[str]:
+        """What may be meant of the data, and often is not; a line each, of sources that can tell."""
+        batch = self.config.batch
+        found = [f"data: {line}" for line in getattr(self.source, "remarks", ())]
+        most: int | None = getattr(self.source, "problems", None)
+        name = "batch.prompts" if batch.generate_prompts is None else "batch.generate_prompts"
+        asked = batch.generate_prompts or batch.prompts
+        if most is not None and asked > most:
+            found.append(f"data: {name} is {asked} and there are {most} problems: a step has some more than once")
+        counted = getattr(self.source, "trained_on", lambda prompts: 0)
+        for each in self.evaluations:
+            if same := counted(prompt.text for prompt in each.prompts):
+                task = "the evaluation" if each.task.name is None else f"eval.tasks[{each.task.name}]"
+                found.append(
+                    f"warning: {same} of {len(each.prompts)} problems of {task} are trained on; name its file in "
+                    "data.decontaminate to leave them out of training"
+                )
+        return found
+
+    @property
+    def config(self) -> Config:
+        """Checked, with paths that hold in any folder."""
+        return self.run.config
+
+
+def verifiers_of(tasks: Iterable[Task]) -> dict[str, Task]:
+    """The name of every verifier, and the first task that names it."""
+    found: dict[str, Task] = {}
+    for task in tasks:
+        found.setdefault(task.verifier, task)
+    return found
+
+
+def read_inputs(config: Config) -> Inputs:
+    """Raises UserError: the first thing of configuration, model or prompts that cannot work."""
+    run = check(config)
+    config = run.config
+    check_checkpoints(config)
+    check_best(config)
+    check_runner(config)
+    check_memory(run)
+    tokenizer = load_tokenizer(config.model.path)
+    check_vocabulary(tokenizer, run.shape, config.model.path)
+    task = training_task(config)
+    return Inputs(
+        run,
+        tokenizer,
+        stop_token_ids(config.model.path, tokenizer),
+        task,
+        make_source(config, tokenizer, "train"),
+        task.environment(tokenizer),
+        [Evaluation(each, each.problems(tokenizer), each.environment(tokenizer)) for each in evaluation_tasks(config)],
+        make_sinks(config.observability.sinks),
+        load_metrics(config.observability.metrics),
+    )
+
+
+class Rehearsal(NamedTuple):
+    """config: resolved. said: what a run would remark on its data, a line each."""
+
+    config: Config
+    said: list[str]
+
+
+def rehearse(config: Config, *, resume: bool, from_step: int | None = None, dump_step: int | None = None) -> Rehearsal:
+    """All that a run checks before its workers start, leaving nothing behind.
+
+    Every verifier is tried in a process of its own, as in a run. What only starting can show is left: whether servers
+    that are to be joined answer, and whether memory suffices where the size of a GPU is not known; `remarks` asks a
+    cluster.
+
+    Where the model is not on this machine and its shape ships, all is checked that needs no more of it; `remarks` lists
+    what was not.
+
+    Raises:
+        UserError: the first thing that cannot work.
+    """
+    if published_shape(config.model.path) and not resume:
+        return Rehearsal(_rehearse_without_model(config, dump_step), [])
+    inputs = read_inputs(config)
+    done = 0
+    if resume:
+        _, state = check_resume(inputs.config, from_step)
+        if state:
+            made_with = prompt_inputs(inputs.config, inputs.tokenizer, inputs.source)
+            refuse_other_inputs(state.inputs, made_with, inputs.config)
+            inputs.source.restore(state.data)
+            done = state.step
+    else:
+        check_place(inputs.config)
+    check_dump_step(inputs.config, dump_step, done)
+    _try_verifiers(inputs.verifiers(), config)
+    return Rehearsal(inputs.config, inputs.data_remarks())
+
+
+def _rehearse_without_model(config: Config, dump_step: int | None) -> Config:
+    run = check(config, published=True)
+    config = run.config
+    check_checkpoints(config)
+    check_best(config)
+    check_runner(config)
+    check_memory(run)
+    tasks = [training_task(config), *evaluation_tasks(config)]
+    for task in tasks:
+        with task.blamed():
+            resolve(task.config.data.source, SOURCES, "data.source")
+            resolve(task.config.rollout.environment, ENVIRONMENTS, "rollout.environment")
+    for path in prompt_files(config):
+        if Path(path).exists():
+            read_records(path, config.data.prompt_key, config.data.answer_key)
+    make_sinks(config.observability.sinks)
+    load_metrics(config.observability.metrics)
+    check_place(config)
+    check_dump_step(config, dump_step, 0)
+    _try_verifiers(verifiers_of(tasks), config)
+    return config
+
+
+def _try_verifiers(verifiers: dict[str, Task], config: Config) -> None:
+    for verifier, task in verifiers.items():
+        with task.blamed():
+            open_pool(verifier, config.reward, workers=1).close()
+
+
+def remarks(config: Config) -> list[str]:
+    """What a dry run says beside the configuration: where a cluster that is to be joined would place everything, what
+    activations take, what would be faster, and what was not checked because it is not on this machine.
+
+    Raises:
+        UserError: the cluster cannot be joined, or the layout never be placed there.
+    """
+    found = placement(config)
+    micro_batch = config.batch.micro_batch_tokens
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    rows = 1 if config.batch.packed else max(micro_batch // longest, 1)
+    shape = resolve_run(config, published=True).shape
+    memory = activation_memory(config, shape, micro_batch, longest, rows)
+    if memory is not None:
+        found.append(
+            f"activations: a rank keeps about {memory.kept / 1e9:.3g} GB of a micro-batch for backward"
+            + (f", and computes up to {memory.again / 1e9:.3g} GB of it again" if memory.again else "")
+        )
+    return found + hints(config.performance) + not_checked(config)
+
+
+def placement(config: Config) -> list[str]:
+    """See `preview`; Ray is imported only where there is a cluster to be asked."""
+    if config.runtime.runner != "ray" or not config.runtime.ray_address:
+        return []
+    from megatron_stare.cluster.ray_runner import preview
+
+    return preview(config)
+
+
+def check_dump_step(config: Config, dump_step: int | None, done: int) -> None:
+    """Raises ConfigError where the step to be written out is not one of those that a run has still to do."""
+    if dump_step is None or done < dump_step <= config.run.steps:
+        return
+    left = f"{done + 1} to {config.run.steps}" if done < config.run.steps else "none"
+    raise ConfigError(f"step {dump_step} is not made; of this run these are left: {left}", where="--dump-step")
+
+
+def finished_run(config: Config, from_step: int | None = None) -> Path | None:
+    """The directory of the run to be resumed, if nothing of it is left to do: steps, evaluation and exported policy.
+
+    Args:
+        from_step: see resume_point.
+
+    Raises:
+        UserError: there is no such run, or it cannot be resumed.
+    """
+    path = find_run(config)
+    _, state = resume_point(path, config, from_step)
+    if state is None:
+        return None
+    planned = load_recorded(path / CONFIG).run.steps
+    whole = state.step == config.run.steps == planned and exported_step(path / "hf") == state.step
+    evaluated = all(state.step in evaluated_steps(path, task.name) for task in evaluation_tasks(config))
+    return path if whole and evaluated else None

@@ -1,0 +1,67 @@
+"""The rollouts that training sees: batches that are judged, weights that are proven to have arrived, and engines whose
+memory is theirs only meanwhile."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from megatron_stare.cluster.colocation import Colocation
+from megatron_stare.driver.agreement_watch import AgreementWatch
+from megatron_stare.process.interruption import is_asked_to_end, open_to
+from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.rollout.fleet.engine_pool import Exported
+from megatron_stare.rollout.sources.rollout_source import RolloutSource
+
+
+class TrainingSource(RolloutSource):
+    """A source between which and the trainer nothing is left to do.
+
+    Args:
+        source: where batches come from.
+        judge: turns rewards into advantages, there and nowhere else.
+        phase: opens a phase of the step, by name.
+        published: told the version of weights that have arrived.
+    """
+
+    def __init__(
+        self,
+        source: RolloutSource,
+        judge: Callable[[RolloutBatch], RolloutBatch],
+        colocation: Colocation,
+        agreement: AgreementWatch,
+        phase: Callable[[str], AbstractContextManager[None]],
+        published: Callable[[int], None],
+    ) -> None:
+        self._source, self._judge = source, judge
+        self._colocation, self._agreement = colocation, agreement
+        self._phase, self._published = phase, published
+
+    def next(self, step: int) -> RolloutBatch:
+        """See RolloutSource. The batch carries advantages. A step that is told to end here has not begun."""
+        with self._phase("rollout"), open_to(signal.SIGTERM):
+            return self._judge(self._source.next(step))
+
+    def publish(self, weights: Exported, version: int) -> None:
+        """See RolloutSource. Nothing is sent where the run is to end: nothing more is sampled.
+
+        Raises:
+            AgreementError: the engines do not compute with these weights.
+        """
+        if not is_asked_to_end():
+            with self._phase("sync"):
+                with self._colocation.syncing():
+                    self._source.publish(weights, version)
+                self._agreement.after_sync()
+                self._colocation.synced()
+        self._published(version)
+
+    def state(self) -> dict[str, int]:
+        return self._source.state()
+
+    def quiet(self) -> AbstractContextManager[None]:
+        return self._source.quiet()
+
+    def close(self) -> None:
+        self._source.close()

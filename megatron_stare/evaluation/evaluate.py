@@ -1,0 +1,106 @@
+"""Results on a task's held-out problems: the one function behind the evaluations of training and `megatron-stare eval`.
+
+Problems and sampling noise are the same at every evaluation and for every seed of the run, so results are paired.
+Prompts of the same problem are kept together by its number: their results are not independent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from megatron_stare.evaluation.answer_classes import Judged, answer_classes
+from megatron_stare.evaluation.response import Response
+from megatron_stare.evaluation.results import Answered, default_ks, problem_row, results_of
+from megatron_stare.records.batch import Prompt
+
+SHOWN = 8  # problems of which the record keeps a response
+
+
+class Rollout(Protocol):
+    """`count` verified responses a prompt, in canonical order; see evaluator.Evaluator.responses."""
+
+    def __call__(
+        self, prompts: list[Prompt], count: int, *, step: int, seed: int, greedy: bool
+    ) -> Sequence[Response]: ...
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """An evaluation of one task: its record, as eval.jsonl keeps it, and a row a prompt."""
+
+    record: dict[str, Any]
+    problems: list[dict[str, Any]]
+
+
+def evaluate(
+    prompts: list[Prompt],
+    rollout: Rollout,
+    judged: Judged,
+    *,
+    step: int,
+    seed: int,
+    greedy: bool,
+    samples: int = 1,
+    ks: Sequence[int] = (),
+    about: Mapping[str, Any] = MappingProxyType({}),
+) -> Evaluated:
+    """One evaluation. A response whose verifier failed counts as wrong and among `failures`.
+
+    `correct` has a number a problem: the share of its responses that are right (avg@k). `pass1` is their mean, an
+    estimate of pass@1 whatever `samples` is. evaluation/results.py has the other figures.
+
+    Args:
+        judged: the task's verifier, asked which answers are the same.
+        step: training steps behind the weights, which is their version.
+        seed: keys the noise.
+        greedy: also decode greedily, one response a problem.
+        samples: responses a problem.
+        ks: of pass@k and maj@k; (): the powers of two up to `samples`, and `samples`.
+        about: more that the record says, of the task.
+    """
+    groups = _by_prompt(rollout(prompts, samples, step=0, seed=seed, greedy=False), samples)
+    says = any(response.answer is not None for group in groups for response in group)
+    classes = answer_classes(groups, judged) if says else [None] * len(groups)
+    answered = [Answered(group, each) for group, each in zip(groups, classes, strict=True)]
+    numbers, ks = _numbers(prompts), ks or default_ks(samples)
+    record: dict[str, Any] = {
+        "step": step,
+        "weights": "base" if step == 0 else "trained",
+        **about,
+        "problems": len(prompts),
+        "problem": numbers,
+        "correct": [each.right if samples == 1 else each.share for each in answered],
+        "failures": sum(response.status != "ok" for group in groups for response in group),
+        "greedy": None,
+        **results_of(answered, numbers, ks),
+        "samples": [
+            {"prompt": prompt.text, "response": group[0].text, "answer": prompt.answer, "reward": group[0].reward}
+            for prompt, group in zip(prompts[:SHOWN], groups, strict=False)
+        ],
+    }
+    record["pass1"] = sum(record["correct"]) / max(len(prompts), 1)
+    rows = [
+        {"id": prompt.id, "problem": number, "answer": prompt.answer, **problem_row(each, ks)}
+        for prompt, number, each in zip(prompts, numbers, answered, strict=True)
+    ]
+    if greedy:
+        decoded = rollout(prompts, 1, step=0, seed=seed, greedy=True)
+        record["greedy_correct"] = [int(response.right) for response in decoded]
+        record["greedy"] = sum(record["greedy_correct"]) / max(len(prompts), 1)
+        for row, response in zip(rows, decoded, strict=True):
+            row["greedy"] = response.right
+    return Evaluated(record, rows)
+
+
+def _by_prompt(responses: Sequence[Response], samples: int) -> list[Sequence[Response]]:
+    return [responses[at : at + samples] for at in range(0, len(responses), samples)]
+
+
+def _numbers(prompts: list[Prompt]) -> list[int]:
+    """Each prompt's problem, numbered from 0 as they come."""
+    names = [prompt.problem or (prompt.text, prompt.answer) for prompt in prompts]
+    number = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    return [number[name] for name in names]

@@ -1,0 +1,115 @@
+"""The watcher's end of its line to the agents of other nodes (node_agent.py): one JSON object a line, each way.
+
+Agents call; the first thing that they say is the run's token, drawn by its driver, and who does not know it is sent
+away. What comes is data: numbers and texts that are shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_stare.hangs.node_facts import LIMIT_S
+from megatron_stare.process.network import free_port
+
+LISTENING = "listening"  # in the folder of beats: the port
+HELLO_S = 10.0
+ANSWER_S = LIMIT_S + 15.0  # stacks, and NCCL's dumps beside them
+LONGEST_LINE = 2**28
+
+
+class Nodes:
+    """The nodes whose agents have called.
+
+    Args:
+        ports: one of which is listened at; empty: any.
+        folder: where it is written which.
+    """
+
+    def __init__(self, token: str, ports: Sequence[int], folder: Path) -> None:
+        self._token = token
+        self._lines: dict[str, socket.socket] = {}
+        self._answers: dict[str, Any] = {}
+        self._changed = threading.Condition()
+        self._listener = socket.create_server(("", free_port("0.0.0.0", ports) if ports else 0))
+        (folder / LISTENING).write_text(str(self._listener.getsockname()[1]))
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # it was closed
+            while True:
+                line, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(line,), daemon=True).start()
+
+    def _serve(self, line: socket.socket) -> None:
+        """Takes what an agent says, until it is gone."""
+        node = ""
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError), line, line.makefile("rb") as said:
+            line.settimeout(HELLO_S)
+            hello = json.loads(said.readline(4096))
+            if not hmac.compare_digest(str(hello["token"]), self._token):
+                return
+            line.settimeout(None)
+            node = str(hello["node"])
+            with self._changed:
+                self._lines[node] = line
+                self._changed.notify_all()
+            while content := said.readline(LONGEST_LINE):
+                answer = json.loads(content)
+                with self._changed:
+                    self._answers[node] = answer
+                    self._changed.notify_all()
+        with self._changed:
+            if node and self._answers.get(node) is None:
+                self._answers[node] = "its agent has ended"
+            self._changed.notify_all()
+
+    def ask(self) -> Callable[[], tuple[list[dict[str, Any]], dict[str, str]]]:
+        """Asks every node for its part. What it gives waits for them, ANSWER_S at most: the answers, and why there is
+        none of some."""
+        deadline = time.monotonic() + ANSWER_S
+        with self._changed:
+            nodes = dict(self._lines)
+            self._answers = {node: old for node, old in self._answers.items() if isinstance(old, str)}
+        for node, line in nodes.items():
+            self._send(node, line, {"look": True})
+
+        def answers() -> tuple[list[dict[str, Any]], dict[str, str]]:
+            with self._changed:
+                self._changed.wait_for(lambda: nodes.keys() <= self._answers.keys(), deadline - time.monotonic())
+                told = {node: self._answers.get(node, f"nothing in {ANSWER_S:.0f} s") for node in nodes}
+            return (
+                [answer for answer in told.values() if not isinstance(answer, str)],
+                {node: why for node, why in told.items() if isinstance(why, str)},
+            )
+
+        return answers
+
+    def kill(self, node: str, pid: int) -> None:
+        """Has a node's agent kill a process of the run."""
+        with self._changed:
+            line = self._lines.get(node)
+        if line is not None:
+            self._send(node, line, {"kill": pid})
+
+    def _send(self, node: str, line: socket.socket, order: dict[str, Any]) -> None:
+        try:
+            line.sendall(json.dumps(order).encode() + b"\n")
+        except OSError as error:
+            with self._changed:
+                self._answers.setdefault(node, f"its agent is not there: {error.strerror}")
+
+    def close(self) -> None:
+        """Lets the agents go, which end then."""
+        self._listener.close()
+        with self._changed:
+            for line in self._lines.values():
+                with contextlib.suppress(OSError):
+                    line.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,302 @@
+"""The process beside a run that notices when it does not get on: `python -m megatron_stare.hangs.watcher FOLDER`.
+
+Started by the driver (`driver_side.py`), ended by the end of its standard input, which comes however the driver ends.
+It reads the driver's beats, copies them into the run directory, and past a phase's limit collects what is known of all
+processes, says in one screen who waits for whom, and writes the bundle. It imports neither torch nor Ray, asks no
+process of the run for anything, and calls nothing that may wait for a file system but on a thread that it can leave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from megatron_stare.hangs import bundle, flight, node_facts, proc_files
+from megatron_stare.hangs.hang_facts import Facts, ProcessFacts, ReplicaFacts, RequestFacts, ServerFacts
+from megatron_stare.hangs.node_link import Nodes
+from megatron_stare.hangs.one_screen import STATES, screen
+from megatron_stare.hangs.starvation import Starvation, of_the_run
+from megatron_stare.hangs.verdict import Verdict, verdict
+from megatron_stare.hangs.vigil import Vigil
+from megatron_stare.run_dir.heartbeat import (
+    DRIVER,
+    HEARTBEAT_FILE,
+    REQUESTS,
+    Beat,
+    beat_file,
+    read_beat,
+    write_beat,
+)
+
+SETTINGS = "watch.json"  # in the folder of beats
+LOCK = "agent.lock"  # likewise; held as long as somebody sees to the folder
+TICK_S = 1.0  # between two looks at the driver's beat
+COPY_S = 5.0  # between two copies of it into the run directory
+ASK_S = 5.0  # that a server is given to say anything at all
+LET_GO_S = 30.0  # that the run is given to end or go on, once those who hold it up were killed
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the driver tells its watcher.
+
+    Args:
+        supervised: the driver has somebody who starts it again.
+        urls: of servers that the run uses and has not started, by engine.
+        token: that agents of other nodes show; "": there are none.
+        ports: that it may listen on for them; empty: any.
+    """
+
+    folder: str
+    run_dir: str
+    driver: int
+    end_run: bool = False
+    supervised: bool = False
+    urls: Sequence[str] = ()
+    token: str = ""
+    ports: Sequence[int] = ()
+    tick_s: float = TICK_S
+
+
+class Watcher:
+    """Watches one run, until its driver ends."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings, self._folder = settings, Path(settings.folder)
+        self._run_dir = Path(settings.run_dir)
+        self._vigil, self._starvation = Vigil(settings.tick_s), Starvation()
+        self._nodes = Nodes(settings.token, settings.ports, self._folder) if settings.token else None
+        self._copier = _Copier(self._run_dir / HEARTBEAT_FILE)
+        self._copied = -COPY_S
+        self._bundle = ""
+
+    def run(self) -> None:
+        """Returns when the driver has ended."""
+        while not self._driver_ended():
+            beat = read_beat(beat_file(self._folder, DRIVER))
+            if beat is None:
+                continue
+            if time.monotonic() - self._copied >= COPY_S:
+                self._copy(beat)
+            if self._vigil.hangs(beat, time.monotonic(), self._starved(beat)):
+                self._tell(beat)
+        beat = read_beat(beat_file(self._folder, DRIVER))
+        if beat is not None:
+            self._copy(replace(beat, process="ended"))
+        self._copier.last()
+
+    def _driver_ended(self) -> bool:
+        """Waits for one tick at most."""
+        ready, _, _ = select.select([sys.stdin], [], [], self._settings.tick_s)
+        return bool(ready) or os.getppid() != self._settings.driver
+
+    def _starved(self, beat: Beat) -> float:
+        """Seconds since the last tick that the run waited for a CPU; looked at once it matters."""
+        if not self._vigil.near(beat, time.monotonic()):
+            self._starvation.forget()
+            return 0.0
+        return self._starvation.since(of_the_run(self._folder))
+
+    def _copy(self, beat: Beat) -> None:
+        self._copied = time.monotonic()
+        now = proc_files.status(beat.pid)
+        state = beat.process or STATES["X" if now is None else now.state]
+        self._copier.put(replace(beat, written=time.time(), process=state, black_box=self._bundle))
+
+    def _tell(self, beat: Beat) -> None:
+        """Finds out, writes and says what there is to say of this hang."""
+        flights = Path(tempfile.mkdtemp(prefix="flight-", dir=self._folder))
+        facts = self.collect(beat, flights)
+        found = verdict(facts)
+        wanted = bundle.place(self._run_dir, beat)
+        shown = screen(facts, found, str(wanted))
+        written = bundle.write(facts, shown, flights, wanted)
+        shutil.rmtree(flights, ignore_errors=True)
+        shown = shown.replace(str(wanted), str(written))
+        self._bundle = str(written)
+        now = read_beat(beat_file(self._folder, DRIVER))
+        if now is not None and now.moved != beat.moved:
+            shown += "\n  it went on while this was written"
+        say(shown)
+        if now is not None:
+            self._copy(now)
+        if self._settings.end_run and (now is None or now.moved == beat.moved):
+            self._end(beat, found)
+
+    def collect(self, beat: Beat, flights: Path) -> Facts:
+        """All that can be known now, in a minute at most."""
+        settings = self._settings
+        without_s = self._vigil.without_s(beat, time.monotonic())
+        others = self._nodes.ask() if self._nodes is not None else None
+        with ThreadPoolExecutor(8) as pool:
+            servers = pool.map(lambda numbered: asked(*numbered), enumerate(settings.urls))
+            dumping = pool.submit(flight.dump, self._folder)
+            here = node_facts.look(self._folder, settings.driver, leave_out=[os.getpid()])
+            dumps, flight_said = dumping.result()
+            found_servers = tuple(servers)
+        missing: dict[str, str] = {}
+        if others is not None:
+            answers, missing = others()
+            for answer in answers:
+                here += [each for each in answer["processes"] if each["pid"] not in {own["pid"] for own in here}]
+                dumps |= {name: bytes.fromhex(content) for name, content in answer["dumps"].items()}
+        for name, content in dumps.items():
+            (flights / name).write_bytes(content)
+        return Facts(
+            beat,
+            without_s,
+            tuple(map(ProcessFacts.of, here)),
+            read_requests(self._folder / REQUESTS),
+            found_servers,
+            missing,
+            f"NCCL's flight recorder: {len(dumps)} dumps (folder nccl)" if dumps else flight_said,
+        )
+
+    def _end(self, beat: Beat, found: Verdict) -> None:
+        """Kills who holds the run up; if that does not bring it on, the driver: asked first, then killed. One that has
+        a supervisor is killed at once, for a run that ends as it was asked to is not started again."""
+        names = ", ".join(f"{p.role} (pid {p.pid})" for p in found.culprits) or "nobody"
+        say(f"black_box.end_run: killing {names}")
+        for process in found.culprits:
+            if process.role == DRIVER:
+                continue
+            if process.node == node_facts.here():
+                proc_files.kill(process.pid)
+            elif self._nodes is not None:
+                self._nodes.kill(process.node, process.pid)
+        signals = (signal.SIGKILL,) if self._settings.supervised else (signal.SIGTERM, signal.SIGKILL)
+        for number in signals:
+            deadline = time.monotonic() + LET_GO_S
+            if found.culprits and found.culprits[0].role == DRIVER and number == signals[0]:
+                deadline = 0.0
+            while time.monotonic() < deadline:
+                if self._driver_ended():
+                    return
+                now = read_beat(beat_file(self._folder, DRIVER))
+                if now is not None and now.moved != beat.moved:
+                    return
+            say(f"black_box.end_run: {number.name} to the driver, process {self._settings.driver}")
+            with contextlib.suppress(OSError):
+                os.kill(self._settings.driver, number)
+
+    def close(self) -> None:
+        """Leaves nothing in this node's memory."""
+        if self._nodes is not None:
+            self._nodes.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class _Copier:
+    """Writes beats into the run directory, on a thread: where its file system stalls, the newest waits alone."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._next = file, threading.Event()
+        self._beat: Beat | None = None
+        self._lock, self._idle = threading.Lock(), threading.Event()
+        self._idle.set()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def put(self, beat: Beat) -> None:
+        with self._lock:
+            self._beat = beat
+            self._idle.clear()
+        self._next.set()
+
+    def last(self) -> None:
+        """Waits until the newest is written, a second at most."""
+        self._idle.wait(1.0)
+
+    def _run(self) -> None:
+        while self._next.wait():
+            self._next.clear()
+            with self._lock:
+                beat = self._beat
+            with contextlib.suppress(OSError):
+                if beat is not None:
+                    write_beat(self._file, beat)
+            with self._lock:
+                if beat is self._beat:
+                    self._idle.set()
+
+
+def asked(engine: int, url: str) -> ServerFacts:
+    """Whether a server says anything, be it that it wants a key, or another protocol."""
+    where, answer = urlsplit(url), "cannot be reached"
+    try:
+        port = where.port or (443 if where.scheme == "https" else 80)
+        with socket.create_connection((where.hostname or "", port), ASK_S) as line:
+            answer = "accepts what it is asked and does not answer"
+            line.sendall(f"GET /model_info HTTP/1.0\r\nHost: {where.netloc}\r\n\r\n".encode())
+            answer = "" if line.recv(1) else "closes the connection without a word"
+    except TimeoutError:
+        pass  # as far as it came
+    except OSError as error:
+        answer = f"cannot be asked: {error.strerror or error}"
+    return ServerFacts(engine, url, answer)
+
+
+def read_requests(file: Path) -> tuple[ReplicaFacts, ...]:
+    """What the driver last wrote of its engines; () where it has written nothing."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        told: dict[str, Any] = json.loads(file.read_text())
+        now = time.monotonic()
+        return tuple(
+            ReplicaFacts(
+                each["number"],
+                each["state"],
+                each["under_way"],
+                tuple(RequestFacts(each["number"], p, s, now - given) for p, s, given in each["oldest"]),
+            )
+            for each in told["replicas"]
+        )
+    return ()
+
+
+def say(text: str) -> None:
+    """On standard error, which may be a pipe that nobody reads: from a thread that may be left."""
+
+    def write() -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, f"{text}\n".encode())
+
+    _left(write, 2.0)
+
+
+def _left(call: Callable[[], None], limit_s: float) -> None:
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+
+
+def main(folder: str) -> None:
+    """Watches the run whose beats go to this folder."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # of a terminal or scheduler: the run's end is what ends this
+    lock = (Path(folder) / LOCK).open("a")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    watcher = Watcher(Settings(**json.loads((Path(folder) / SETTINGS).read_text())))
+    try:
+        watcher.run()
+    finally:
+        watcher.close()
+        os._exit(0)  # a thread may still wait for a file system
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,136 @@
+"""Lets unpatched megatron-core run on a machine without CUDA, and build models without data on any machine.
+
+Everything is a reversible substitution inside one context, entered around each call into Megatron and refused where
+CUDA is available, unless the model is one without data. docs/architecture.md lists what megatron-core asks of CUDA on
+the paths used here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from torch.overrides import TorchFunctionMode
+
+from megatron_stare.megatron.backend.substitute import substituted
+
+_CUDA_TYPES = {
+    "torch.FloatTensor": "torch.cuda.FloatTensor",
+    "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor",
+    "torch.HalfTensor": "torch.cuda.HalfTensor",
+    "torch.meta.FloatTensor": "torch.cuda.FloatTensor",
+    "torch.meta.BFloat16Tensor": "torch.cuda.BFloat16Tensor",
+    "torch.meta.HalfTensor": "torch.cuda.HalfTensor",
+}
+
+
+class _CudaMeansOurs(TorchFunctionMode):
+    """`device="cuda"` means this rank's, `.cuda()` is self, memory is not pinned, `.type()` answers with the CUDA names
+    that optimizers look for."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if not kwargs:
+            result = func(*args)
+            return _CUDA_TYPES.get(result, result) if func is torch.Tensor.type and len(args) == 1 else result
+        asked = kwargs.get("device")
+        if asked is not None and torch.device(asked).type == "cuda":
+            kwargs = {**kwargs, "device": device().type}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        return func(*args, **kwargs)
+
+
+class _InertStream:
+    """Stands where mixture-of-experts layers want a side stream for copies to the host; here there are none."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self) -> _InertStream:
+        return self
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What Megatron's copy to the host gives, for tensors that are there already."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _get_random_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    """The state of the one generator that there is, where recomputation asks for the device's."""
+    return torch.get_rng_state()
+
+
+def _set_random_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+    """Sets what `_get_random_state` gave."""
+    torch.set_rng_state(new_state)
+
+
+@contextlib.contextmanager
+def cpu_backend() -> Iterator[None]:
+    """While open, megatron-core's CUDA calls mean the CPU, or the meta device. Every attribute is restored on exit.
+
+    Raises:
+        RuntimeError: CUDA is available and the model has data, so nothing must be substituted.
+    """
+    if uses_cuda():
+        raise RuntimeError("cpu_backend() on a machine with CUDA would hide the GPU from Megatron")
+    with (
+        substituted(torch.cuda, "current_device", lambda: device().type),
+        substituted(torch.cuda, "synchronize", lambda device=None: None),
+        substituted(torch.cuda, "Stream", _InertStream),
+        substituted(torch.cuda, "current_stream", _InertStream),
+        substituted(torch.cuda, "stream", contextlib.nullcontext),
+        substituted(random, "_get_cuda_rng_state", _get_random_state),
+        substituted(random, "_set_cuda_rng_state", _set_random_state),
+        substituted(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host),
+        # used without being defined where Transformer Engine is absent
+        substituted(moe_utils, "te_general_gemm", None, absent=True),
+        _CudaMeansOurs(),
+    ):
+        yield
+
+
+def backend() -> contextlib.AbstractContextManager[None]:
+    """What every call into Megatron runs inside: nothing where there is CUDA, else the CPU substitutions."""
+    return contextlib.nullcontext() if uses_cuda() else cpu_backend()
+
+
+def uses_cuda() -> bool:
+    """Whether the device of this rank is a CUDA one; asking does not initialise CUDA."""
+    return torch.cuda.is_available() and not _on_meta
+
+
+def has_transformer_engine() -> bool:
+    """Whether the model's layers, its attention among them, are Transformer Engine's and not Megatron's local ones."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def device() -> torch.device:
+    """The device of this rank."""
+    if uses_cuda():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("meta" if _on_meta else "cpu")
+
+
+_on_meta = False
+
+
+@contextlib.contextmanager
+def on_meta() -> Iterator[None]:
+    """While open, the device of this process is the meta device, with CUDA or without: what is built has names, shapes
+    and dtypes, and no data."""
+    with substituted(sys.modules[__name__], "_on_meta", True):
+        yield

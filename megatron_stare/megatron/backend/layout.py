@@ -1,0 +1,131 @@
+"""Joins the process group and cuts it into Megatron's parallel groups. The only reader of Megatron's global state."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from torch.distributed import ProcessGroup
+
+from megatron_stare.config.schema import ParallelConfig
+from megatron_stare.errors import UserError
+from megatron_stare.megatron.backend.cpu_backend import backend, uses_cuda
+
+
+@dataclass(frozen=True)
+class Layout:
+    """This rank's place, and the groups it speaks to."""
+
+    rank: int
+    world: int
+    tp_rank: int
+    tp: int
+    pp_rank: int
+    pp: int
+    dp_rank: int
+    dp: int
+    cp_rank: int
+    cp: int
+    ep: int
+    expert_dp_rank: int  # among the replicas of its experts
+    tp_group: ProcessGroup
+    dp_group: ProcessGroup  # ranks that hold different tokens of the batch: of other data and of other chunks
+    cp_group: ProcessGroup  # ranks that hold different chunks of the same sequences
+    stage_group: ProcessGroup  # all ranks of this pipeline stage
+
+    @property
+    def last_stage(self) -> bool:
+        return self.pp_rank == self.pp - 1
+
+    @property
+    def is_reporting_rank(self) -> bool:
+        """Whether this is the one rank that reports results: last stage, first of its tensor, data and
+        context groups."""
+        return self.last_stage and self.tp_rank == self.dp_rank == self.cp_rank == 0
+
+
+def join(parallel: ParallelConfig, rank: int, init_method: str, seed: int, timeout_s: float) -> Layout:
+    """Initialises torch.distributed (NCCL with CUDA, else gloo) and Megatron's groups. Call once per process.
+
+    Args:
+        init_method: where the ranks meet, 'tcp://host:port' or 'file:///path'.
+        seed: of Megatron's random states.
+        timeout_s: longest wait for a collective, seconds.
+
+    Raises:
+        UserError: the ranks cannot meet there.
+    """
+    cuda = torch.cuda.is_available()
+    gc.collect()  # a former model is a reference cycle; its groups keep dozens of threads that wake up all the time
+    try:
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            init_method=init_method,
+            rank=rank,
+            world_size=parallel.world_size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+    except dist.DistNetworkError as error:
+        raise UserError(
+            f"rank {rank} cannot meet the other ranks: {str(error).splitlines()[0]}",
+            where=init_method,
+            fix="the port is taken or not reachable; start again, another one is chosen then",
+        ) from error
+    layout = cut_world(parallel, rank, timeout_s)
+    if cuda:
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+    return layout
+
+
+def cut_world(parallel: ParallelConfig, rank: int, timeout_s: float) -> Layout:
+    """Cuts the world, which is joined, into Megatron's groups.
+
+    Args:
+        timeout_s: as that of `join`; groups do not inherit the world's.
+    """
+    with backend():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+            context_parallel_size=parallel.context,
+            expert_model_parallel_size=parallel.expert,
+            expert_tensor_parallel_size=1,  # whole experts: cut ones would need gathers of uneven sizes
+            distributed_timeout_minutes=timeout_s / 60,
+        )
+        if not uses_cuda():
+            # without dropout nothing draws from the tracker; the CUDA one cannot exist here
+            tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    return Layout(
+        rank=rank,
+        world=parallel.world_size,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp=parallel.tensor,
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp=parallel.pipeline,
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp=parallel_state.get_data_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp=parallel.context,
+        ep=parallel.expert,
+        expert_dp_rank=parallel_state.get_expert_data_parallel_rank(),
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        dp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        cp_group=parallel_state.get_context_parallel_group(),
+        stage_group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+    )
+
+
+def leave() -> None:
+    """Destroys all groups, so that another layout may be joined in this process."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    RotaryEmbedding.forward.cache_clear()  # keeps models, and with them groups

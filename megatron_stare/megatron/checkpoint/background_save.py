@@ -1,0 +1,172 @@
+"""A checkpoint that is written while training goes on: staged and forked by `BackgroundSave`, completed by `finish`.
+
+A rank's writers are forked from it, so that they see its memory as it was then and nothing is copied that does not
+change meanwhile; what lies on a GPU is first copied to the host. They die with the rank that forked them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import multiprocessing as mp
+import os
+import queue
+import signal
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_stare.errors import UserError
+from megatron_stare.megatron.backend.cpu_backend import backend
+from megatron_stare.megatron.backend.substitute import substituted
+from megatron_stare.weights.files.manifest import SHARD, Sum, SummedFile, sums_of
+
+PR_SET_PDEATHSIG = 1  # of prctl(2)
+_WAIT_S = 10
+_BEGIN_S, _FORKS = 10.0, 3  # that a writer is given to begin, seconds; forks of it that are tried
+_libc = ctypes.CDLL(None)  # looked up here: loading takes a lock, which a fork may find taken
+
+
+class BackgroundSave:
+    """One save under way on this rank. Its caller makes no other until it is finished or dropped.
+
+    Args:
+        request: what Megatron planned; its own ways of running it either take a second import of torch a save, or
+            leave writers behind when a rank is killed.
+        folder: that is written.
+    """
+
+    def __init__(self, request: AsyncRequest, folder: str) -> None:
+        self._request, self._folder = request, folder
+        self._writers: list[tuple[Any, Connection]] = []
+        if request.async_fn is None:
+            return  # nothing of it is this rank's
+        with backend():
+            self._staged = request.preload_fn() if request.preload_fn else request.async_fn_args[1]
+        for number, bucket in enumerate(self._staged):
+            self._writers.append(self._begun(request.async_fn.args[0], number, bucket))
+
+    def _begun(self, transforms: Sequence[Any], number: int, bucket: Any) -> tuple[Any, Connection]:
+        """A writer that has begun, and the pipe that its result will come through. A fork has this process's locks and
+        none of its other threads: one that waits for a lock that such a thread had taken will never begin, and another
+        is forked in its place.
+
+        Raises:
+            UserError: none of them began.
+        """
+        context = mp.get_context("fork")
+        for _ in range(_FORKS):
+            here, there = context.Pipe(duplex=False)
+            writer = context.Process(target=_write, args=(there, os.getpid(), transforms, number, bucket), daemon=False)
+            writer.start()
+            there.close()  # so that a writer that dies is noticed
+            if here.poll(_BEGIN_S):
+                with contextlib.suppress(EOFError):  # it was killed, which its result will say
+                    here.recv()
+                return writer, here
+            writer.kill()
+            writer.join()
+            here.close()
+        self.drop()
+        raise UserError("the checkpoint could not be written (its writers do not begin)", where=self._folder)
+
+    def written(self) -> bool:
+        """Whether this rank's part is on disk, or failed to get there."""
+        return all(pipe.poll() for _, pipe in self._writers)
+
+    def wait(self) -> None:
+        """Returns when `written`."""
+        for _, pipe in self._writers:
+            pipe.poll(None)
+
+    def finish(self) -> dict[str, Sum]:
+        """Waits for this rank's part, and with all other ranks makes the folder a checkpoint. All ranks must call it.
+
+        Returns:
+            Lengths and checksums of the files that this rank wrote, by name.
+
+        Raises:
+            UserError: it could not be written.
+        """
+        results: dict[int, Any] = {}
+        sums: dict[str, Sum] = {}
+        for number, (_, pipe) in enumerate(self._writers):
+            results[number], written = self._result(pipe)
+            sums |= written
+        self._end()
+        if results:
+            self._request.async_fn_args[2].put(results)  # where Megatron's own writers put them
+        with backend():
+            try:
+                for complete in self._request.finalize_fns:
+                    complete()
+            except CheckpointException as error:  # of another rank, which says what it is
+                raise UserError("the checkpoint could not be written", where=self._folder) from error
+        return sums | self._of_the_first_rank()
+
+    def _of_the_first_rank(self) -> dict[str, Sum]:
+        """Sums of what Megatron's first rank writes beside its share: metadata, and what is no tensor."""
+        if torch.distributed.get_rank() != 0:
+            return {}
+        folder = Path(self._folder)
+        return sums_of(folder, (file.name for file in folder.iterdir() if file.is_file() and file.suffix != SHARD))
+
+    def drop(self) -> None:
+        """Ends the writers where they are."""
+        for writer, _ in self._writers:
+            writer.kill()
+        self._end()
+
+    def _result(self, pipe: Connection) -> Any:
+        try:
+            result = pipe.recv()
+        except EOFError:
+            result = RuntimeError("its writer was killed")
+        if isinstance(result, Exception):
+            self.drop()
+            reason = getattr(result, "strerror", None) or result
+            raise UserError(f"the checkpoint could not be written ({reason})", where=self._folder) from result
+        return result
+
+    def _end(self) -> None:
+        for writer, pipe in self._writers:
+            writer.join(_WAIT_S)
+            pipe.close()
+        self._writers = []
+
+
+def _write(pipe: Connection, parent: int, transforms: Sequence[Any], number: int, bucket: Any) -> None:
+    gc.disable()  # it would free the parent's CUDA tensors
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(signum, signal.SIG_IGN)  # of the whole terminal; the parent decides
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # it was killed before
+    pipe.send(None)  # it has begun
+    results: queue.SimpleQueue = queue.SimpleQueue()
+    counted: queue.Queue = queue.Queue()
+    counted.put(number)
+    files: list[SummedFile] = []
+
+    def opened(path: str, mode: str) -> SummedFile:
+        assert mode == "wb"
+        files.append(SummedFile(path))
+        return files[-1]
+
+    with substituted(filesystem_async, "open", opened, absent=True):  # the built-in one, which its module has not
+        FileSystemWriterAsync.write_preloaded_data(list(transforms), number, bucket, results, counted, use_fsync=True)
+    result = results.get()[1]
+    sums = {os.path.basename(os.fspath(file.name)): file.sum() for file in files}
+    if isinstance(result, Exception):  # torch's writer says of a full disk that its position is unexpected
+        pipe.send(next((file.failure for file in files if file.failure is not None), result))
+    else:
+        pipe.send((result, sums))
+    os._exit(0)  # without the parent's exit handlers

@@ -1,0 +1,254 @@
+"""Distributed checkpoints of model, optimizer, schedule and random states, by megatron.core.dist_checkpointing.
+
+All tensors are saved as parts of the whole model's, so a checkpoint loads in any layout. The random states are those of
+ranks: in another layout they begin anew from the run's seed. docs/checkpoints.md says what may change on a resume.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_stare.errors import DataError
+from megatron_stare.megatron.backend.cpu_backend import backend
+from megatron_stare.megatron.backend.layout import Layout
+from megatron_stare.megatron.backend.substitute import substituted
+from megatron_stare.megatron.checkpoint.background_save import BackgroundSave
+from megatron_stare.megatron.model.model import unwrap
+from megatron_stare.megatron.optimizer.loss_scale import loss_scale_of
+from megatron_stare.megatron.optimizer.optimizer_state import load_state, sharded_state
+from megatron_stare.weights.files.torch_dist import TorchDist, check_files
+
+
+class Saver:
+    """Saves checkpoints of one layout. What it learns of the first, the others need not exchange again.
+
+    Each part that several data ranks hold is written by one of them, in shares of like size.
+
+    Args:
+        writers: files, and processes that write them, a rank.
+    """
+
+    def __init__(self, layout: Layout, writers: int) -> None:
+        self._layout = layout
+        whole = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=writers)
+        self._strategy = FullyParallelSaveStrategyWrapper(whole, layout.dp_group, do_cache_distribution=True)
+        self._first = True
+
+    def begin(
+        self,
+        folder: str,
+        model: list[nn.Module],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+        reference: Sequence[nn.Module] = (),
+    ) -> BackgroundSave:
+        """Begins to write the checkpoint into `folder`, which exists and is empty. What is saved may change as soon as
+        this returns. The caller makes the folder visible when all ranks have finished. All ranks must call this.
+
+        Args:
+            reference: chunks of a reference policy that moves with the run; one that does not is not saved.
+        """
+        # Megatron passes what its writers report through a process of its own. It costs every rank seconds and a
+        # second import of torch; here the reports are read in the process that gathers them.
+        reports = substituted(filesystem_async, "_get_write_results_queue", queue.SimpleQueue)
+        with backend(), reports:
+            state = _state(model, optimizer, scheduler, self._layout, reference, loading=False)
+            apply_factories(state)
+            dict_list_map_inplace(_as_its_own, state)
+            request = dist_checkpointing.save(
+                state, folder, self._strategy, validate_access_integrity=self._first, async_sharded_save=True
+            )
+        self._first = False
+        return BackgroundSave(request, folder)
+
+
+def save(
+    folder: str,
+    model: list[nn.Module],
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    layout: Layout,
+    reference: Sequence[nn.Module] = (),
+) -> None:
+    """Writes one checkpoint and waits for it; see `Saver.begin`."""
+    Saver(layout, writers=2).begin(folder, model, optimizer, scheduler, reference).finish()
+
+
+def load(
+    folder: str,
+    model: list[nn.Module],
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    layout: Layout,
+    reference: Sequence[nn.Module] = (),
+) -> None:
+    """Restores what `save` wrote, in this or another layout.
+
+    Raises:
+        DataError: files are missing or cut short, or the checkpoint holds other tensors than this model and optimizer.
+    """
+    check_files(folder)
+    with backend(), _explained(folder):
+        common = dist_checkpointing.load_common_state_dict(folder)
+        wanted = _state(model, optimizer, scheduler, layout, reference, loading=True)
+        if {"context": 1, **common.get("layout", {})} != _sizes(layout, model):  # older ones do not name it
+            del wanted["random"]
+        # what several data ranks hold is read by one of them, and sent to the others
+        read_once = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(folder), layout.dp_group)
+        state = dist_checkpointing.load(wanted, folder, read_once)
+        for i, chunk in enumerate(model):
+            unwrap(chunk).load_state_dict(state[f"model{i}"])
+        for i, chunk in enumerate(reference):
+            unwrap(chunk).load_state_dict(state[f"reference{i}"])
+        load_state(optimizer, _parameters_by_chunk(model), state["optimizer"], state["optimizer_step"])
+        scheduler.load_state_dict(state["scheduler"])
+        if (scale := loss_scale_of(optimizer)) is not None:
+            scale.load_state_dict(state["loss_scale"])
+        if "random" in wanted:
+            _set_random_states(state["random"])
+
+
+def load_weights(folder: str | Path, model: Sequence[nn.Module]) -> None:
+    """Fills a model's parameters from any distributed checkpoint that holds them, such as a converted one.
+
+    Raises:
+        DataError: the checkpoint holds others.
+    """
+    with backend(), _explained(str(folder)):
+        wanted = {f"model{i}": _parameters(chunk) for i, chunk in enumerate(model)}
+        _ask_for_saved_names(wanted, folder)
+        state = dist_checkpointing.load(wanted, str(folder))
+        for i, chunk in enumerate(model):
+            unwrap(chunk).load_state_dict(state[f"model{i}"], strict=False)  # what is left out is extra states
+
+
+def _as_its_own(part: Any) -> Any:
+    """A part whose values lie on the host within a larger tensor, as a tensor over the same memory of just its size:
+    Megatron copies views before it returns, which the writers' fork makes needless."""
+    if isinstance(part, ShardedTensor) and part.data.device.type == "cpu" and part.data.is_contiguous():
+        return replace(part, data=torch.from_dlpack(part.data.detach()))  # numpy's way would fix the memory's size
+    return part
+
+
+def _parameters(chunk: nn.Module) -> dict[str, Any]:
+    parts = unwrap(chunk).sharded_state_dict()
+    return {name: part for name, part in parts.items() if not _EXTRA_STATE.search(name)}
+
+
+_EXTRA_STATE = re.compile(r"_extra_state\d*$")  # of the numbered experts of a grouped GEMM, each has its own
+
+
+# of one norm, before experts: Transformer Engine's layers save it as it is called, and local ones as if it were fused
+# into the next linear, as it is where there are no experts
+_NORM_BEFORE_EXPERTS = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+
+
+def _ask_for_saved_names(wanted: dict[str, Any], folder: str | Path) -> None:
+    """Where layers of the other kind saved the checkpoint, asks for the norm before experts as they named it."""
+    saved = TorchDist(folder).sizes
+    for part in nested_values(wanted):
+        for mine, others in (_NORM_BEFORE_EXPERTS, _NORM_BEFORE_EXPERTS[::-1]):
+            other = part.key.removesuffix(mine) + others if isinstance(part, ShardedTensor) else ""
+            if other in saved and part.key.endswith(mine) and part.key not in saved:
+                part.key = other
+
+
+@contextlib.contextmanager
+def _explained(folder: str) -> Iterator[None]:
+    """Says in our words what Megatron and torch say of a checkpoint that does not fit."""
+    try:
+        yield
+    except (CheckpointingException, CheckpointException, KeyError, ValueError) as error:
+        if isinstance(error, CheckpointException):  # of several ranks
+            error = next(failure for failure, _ in error.failures.values())
+        first_line = (str(error).strip('"').splitlines() or [type(error).__name__])[0]
+        reason = first_line.split(": [")[0]  # without the list of all names
+        raise DataError(
+            f"the checkpoint does not fit this model and optimizer: {reason}",
+            where=folder,
+            fix="the layout may change on a resume, the model and the kind of optimizer may not",
+        ) from error
+
+
+def _state(
+    model: list[nn.Module],
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    layout: Layout,
+    reference: Sequence[nn.Module],
+    *,
+    loading: bool,
+) -> dict[str, Any]:
+    parameters = _parameters_by_chunk(model)
+    state: dict[str, Any] = dict(parameters)
+    for i, chunk in enumerate(reference):
+        weights = unwrap(chunk).sharded_state_dict()
+        add_prefix_for_sharding(weights, "reference.")  # the policy's tensors have the same names
+        state[f"reference{i}"] = weights
+    state["optimizer"], step = sharded_state(optimizer, parameters, loading=loading)
+    if (scale := loss_scale_of(optimizer)) is not None:
+        for part in state["optimizer"]:
+            part.pop("grad_scaler", None)  # a chain's optimizers share one, and their number depends on the layout
+        state["loss_scale"] = scale.state_dict()
+    state["scheduler"] = scheduler.state_dict()
+    if not loading:
+        state["optimizer_step"] = step
+        state["layout"] = _sizes(layout, model)
+    state["random"] = ShardedObject("random", _random_states(), (layout.world,), (layout.rank,))
+    return state
+
+
+def _parameters_by_chunk(model: Sequence[nn.Module]) -> dict[str, Any]:
+    """The sharded state of the model. By chunk: two chunks of a virtual pipeline name their layers alike."""
+    return {f"model{i}": unwrap(chunk).sharded_state_dict() for i, chunk in enumerate(model)}
+
+
+def _sizes(layout: Layout, model: Sequence[nn.Module]) -> dict[str, int]:
+    """What tells whether a rank's random states are its own again."""
+    return {
+        "tensor": layout.tp,
+        "pipeline": layout.pp,
+        "virtual_pipeline": len(model),
+        "context": layout.cp,
+        "data": layout.dp,
+        "expert": layout.ep,
+    }
+
+
+def _random_states() -> dict[str, Any]:
+    states: dict[str, Any] = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+        states["tracker"] = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return states
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+        tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])

@@ -1,0 +1,1 @@
+"""Weights out of a rank's shards: under Hugging Face names, by stage, to the engines."""

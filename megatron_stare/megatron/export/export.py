@@ -1,0 +1,132 @@
+"""The policy, or its gradients, as whole Hugging Face tensors on the first rank: what Megatron holds, as shards of the
+weight stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_stare.megatron.backend.layout import Layout
+from megatron_stare.megatron.model.model import is_expert, named_parameters
+from megatron_stare.models.shape import ModelShape
+from megatron_stare.weights.sync.stream import Bucket, stream
+from megatron_stare.weights.sync.stream_plan import BucketLayout, Shard, plan_stream
+
+EXPORT_BUCKET_BYTES = 64 * 2**20
+
+
+def own(parameter: nn.Parameter) -> Tensor:
+    """A parameter's values, without autograd."""
+    return parameter.detach()
+
+
+def main_grad(parameter: nn.Parameter) -> Tensor:
+    """The gradient that Megatron's buffers hold for a parameter. Under the distributed optimizer only this rank's shard
+    of the buffers is reduced over data ranks, until `gather_gradients`."""
+    return parameter.main_grad.view_as(parameter)  # type: ignore[attr-defined]
+
+
+def shards(model: list[nn.Module], layout: Layout, of: Callable[[nn.Parameter], Tensor] = own) -> list[Shard]:
+    """This rank's parameters, or what `of` gives for each of them in its shape."""
+    return [
+        Shard(name, of(parameter), *((0, 1) if is_expert(name) else (layout.tp_rank, layout.tp)))
+        for name, parameter in named_parameters(model)
+    ]
+
+
+def export_hf(
+    model: list[nn.Module], shape: ModelShape, layout: Layout, of: Callable[[nn.Parameter], Tensor] = own
+) -> dict[str, Tensor]:
+    """All tensors by Hugging Face name, in the first rank's host memory; nothing elsewhere. All ranks must call this.
+
+    For models that one process can hold; PolicyStream is for all others.
+
+    Args:
+        of: what is exported of a parameter: itself, or its gradient. Must have the parameter's shape.
+    """
+    held, group = shards(model, layout, of), dist.group.WORLD
+    buckets = stream(plan_stream(held, shape, EXPORT_BUCKET_BYTES, group), held, group)
+    named = (pair for bucket in buckets if bucket is not None for pair in bucket.tensors())
+    return {name: tensor.to("cpu", copy=True) for name, tensor in named}
+
+
+def export_gradients(
+    model: list[nn.Module], shape: ModelShape, layout: Layout, loss_scale: Tensor | None = None
+) -> dict[str, Tensor]:
+    """The gradients, reduced over data ranks, as export_hf gives the policy. All ranks must call this, after backward;
+    after the optimizer step they are clipped.
+
+    Args:
+        loss_scale: 0-dim, what the loss was multiplied by; None: 1.
+    """
+    gather_gradients(model)
+    unscaled = main_grad if loss_scale is None else lambda parameter: main_grad(parameter) / loss_scale
+    return export_hf(model, shape, layout, of=unscaled)
+
+
+@torch.no_grad()
+def gather_gradients(model: list[nn.Module]) -> None:
+    """Completes the gradient buffers where they were reduce-scattered, from the shards of the data ranks; a rank's own
+    shard stays as it is."""
+    for chunk in model:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):  # type: ignore[misc]
+            if not group.ddp_config.use_distributed_optimizer:
+                continue
+            ranks = group.intra_distributed_optimizer_instance_group
+            for bucket in group.buckets:
+                shard = bucket.grad_data.chunk(ranks.size())[ranks.rank()]  # Megatron pads buffers to equal shards
+                dist.all_gather_into_tensor(bucket.grad_data, shard.clone(), group=ranks)
+
+
+class PolicyStream:
+    """A rank's end of the weight sync: planned once, run through after every change of the weights.
+
+    All ranks must make it and make the same calls: `begin`, `next` once a bucket, `end`. Only the first rank's calls
+    return something.
+    """
+
+    def __init__(self, model: list[nn.Module], shape: ModelShape, layout: Layout, bucket_bytes: int) -> None:
+        self._model, self._layout = model, layout
+        self.plan = plan_stream(shards(model, layout), shape, bucket_bytes, dist.group.WORLD)
+        self._buckets: Iterator[Bucket | None] = iter(())
+        self._checksums: dict[str, str] = {}
+        self._computed = True
+
+    @property
+    def layouts(self) -> tuple[BucketLayout, ...]:
+        """What each bucket holds, for whoever takes them."""
+        return self.plan.layouts
+
+    def begin(self, checksums: bool = True) -> None:
+        """Starts with the weights as they are.
+
+        Args:
+            checksums: compute those that `end` gives, else they are "".
+        """
+        self._finish()  # of a sync that an error cut short: its messages must not be taken for this one's
+        self._buckets = stream(self.plan, shards(self._model, self._layout), dist.group.WORLD)
+        self._checksums, self._computed = {}, checksums
+
+    @torch.no_grad()
+    def next(self) -> Tensor | None:
+        """The next bucket, flat, in host memory."""
+        bucket = next(self._buckets)
+        if bucket is None:
+            return None
+        bucket = Bucket(bucket.layout, bucket.flat.cpu())
+        # while the next bucket is on its way
+        names = dict.fromkeys((slot.name for slot in bucket.layout.slots), "")
+        self._checksums |= bucket.checksums() if self._computed else names
+        return bucket.flat
+
+    def end(self) -> dict[str, str]:
+        """Waits until everything is sent. Returns each tensor's checksum by name."""
+        self._finish()
+        return self._checksums
+
+    def _finish(self) -> None:
+        for _ in self._buckets:
+            pass

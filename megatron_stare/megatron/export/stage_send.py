@@ -1,0 +1,152 @@
+"""A pipeline stage's weights on their way to the engines: gathered over its ranks on the first of them, which sends; or
+experts by the ranks that own them, without a gather."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_stare.megatron.backend.layout import Layout
+from megatron_stare.megatron.export.export import shards
+from megatron_stare.megatron.model.model import is_expert
+from megatron_stare.models import rule_for
+from megatron_stare.models.shape import ModelShape
+from megatron_stare.weights.sync.outlet import Connection, Outlet
+from megatron_stare.weights.sync.stream import Bucket, RoomsByTurns, stream
+from megatron_stare.weights.sync.stream_plan import SENDER, StreamPlan, held_pieces, plan_of, plan_stream
+
+
+@dataclass(frozen=True)
+class _Plans:
+    """Of what the stage gathers, and of what this rank sends as it lies; None: nothing."""
+
+    gathered: StreamPlan
+    own: StreamPlan | None
+
+
+class StageSend:
+    """A rank's end. All ranks must make it; those of a stage make the same calls, in order: `prepare`, `send`, and
+    `send_own` where owners send."""
+
+    def __init__(
+        self, model: list[nn.Module], layout: Layout, shape: ModelShape, whole: StreamPlan, bucket_bytes: int
+    ) -> None:
+        """`whole` is the plan of all stages' stream, in which every tensor comes from the ranks of one stage alone: a
+        tied embedding from the first."""
+        self._model, self._layout, self._shape, self._bytes = model, layout, shape, bucket_bytes
+        self._group = layout.stage_group
+        ranks = set(dist.get_process_group_ranks(self._group))
+        planned = [tensor for bucket in whole.buckets for tensor in bucket.tensors]
+        mine = [tensor for tensor in planned if {piece.rank for piece in tensor.pieces} <= ranks]
+        self._of_stage = {tensor.name for tensor in mine}
+        experts = [tensor for tensor in mine if is_expert(tensor.pieces[0].parameter)]
+        self._experts = {tensor.name for tensor in experts}
+        self._owned = {tensor.name for tensor in experts if tensor.pieces[0].rank == layout.rank}
+        self._plans: dict[bool, _Plans] = {}  # by whether owners send
+        self._rooms = RoomsByTurns()  # the connection has at most one bucket when the next is gathered
+        self._own: StreamPlan | None = None  # that is still to be sent
+        self._buckets: Iterator[Bucket | None] = iter(())
+        self._first: Bucket | None = None
+        self._outlet: Outlet | None = None  # that the connection is made of
+        self._connection: Connection | None = None
+
+    def _planned(self, owners_send: bool) -> _Plans:
+        if owners_send not in self._plans:
+            gathered = self._of_stage - self._experts if owners_send else self._of_stage
+            plan = plan_stream(self._holding(gathered), self._shape, self._bytes, self._group)
+            owned, own = self._holding(self._owned) if owners_send else [], None
+            if owned:
+                own = plan_of([held_pieces(owned, self._shape, SENDER)], self._shape, self._bytes)
+            self._plans[owners_send] = _Plans(plan, own)
+        return self._plans[owners_send]
+
+    def _holding(self, names: set[str]) -> list[Any]:
+        """This rank's shards of these tensors."""
+        held = shards(self._model, self._layout)
+        return [shard for shard in held if names.issuperset(rule_for(shard.name, self._shape).sources)]
+
+    @torch.no_grad()
+    def prepare(self, outlet: Outlet, prove: bool) -> None:
+        """Gathers the first bucket of the weights as they are, which must not change until they are sent by the outlet.
+
+        Args:
+            prove: tell the engines what proves the values.
+        """
+        self._drain()  # of a sync that an error cut short: its messages must not be taken for this one's
+        if outlet != self._outlet:
+            self.close()
+        self._outlet = outlet
+        plans = self._planned(outlet.owners_send)
+        self._own = plans.own
+        self._buckets = stream(plans.gathered, shards(self._model, self._layout), self._group, self._rooms)
+        self._first = next(self._buckets)
+        if self._first is not None or self._own is not None:
+            self._connection = self._connection or outlet.connect(self._layout.rank)
+            self._connection.expect(prove, self._first)
+
+    @torch.no_grad()
+    def send(self) -> Any:
+        """Sends what the stage gathers, gathering the next bucket meanwhile, then what this rank owns.
+
+        Returns:
+            On the first rank what the engines are told; elsewhere None.
+
+        Raises:
+            UserError: it could not be sent.
+        """
+        if dist.get_rank(self._group) != SENDER:
+            self._drain()
+            return None
+        try:
+            return self._sent(self._gathered_and_own())
+        finally:
+            self._drain()  # after an error, too: the other ranks wait until their pieces are taken
+
+    @torch.no_grad()
+    def send_own(self) -> Any:
+        """Sends the experts that this rank owns and has not sent. Returns what the engines are told; None: it has none.
+
+        Raises:
+            UserError: they could not be sent.
+        """
+        return self._sent(self._of_own()) if self._own is not None else None
+
+    def _gathered_and_own(self) -> Iterator[Bucket]:
+        bucket, self._first = self._first, None
+        while bucket is not None:
+            yield bucket
+            bucket = next(self._buckets, None)
+        yield from self._of_own()
+
+    def _of_own(self) -> Iterator[Bucket]:
+        plan, self._own = self._own, None
+        if plan is not None:
+            buckets = stream(plan, shards(self._model, self._layout), rooms=self._rooms)
+            yield from (bucket for bucket in buckets if bucket is not None)
+
+    def _sent(self, buckets: Iterator[Bucket]) -> Any:
+        assert self._connection is not None
+        self._connection.begin()
+        for bucket in buckets:
+            self._connection.send(bucket)
+        return self._connection.end()
+
+    def _drain(self) -> None:
+        for _ in self._buckets:
+            pass
+
+    def forget(self) -> None:
+        """Removes what was left for the engines to fetch."""
+        if self._connection is not None:
+            self._connection.forget()
+
+    def close(self) -> None:
+        """Lets go of the connection to the engines."""
+        if self._connection is not None:
+            connection, self._connection = self._connection, None
+            connection.close()

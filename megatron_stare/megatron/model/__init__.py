@@ -1,0 +1,1 @@
+"""The policy model: attention, norms, activations, the output head, routing replay."""

@@ -1,0 +1,298 @@
+"""Builds the policy as Megatron's GPTModel and fills it from a Hugging Face folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from torch import Tensor, nn
+
+from megatron_stare.config.moe_section import MoeConfig
+from megatron_stare.config.performance import megatron_fields
+from megatron_stare.config.schema import ModelConfig, ParallelConfig, PerformanceConfig
+from megatron_stare.errors import DataError
+from megatron_stare.megatron.backend.cpu_backend import backend, device, has_transformer_engine
+from megatron_stare.megatron.backend.layout import Layout
+from megatron_stare.megatron.batching.packing import PackedSequences
+from megatron_stare.megatron.model.attention import SdpaCoreAttention
+from megatron_stare.megatron.model.norm import RMSNorm
+from megatron_stare.megatron.model.swiglu import swiglu
+from megatron_stare.models import family_of, rule_for
+from megatron_stare.models.rope import scaled_frequencies
+from megatron_stare.models.rules import shard
+from megatron_stare.models.shape import ModelShape
+from megatron_stare.weights.files.hf_folder import HfFolder
+
+
+class PolicyModel(GPTModel):
+    """GPTModel that ends with the hidden states [s, b, H] after the last norm, for megatron/model/head.py;
+    its own output layer would make the logits of every position. Packed sequences without bounds are given the rotary
+    embedding of each token, [t, 1, d], which Megatron applies to their queries and keys [t, n, d] at once."""
+
+    def _preprocess(
+        self, input_ids: Tensor, position_ids: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        made = super()._preprocess(input_ids, position_ids, *args, packed_seq_params=packed_seq_params, **kwargs)
+        hidden, rotary, *others = made
+        if packed_seq_params is None or packed_seq_params.cu_seqlens_q is not None:
+            return made
+        return hidden, rotary.index_select(0, position_ids.flatten()).squeeze(1), *others
+
+    def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+
+_DEFAULT = PerformanceConfig()
+_MOE = MoeConfig()
+_ROUTER_DTYPES = {"model": None, "float32": "fp32", "float64": "fp64"}
+
+
+def recomputation(model: ModelConfig) -> dict[str, Any]:
+    """Megatron's settings for activations that are computed again in backward."""
+    if model.recompute == "none":
+        return {}
+    if model.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(model.recompute_modules)}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": model.recompute_method,
+        "recompute_num_layers": model.recompute_layers,
+    }
+
+
+def transformer_config(
+    shape: ModelShape,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    performance: PerformanceConfig = _DEFAULT,
+    moe: MoeConfig = _MOE,
+) -> TransformerConfig:
+    """Megatron's description of the model. The loss is scaled by the method, not by Megatron."""
+    dtype = getattr(torch, model.dtype)
+    tuned = megatron_fields(performance, "model")
+    return TransformerConfig(
+        **family_of(shape).megatron_config(shape),
+        softmax_scale=scaled_frequencies(shape)[1] if shape.rope_scaling else None,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
+        context_parallel_size=parallel.context,
+        cp_comm_type=parallel.context_comm,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=parallel.sequence,
+        pipeline_dtype=dtype,
+        # Every micro-batch has its own length. Two stages of several chunks would exchange lengths in a batch that gloo
+        # matches by order, and take one for another: there, micro-batches are given one length (microbatch.py).
+        variable_seq_lengths=parallel.pipeline > 1 and parallel.virtual_pipeline == 1,
+        overlap_p2p_comm=False,
+        params_dtype=dtype,
+        fp16=dtype == torch.float16,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=device().type == "cpu",
+        init_model_with_meta_device=device().type == "meta",
+        perform_initialization=False,  # every parameter is loaded
+        calculate_per_token_loss=True,  # with num_tokens 0 Megatron divides by nothing
+        finalize_model_grads_func=finalize_model_grads,  # without it gradients are not reduced over any group
+        masked_softmax_fusion=False,
+        persist_layer_norm=has_transformer_engine(),
+        **recomputation(model),
+        **tuned,
+        # Megatron's name for an activation that the layer spec brings; experts have no place for one
+        use_te_activation_func=not (has_transformer_engine() or shape.experts or tuned.get("bias_activation_fusion")),
+        # variable lengths in a pipeline want the dispatcher named for any model; ranks hold different numbers of tokens
+        moe_token_dispatcher_type="alltoall",
+        moe_router_dtype=_ROUTER_DTYPES[moe.router_dtype],
+        moe_grouped_gemm=shape.experts > 0 and has_transformer_engine(),
+    )
+
+
+def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Transformer Engine's layers where it is installed and there is CUDA, else Megatron's local ones with our norm,
+    activation and attention."""
+    if has_transformer_engine():
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
+    )
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    if config.use_te_activation_func:
+        layer.submodules.mlp.submodules.activation_func = swiglu
+    attention: ModuleSpec = layer.submodules.self_attention
+    attention.submodules.core_attention = SdpaCoreAttention
+    if config.qk_layernorm:
+        attention.submodules.q_layernorm = RMSNorm
+        attention.submodules.k_layernorm = RMSNorm
+    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
+
+
+def build_policy(
+    shape: ModelShape,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    layout: Layout,
+    distributed_optimizer: bool,
+    performance: PerformanceConfig = _DEFAULT,
+    moe: MoeConfig = _MOE,
+) -> list[nn.Module]:
+    """This rank's model chunks with gradient buffers, reduced over data ranks. Parameters are not yet loaded."""
+    parts = build_model(shape, model, parallel, layout, performance, moe)
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=distributed_optimizer,
+        grad_reduce_in_fp32=model.dtype != "float32",
+        bucket_size=performance.gradient_bucket,
+        **megatron_fields(performance, "gradients"),
+    )
+    with backend():
+        wrapped = [DistributedDataParallel(config=unwrap(p).config, ddp_config=ddp, module=p) for p in parts]
+    if ddp.overlap_grad_reduce:  # of several micro-batches the last one's backward reduces, as Megatron's hooks count
+        no_sync = [part.no_sync for part in wrapped]
+        unwrap(wrapped[0]).config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
+    return wrapped
+
+
+def build_model(
+    shape: ModelShape,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    layout: Layout,
+    performance: PerformanceConfig = _DEFAULT,
+    moe: MoeConfig = _MOE,
+) -> list[nn.Module]:
+    """This rank's model chunks, wrapped for mixed precision. Parameters are not yet loaded."""
+    chunks = parallel.virtual_pipeline
+    with backend():
+        config = transformer_config(shape, model, parallel, performance, moe)
+        parts: list[nn.Module] = []
+        for chunk in range(chunks):
+            vp_stage = chunk if chunks > 1 else None
+            part: nn.Module = PolicyModel(
+                config=config,
+                transformer_layer_spec=layer_spec(config, vp_stage),
+                vocab_size=shape.padded_vocab(layout.tp),
+                pre_process=layout.pp_rank == 0 and chunk == 0,
+                post_process=layout.last_stage and chunk == chunks - 1,
+                parallel_output=True,
+                **family_of(shape).megatron_model(shape),
+                vp_stage=vp_stage,
+            ).to(device())
+            if shape.rope_scaling:  # megatron-core knows one setting of one scaling
+                unwrap(part).rotary_pos_emb.inv_freq = scaled_frequencies(shape)[0].to(device())
+            mark_cut_parameters(part, shape)
+            if model.dtype != "float32":
+                part = Float16Module(config, part)
+            parts.append(part)
+        return parts
+
+
+def mark_cut_parameters(part: nn.Module, shape: ModelShape) -> None:
+    """Tells Megatron which parameters are cut over tensor-parallel ranks.
+
+    It would tell itself while initialising them, which is left out because they are loaded; unmarked, a parameter
+    counts as a duplicate, and the gradient norm holds the first rank's part alone.
+    """
+    tensor = unwrap(part).config.tensor_model_parallel_size
+    for name, parameter in named_parameters([part]):
+        layout = rule_for(name, shape).layout
+        if layout != "replicated" and not hasattr(parameter, "tensor_model_parallel"):
+            for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
+                vars(parameter).pop(attribute, None)  # without data Transformer Engine's layers set the last one alone
+            set_tensor_model_parallel_attributes(parameter, True, 1 if layout == "row" else 0, 1)
+        if is_expert(name) and tensor > 1:
+            # whole experts on every tensor-parallel rank, each of which sees its own tokens: their gradients are summed
+            # over those ranks as well. Megatron does so by itself only where experts are cut over ranks.
+            parameter.allreduce = False  # type: ignore[attr-defined]
+
+
+def named_parameters(model: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters with Megatron names whose layer and expert numbers are those of the whole model, wrappers stripped."""
+    for chunk in model:
+        layers = unwrap(chunk).decoder.layers
+        for name, parameter in unwrap(chunk).named_parameters():
+            if local := re.match(r"decoder\.layers\.(\d+)\.", name):
+                layer = layers[int(local.group(1))]
+                name = f"decoder.layers.{layer.layer_number - 1}.{name[local.end() :]}"
+                if expert := _EXPERT.search(name):
+                    number = layer.mlp.local_expert_indices[int(expert.group(1))]
+                    name = f"{name[: expert.start(1)]}{number}{name[expert.end(1) :]}"
+            yield name, parameter
+
+
+# an expert's number: of a module of its own, or of one of the weights of a grouped GEMM
+_EXPERT = re.compile(r"(?<=\.experts\.)(?:local_experts\.|linear_fc[12]\.weight)(\d+)")
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter belongs to one expert; experts are never cut over tensor-parallel ranks."""
+    return _EXPERT.search(name) is not None
+
+
+def hidden_states(chunk: nn.Module, tokens: Tensor, positions: Tensor, packing: PackedSequences | None) -> Tensor:
+    """Runs a model chunk; in its own precision, where Float16Module would make the last stage's output float32."""
+    inside = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
+    as_it_is = {"fp32_output": False} if isinstance(inside, Float16Module) else {}
+    return chunk(tokens, positions, None, packed_seq_params=packing, **as_it_is)
+
+
+def finish_gather(model: list[nn.Module]) -> None:
+    """Waits for updated parameters that are gathered as the next forward goes, before anything else reads them. All
+    ranks must call it."""
+    for chunk in model:
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+            with backend():
+                chunk.start_param_sync(force_sync=True)
+
+
+def gradient_buffers(model: Iterable[nn.Module]) -> Iterator[Any]:
+    """Megatron's buffers, in which gradients (and under the distributed optimizer parameters) lie end to end."""
+    return (buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))  # type: ignore[misc]
+
+
+def unwrap(chunk: Any) -> GPTModel:
+    """The GPTModel inside its wrappers."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+@torch.no_grad()
+def load_hf(model: list[nn.Module], folder: HfFolder, shape: ModelShape, layout: Layout) -> None:
+    """Fills every parameter with its slice of the folder's tensors; only that slice is read.
+
+    Raises:
+        DataError: a tensor is missing or has the wrong shape.
+    """
+    for name, parameter in named_parameters(model):
+        rule = rule_for(name, shape)
+        cut = (0, 1) if is_expert(name) else (layout.tp_rank, layout.tp)
+        part: Tensor = shard(rule, [folder.slice(hf) for hf in rule.hf], shape, *cut)
+        if part.shape != parameter.shape:
+            raise DataError(
+                f"{', '.join(rule.hf)} make a tensor of shape {tuple(part.shape)}, the model wants "
+                f"{tuple(parameter.shape)}",
+                where=str(folder.path),
+                fix="config.json and the weights do not belong together",
+            )
+        parameter.copy_(part)

@@ -1,0 +1,158 @@
+"""The state of Megatron's DistributedOptimizer as parts of the whole model's tensors, each where it lies.
+
+A data rank holds a stretch of each parameter, counted in elements, which ends anywhere. Of Megatron's own forms one
+gathers all stretches on every rank, one keeps them as they are and fits no other layout, and the one for this purpose
+is refused by megatron-core 0.16. Here a stretch is cut into boxes: its whole rows, and what is left at its ends.
+Boxes are parts of a tensor as any others: nothing is gathered, every rank writes and reads its own, in any layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor, nn
+
+from megatron_stare.megatron.optimizer.master_weights import read_master, write_master
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins in a tensor, and its shape
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Elements [start, stop) of a tensor of this shape, counted row by row, as boxes in the same order."""
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # rows that are whole
+    if first > last:  # both ends within one row
+        yield from _in_row(shape, last, start - last * row, stop - last * row)
+        return
+    if start < first * row:
+        yield from _in_row(shape, first - 1, start - (first - 1) * row, row)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    yield from _in_row(shape, last, 0, stop - last * row)
+
+
+def _in_row(shape: Sequence[int], number: int, start: int, stop: int) -> Iterator[Box]:
+    for at, size in boxes(shape[1:], start, stop):
+        yield (number, *at), (1, *size)
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Elements [start, stop) of a parameter, which are this rank's to update.
+
+    updated: [stop - start] what the optimizer updates: the float32 master, or the parameter's own elements.
+    state: that the optimizer has for it.
+    """
+
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    updated: Tensor
+    state: Mapping[str, Any]
+
+    def held(self) -> dict[str, Tensor]:
+        """What belongs into a checkpoint, [stop - start] by the name of what it is; a float32 parameter is saved with
+        the model."""
+        held = {name: self.state[name] for name in MOMENTS}
+        if self.parameter.dtype != torch.float32:
+            held["param"] = read_master(self.updated, self.state)
+        return held
+
+
+def sharded_shards(optimizer: DistributedOptimizer, parameters: Mapping[str, Any]) -> list[list[ShardedTensor]]:
+    """This rank's part of moments and float32 masters, a list a parameter; their data are views of the optimizer's, or
+    masters that were put together.
+
+    Names are those of Megatron's `fully_reshardable` form, which reads what is saved by this one and the other way
+    round. A parameter that is its own master is saved with the model alone.
+
+    Args:
+        parameters: the sharded state of the model that is optimised, of the parameters themselves.
+    """
+    return [parts for _, _, parts in _shards(optimizer, parameters)]
+
+
+def _shards(
+    optimizer: DistributedOptimizer, parameters: Mapping[str, Any]
+) -> Iterator[tuple[_Stretch, dict[str, Tensor], list[ShardedTensor]]]:
+    """Every stretch of this rank, what is held of it, and the same as parts of the whole model's tensors."""
+    found, _ = extract_sharded_tensors_and_factories(dict(parameters))
+    whole = {id(part.data): part for part in nested_values(found)}
+    for stretch in _stretches(optimizer):
+        held = stretch.held()
+        yield stretch, held, list(_parts(whole[id(stretch.parameter)], stretch.start, stretch.stop, held))
+
+
+def _stretches(optimizer: DistributedOptimizer) -> Iterator[_Stretch]:
+    """Every parameter of which this rank has a stretch."""
+    for ranges_by_dtype in optimizer.gbuf_ranges:
+        for buckets in ranges_by_dtype.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    group, order = optimizer.model_param_group_index_map[parameter]
+                    updated = optimizer.optimizer.param_groups[group]["params"][order]
+                    state = optimizer.optimizer.state[updated]
+                    yield _Stretch(parameter, ranges["param"].start, ranges["param"].end, updated, state)
+
+
+def _parts(
+    whole: ShardedTensor | ShardedTensorFactory, start: int, stop: int, held: Mapping[str, Tensor]
+) -> Iterator[ShardedTensor]:
+    """The stretch [start, stop) of a parameter as parts of the whole model's tensors.
+
+    Args:
+        held: tensors [stop - start] by the name of what they are.
+
+    Raises:
+        ValueError: the model's checkpoint holds a copy of the parameter, which no layer of the supported release has.
+    """
+    pieces = nested_values(whole.build()) if isinstance(whole, ShardedTensorFactory) else [whole]
+    for piece in pieces:  # gate and up rows of one parameter lie apart in the model's tensor
+        if piece.data.untyped_storage().data_ptr() != whole.data.untyped_storage().data_ptr():
+            raise ValueError(f"{whole.key} is saved from a copy, so where its moments belong cannot be told")
+        before = piece.data.storage_offset() - whole.data.storage_offset()  # elements of the parameter
+        lead = piece.global_offset[: piece.prepend_axis_num]  # the layer, where layers are stacked
+        at = max(start, before)
+        for offset, size in boxes(piece.data.shape, at - before, min(stop, before + piece.data.numel()) - before):
+            begins = tuple(a + b for a, b in zip(piece.global_offset[len(lead) :], offset, strict=True))
+            for name, values in held.items():
+                data = values[at - start : at - start + prod(size)].view((1,) * len(lead) + size)
+                yield replace(
+                    piece,
+                    key=f"optimizer.state.{name}.{piece.key}",
+                    data=data,
+                    dtype=data.dtype,
+                    local_shape=tuple(data.shape),
+                    global_offset=(*lead, *begins),
+                    axis_fragmentations=None,  # not a grid
+                    prepend_axis_num=0,
+                    replica_id=(*piece.replica_id[:2], 0),  # no other data rank has it
+                )
+            at += prod(size)
+
+
+@torch.no_grad()
+def load_shards(optimizer: DistributedOptimizer, parameters: Mapping[str, Any], loaded: list[list[Tensor]]) -> None:
+    """Puts what was loaded into the optimizer's tensors. The model's parameters are loaded before.
+
+    Args:
+        parameters: as for `sharded_shards`, made anew: loading has taken the former apart.
+    """
+    for (stretch, held, parts), tensors in zip(_shards(optimizer, parameters), loaded, strict=True):
+        for part, tensor in zip(parts, tensors, strict=True):
+            part.data.copy_(tensor.view(part.data.shape))
+        write_master(stretch.updated, stretch.state, held.get("param"))

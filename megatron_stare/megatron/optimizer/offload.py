@@ -1,0 +1,129 @@
+"""What of a rank's policy lies on its device, and what has left it for host memory meanwhile.
+
+Memory is moved beneath the tensors: the storage of each is shrunk to nothing and grown again, so that everything that
+looks into it - parameters, their shards in the optimizer, the buckets of Megatron's buffers - goes on doing so. On a
+CPU, device and host are the same memory, and everything else is as on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor, UntypedStorage, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_stare.megatron.backend.cpu_backend import device, uses_cuda
+from megatron_stare.megatron.model.model import finish_gather, gradient_buffers
+from megatron_stare.megatron.optimizer.optimizer_state import chain
+
+# In this order: what several of them look into is moved with the first, as float32 parameters, which are their own
+# masters, are.
+PARTS = ("parameters", "gradients", "optimizer", "reference")
+
+
+@dataclass(frozen=True)
+class _Left:
+    """A storage that holds nothing now.
+
+    copy: uint8 [nbytes] of what it held, in host memory; None: zeros, for what it held is not needed again.
+    """
+
+    storage: UntypedStorage
+    nbytes: int
+    copy: Tensor | None
+
+
+class DeviceState:
+    """Moves the parts of a rank's policy. A part that is away must not be touched: its tensors have no memory.
+
+    Args:
+        reference: chunks of the reference policy, if there is one.
+    """
+
+    def __init__(
+        self, model: list[nn.Module], optimizer: MegatronOptimizer, reference: Collection[nn.Module] = ()
+    ) -> None:
+        self._model, self._optimizer, self._reference = model, optimizer, reference
+        self._away: dict[str, list[_Left]] = {}
+        self._kept: dict[int, list[Tensor]] = {}  # pinned memory to copy to again, by size
+
+    def storages(self) -> dict[str, list[UntypedStorage]]:
+        """What lies behind each part on this device, each storage once; those that are away too."""
+        found: dict[str, list[UntypedStorage]] = {}
+        seen: set[StorageWeakRef] = set()
+        for part in PARTS:
+            found[part] = []
+            for tensor in self._tensors(part):
+                storage = tensor.untyped_storage()
+                if tensor.device == device() and (known := StorageWeakRef(storage)) not in seen:
+                    seen.add(known)
+                    found[part].append(storage)
+        return found
+
+    def offload(self, parts: Collection[str] = PARTS) -> None:
+        """Parts leave the device; gradients are forgotten. All ranks must call it. What is away already stays away."""
+        leaving = [part for part in PARTS if part in parts and part not in self._away]
+        if "parameters" in leaving:
+            finish_gather(self._model)  # of the last step, which would still write them
+        if "gradients" in leaving:
+            self._optimizer.zero_grad()  # views of the buffers, and copies in another dtype
+        storages = self.storages()
+        for part in leaving:
+            held = [storage for storage in storages[part] if storage.nbytes()]
+            self._away[part] = [self._emptied(storage, keep=part != "gradients") for storage in held]
+        if uses_cuda() and leaving:
+            torch.cuda.synchronize()  # copies are complete
+            torch.cuda.empty_cache()  # what torch would keep for itself, others on the device want
+
+    def onload(self, parts: Collection[str] = PARTS) -> None:
+        """Parts come back as they left, gradients as zeros. What never left stays."""
+        for part in PARTS:
+            if part in parts:
+                for left in self._away.pop(part, []):
+                    self._fill(left)
+
+    def _emptied(self, storage: UntypedStorage, *, keep: bool) -> _Left:
+        nbytes, copy = storage.nbytes(), None
+        if keep:
+            kept = self._kept.get(nbytes)
+            copy = kept.pop() if kept else torch.empty(nbytes, dtype=torch.uint8, pin_memory=uses_cuda())
+            copy.copy_(_bytes(storage), non_blocking=True)
+        storage.resize_(0)
+        return _Left(storage, nbytes, copy)
+
+    def _fill(self, left: _Left) -> None:
+        left.storage.resize_(left.nbytes)
+        values = _bytes(left.storage)
+        if left.copy is None:
+            values.zero_()
+            return
+        values.copy_(left.copy, non_blocking=True)
+        if uses_cuda():  # pinning takes longer than copying; on the same stream, so never overwritten too early
+            self._kept.setdefault(left.nbytes, []).append(left.copy)
+
+    def _tensors(self, part: str) -> Iterator[Tensor]:
+        if part == "parameters":
+            yield from _parameters(self._model)
+        elif part == "gradients":
+            yield from (buffer.grad_data for buffer in gradient_buffers(self._model))
+        elif part == "reference":
+            yield from _parameters(self._reference)
+        else:
+            for one in chain(self._optimizer):
+                for group in one.param_groups:
+                    for parameter in group["params"]:
+                        yield parameter
+                        yield from (x for x in one.optimizer.state.get(parameter, {}).values() if torch.is_tensor(x))
+
+
+def _parameters(chunks: Iterable[nn.Module]) -> Iterator[Tensor]:
+    for chunk in chunks:
+        yield from chunk.parameters()
+
+
+def _bytes(storage: UntypedStorage) -> Tensor:
+    """All of a storage, uint8 [nbytes]."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,1 @@
+"""One training step on a rank: passes, statistics, loss, gradients, measurements."""

@@ -1,0 +1,97 @@
+"""What the last pipeline stage knows of a rollout batch after its log-prob pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_stare.algorithms.method import Method, State
+from megatron_stare.ops.statistics_executor import gather_statistics
+from megatron_stare.records.batch import TokenBatch
+from megatron_stare.records.batch_statistics import Max, Mean, Request, Statistics
+from megatron_stare.records.metric import Metric
+
+METRICS = (
+    Metric(
+        "entropy/mean",
+        "nats",
+        "mean entropy of the policy over the tokens that carry loss, before the first update",
+        "at its target (alert: 10 steps outside a quarter of it); without one no halving in under 40 steps (alert)",
+    ),
+    Metric(
+        "surprisal/mean",
+        "nats",
+        "mean of -ln p of the tokens that carry loss",
+        "near entropy/mean, whose estimate it is",
+    ),
+    Metric(
+        "rollout/logprob_diff_mean",
+        "nats",
+        "mean |engine's log-prob - trainer's| over the tokens that carry loss",
+        "float32 below 1e-5, bfloat16 some thousandths; more with older weights or replayed routes",
+    ),
+    Metric(
+        "rollout/logprob_diff_max",
+        "nats",
+        "the largest of them",
+        "float32 below 1e-3 (alert above); in 16 bits tenths are normal",
+    ),
+)
+
+
+# tensors [N] that a training pass in the place of a log-prob pass leaves behind
+LOG_PROB, ENTROPY = "pass/log_prob", "pass/entropy"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A rank's tokens [N], the statistics of all tokens of the rollout batch, and the method's state for its updates.
+
+    next_state: what the next step starts from; another one only where the gate lags.
+    forecast: metrics of the entropy forecast.
+    """
+
+    tokens: TokenBatch
+    statistics: Statistics = field(default_factory=dict)
+    state: State = field(default_factory=dict)
+    next_state: State = field(default_factory=dict)
+    forecast: dict[str, Tensor] = field(default_factory=dict)
+
+    def requests(self) -> dict[str, Request]:
+        """What is logged of the rollout batch."""
+        tokens = self.tokens
+        drift = (tokens.old_log_prob - tokens.rollout_log_prob).abs()
+        return {
+            "entropy/mean": Mean(tokens.entropy, tokens.loss_mask),
+            "surprisal/mean": Mean(tokens.surprisal, tokens.loss_mask),
+            "rollout/logprob_diff_mean": Mean(drift, tokens.loss_mask),
+            "rollout/logprob_diff_max": Max(drift, tokens.loss_mask),
+        }
+
+
+def measure_batch(
+    method: Method, tokens: TokenBatch, state: State, group: ProcessGroup | None, *, lagged: bool
+) -> Measured:
+    """Asks the statistics of the rollout batch. All ranks of the last pipeline stage must call it.
+
+    Args:
+        state: what the method remembers of the step before.
+        group: ranks that hold other tokens of the batch; None: this rank holds all.
+        lagged: the log-probs are not known yet, so the state stays as it is until `complete`.
+    """
+    statistics = gather_statistics(partial(method.requests, tokens), group)
+    now = state if lagged else method.control(state, statistics)
+    return Measured(tokens, statistics, now, now)
+
+
+def complete(measured: Measured, logged: Mapping[str, Tensor], method: Method, group: ProcessGroup | None) -> Measured:
+    """With what a training pass in the place of the log-prob pass has given, and the method's state moved by
+    them for the next step. All ranks of the last pipeline stage must call it."""
+    log_prob, entropy = logged[LOG_PROB], logged[ENTROPY]
+    tokens = replace(measured.tokens, log_prob=log_prob, old_log_prob=log_prob, entropy=entropy)
+    after = measure_batch(method, tokens, measured.state, group, lagged=False)
+    return replace(measured, tokens=tokens, next_state=after.state)

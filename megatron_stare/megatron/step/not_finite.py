@@ -1,0 +1,99 @@
+"""Where on this rank a number that is not finite came from: found after an update that was not taken because of one.
+
+Reducing gradients over data ranks spreads what is not finite to all of them, so whether a rank's own gradient was
+finite is kept from before; all else is looked up when it is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_stare.megatron.backend.layout import Layout
+from megatron_stare.megatron.export.export import main_grad
+from megatron_stare.megatron.model.model import named_parameters
+from megatron_stare.records.batch import TokenBatch
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """What is not finite on one rank.
+
+    own_gradient: whether the rank's own gradient was not, before it was reduced over data ranks.
+    weights: the first parameter whose values are not, in the order of the forward pass.
+    gradient: the parameter whose gradient was the first not to be, in the order of the backward pass.
+    samples: of the whole batch, in ascending order, those with a log-prob, advantage or loss of this rank that is not.
+    """
+
+    rank: int
+    data_rank: int
+    tensor_rank: int
+    stage: int
+    own_gradient: bool
+    weights: str | None
+    gradient: str | None
+    samples: tuple[int, ...]
+
+
+class OwnGradients:
+    """The largest magnitude in this rank's gradients, by bucket, just before each is reduced over data ranks.
+
+    One more pass over the gradients an update, and nothing is read from the device until `not_finite` is asked.
+    """
+
+    def __init__(self, model: Iterable[nn.Module]) -> None:
+        self._largest: dict[int, Tensor] = {}
+        for chunk in model:
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):  # type: ignore[misc]
+                group.start_grad_sync = self._watched(group, group.start_grad_sync)
+
+    def _watched(self, group: Any, reduce: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(reduce)
+        def reduce_after_a_look(*args: Any, **kwargs: Any) -> Any:
+            if group.grad_reduce_handle is None:  # else it is on its way, and no longer this rank's own
+                for bucket in group.buckets:
+                    # of an infinite order, so that large but finite gradients do not overflow; NaN stays NaN
+                    self._largest[id(bucket)] = torch.linalg.vector_norm(bucket.grad_data.detach(), ord=torch.inf)
+            return reduce(*args, **kwargs)
+
+        return reduce_after_a_look
+
+    def not_finite(self) -> bool:
+        """Whether any of the last update's was not. Waits for the device."""
+        return any(not bool(largest.isfinite()) for largest in self._largest.values())
+
+
+def look(
+    model: list[nn.Module], layout: Layout, own: OwnGradients, tokens: TokenBatch | None, lost: Tensor | None
+) -> NotFinite:
+    """What is not finite on this rank, after an update that was not taken.
+
+    Args:
+        tokens: this rank's, on the last stage.
+        lost: [k] int64 samples of the last update's tokens whose loss is not finite, where this rank has it.
+    """
+    named = list(named_parameters(model))
+    samples: set[int] = set() if lost is None else set(lost.tolist())
+    if tokens is not None:
+        for column in (tokens.old_log_prob, tokens.rollout_log_prob, tokens.advantage):
+            samples |= set(tokens.sequence[~column.isfinite() & tokens.loss_mask].unique().tolist())
+    gradients = (name for name, parameter in reversed(named) if not _finite(main_grad(parameter)))
+    return NotFinite(
+        rank=layout.rank,
+        data_rank=layout.dp_rank,
+        tensor_rank=layout.tp_rank,
+        stage=layout.pp_rank,
+        own_gradient=own.not_finite(),
+        weights=next((name for name, parameter in named if not _finite(parameter.detach())), None),
+        gradient=next(gradients, None),
+        samples=tuple(sorted(samples)),
+    )
+
+
+def _finite(values: Tensor) -> bool:
+    return bool(values.isfinite().all())

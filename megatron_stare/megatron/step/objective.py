@@ -1,0 +1,140 @@
+"""What one optimizer step minimises and reports: the method's loss over its micro-batches, on the last pipeline stage.
+
+Shape legend: N response positions of this rank, n those of a micro-batch, as in microbatch.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_stare.algorithms.method import Method, State
+from megatron_stare.megatron.batching.microbatch import MicroBatch, RankBatch
+from megatron_stare.megatron.step.measured import ENTROPY, LOG_PROB
+from megatron_stare.ops.micro_batch_scope import gather_by_micro_batch, summary
+from megatron_stare.ops.statistics_executor import gather_statistics
+from megatron_stare.records.batch import TokenBatch
+from megatron_stare.records.batch_statistics import Max, Mean, Request, Statistics, Sum
+from megatron_stare.records.metric import Metric
+
+METRICS = (
+    Metric(
+        "loss/policy",
+        "loss",
+        "what the update minimises: the sum of coefficient times token loss, all terms included",
+        "near 0 on policy; its size says little",
+    ),
+    Metric(
+        "ratio/max_abs_log",
+        "nats",
+        "largest |ln ratio| of new and old policy over the tokens of all updates",
+        "exactly 0 with one update a batch; below some tenths with several",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss of one optimizer step, and what is logged of it.
+
+    tokens: this rank's N positions; those of other mini-batches are masked, and counts are the mini-batch's.
+    rows: [.] the positions of the mini-batch among the N.
+    statistics: over the mini-batch, of all ranks.
+    own: under statistics.scope micro_batch, what each micro-batch reads instead, by its span.
+    is_log_prob_pass: whether this training pass is also the log-prob pass, so that the old log-prob is the current one.
+    """
+
+    method: Method
+    tokens: TokenBatch
+    rows: Tensor
+    statistics: Statistics
+    state: State
+    own: Mapping[tuple[int, int], Statistics] = field(default_factory=dict)
+    is_log_prob_pass: bool = False
+
+    def loss(self, log_prob: Tensor, entropy: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """A micro-batch's part of the loss, and tensors [n] to log; see passes.LossFunction."""
+        tokens, statistics = self.tokens_of(log_prob, entropy, micro), self.statistics_of(micro)
+        passed = {LOG_PROB: tokens.old_log_prob, ENTROPY: tokens.entropy} if self.is_log_prob_pass else {}
+        terms = self.method.token_loss(tokens, statistics, self.state)
+        scale = self.method.coefficients(tokens, statistics)
+        # where, not multiplication: a masked position may hold a loss that is not finite
+        each = torch.where(scale > 0, scale * terms.loss, 0.0)
+        log_ratio = (log_prob.detach() - tokens.old_log_prob).abs()
+        return each.sum(), {"loss/policy": each.detach(), "ratio/max_abs_log": log_ratio, **terms.shares, **passed}
+
+    def tokens_of(self, log_prob: Tensor, entropy: Tensor, micro: MicroBatch) -> TokenBatch:
+        """What the method sees of a micro-batch, with its log-probs [n] and entropies [n] under the policy of now."""
+        rows = torch.arange(micro.span.start, micro.span.stop, device=log_prob.device)
+        tokens = replace(
+            self.tokens.select(rows),
+            log_prob=log_prob,
+            current_entropy=entropy if self.method.needs_entropy_gradient else None,
+        )
+        if self.is_log_prob_pass:
+            tokens = replace(tokens, old_log_prob=log_prob.detach(), entropy=entropy.detach())
+        return tokens
+
+    def selected(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """[N] int8, `Method.selected` of the positions that stand in these micro-batches, 0 elsewhere; by the log-probs
+        of the log-prob pass."""
+        found = torch.zeros_like(self.tokens.loss_mask, dtype=torch.int8)
+        for micro in micro_batches:
+            seen = self.tokens_of(self.tokens.old_log_prob[micro.span], self.tokens.entropy[micro.span], micro)
+            found[micro.span] = self.method.selected(seen, self.statistics_of(micro))
+        return found
+
+    def statistics_of(self, micro: MicroBatch) -> Statistics:
+        """What the method reads for a micro-batch."""
+        return self.own.get((micro.span.start, micro.span.stop), self.statistics)
+
+    def requests(self, logged: Mapping[str, Tensor]) -> dict[str, Request]:
+        """What is logged of the update, over all ranks, from the tensors that `loss` gave to log."""
+        mask = self.tokens.loss_mask[self.rows]
+        asked: dict[str, Request] = {
+            "loss/policy": Sum(logged["loss/policy"], mask),
+            "ratio/max_abs_log": Max(logged["ratio/max_abs_log"], mask),
+        }
+        means = logged.keys() - asked.keys() - {LOG_PROB, ENTROPY}
+        return asked | {name: Mean(logged[name], mask) for name in sorted(means)}
+
+
+def make_objective(
+    method: Method,
+    part: RankBatch,
+    tokens: TokenBatch,
+    state: State,
+    group: ProcessGroup | None,
+    *,
+    by_micro_batch: bool,
+    is_log_prob_pass: bool,
+    known: Statistics | None = None,
+) -> Objective:
+    """Asks the statistics of one mini-batch. All ranks of the last pipeline stage must call it.
+
+    Args:
+        part: the mini-batch's micro-batches on this rank.
+        tokens: the rank's N positions, the mini-batch's alone counted.
+        group: ranks that hold other tokens of the mini-batch; None: this rank holds all.
+        by_micro_batch: selections are of every micro-batch on its own.
+        known: statistics of the mini-batch where they are known already.
+    """
+    span = part.span
+    rows = torch.arange(span.start, span.stop, device=part.device)
+    chosen = tokens.select(rows)
+    if known is None:
+        known = gather_statistics(partial(method.requests, chosen), group)
+    own: dict[tuple[int, int], Statistics] = {}
+    if by_micro_batch:
+        spans = [(micro.span.start, micro.span.stop) for micro in part.micro_batches]
+        cut = [tokens.select(torch.arange(*span, device=part.device)) for span in spans]
+        within = part.layout.micro_batch_group
+        parts = gather_by_micro_batch([partial(method.requests, each) for each in cut], group, within)
+        own = dict(zip(spans, parts, strict=True))
+        known = summary(method.requests(chosen, known), known, parts, group, within)
+    return Objective(method, tokens, rows, known, state, own, is_log_prob_pass)

@@ -1,0 +1,124 @@
+"""The two passes over a batch: forward only for log-probs and entropies, forward and backward for the gradient.
+
+Both run Megatron's pipeline schedule over the same micro-batches, so on-policy ratios are 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from megatron_stare.megatron.backend.cpu_backend import backend, has_transformer_engine
+from megatron_stare.megatron.batching.microbatch import MicroBatch, RankBatch
+from megatron_stare.megatron.model.head import Head, LossFunction
+from megatron_stare.megatron.model.model import hidden_states, unwrap
+from megatron_stare.megatron.model.routing_replay import begin_pass, give_experts
+
+
+def compute_log_probs(
+    model: list[nn.Module],
+    batch: RankBatch,
+    head: Head,
+    *,
+    second_moment: bool = False,
+    keep: list[Tensor] | None = None,
+) -> tuple[Tensor, ...]:
+    """Log-probs and entropies [N] of this rank's response positions; on the last pipeline stage only, else empty.
+
+    Args:
+        second_moment: also give sum p^2 and sum p^2 ln p [N] over the vocabulary.
+        keep: takes the micro-batches' last hidden states with their graph, for `accumulate_gradients` to go on from;
+            not of a model that is cut into pipeline stages.
+    """
+
+    def collect(chunk: nn.Module, hidden: Tensor, micro: MicroBatch) -> tuple[Tensor, ...]:
+        if keep is not None:
+            keep.append(hidden)
+        with torch.no_grad():
+            return head.compute_log_probs(unwrap(chunk), hidden, micro, second_moment=second_moment)
+
+    with torch.set_grad_enabled(keep is not None):
+        passed = _run(model, batch, collect, forward_only=True)
+    empty = torch.zeros(0, device=batch.device)
+    columns = zip(*passed, strict=True) if passed else [()] * (4 if second_moment else 2)
+    return tuple(torch.cat([empty, *column]) for column in columns)
+
+
+def accumulate_gradients(
+    model: list[nn.Module],
+    batch: RankBatch,
+    head: Head,
+    loss_of: LossFunction,
+    loss_scale: Tensor | None = None,
+    kept: list[Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Adds the gradient of the summed loss of all micro-batches to the model's gradient buffers, reduced over ranks.
+
+    Args:
+        loss_scale: 0-dim, what the loss, and so the gradient, is multiplied by; None: 1.
+        kept: by `compute_log_probs`, of the same micro-batches and weights: the model's forward is not run again. Left
+            empty.
+
+    Returns:
+        The tensors that `loss_of` gave to log, laid end to end: [N] each; empty but on the last stage.
+    """
+
+    def scaled_loss(log_prob: Tensor, entropy: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, logged = loss_of(log_prob, entropy, micro)
+        return loss if loss_scale is None else loss * loss_scale, logged
+
+    def loss_function(chunk: nn.Module, hidden: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        # Scaled before the head sees it, not by Megatron's grad_scale_func after: a head that takes gradients in the
+        # forward writes those of the logits in float16 there.
+        loss, logged = head.loss(unwrap(chunk), hidden, micro, scaled_loss)
+        # the loss is already scaled by counts over the whole batch: with 0 tokens Megatron divides by nothing
+        return loss, torch.zeros((), dtype=torch.int, device=loss.device), logged
+
+    for chunk in model:
+        chunk.zero_grad_buffer()  # type: ignore[operator]
+    logged = _run(model, batch, loss_function, forward_only=False, kept=kept)
+    return {name: torch.cat([each[name] for each in logged]) for name in (logged[0] if logged else ())}
+
+
+def _run(
+    model: list[nn.Module],
+    batch: RankBatch,
+    after_hidden: Callable[..., Any],
+    *,
+    forward_only: bool,
+    kept: list[Tensor] | None = None,
+) -> Any:
+    """Megatron's schedule over this rank's micro-batches; `after_hidden` turns the last hidden states, those in `kept`
+    where it has some, into what is collected."""
+    split = batch.layout.micro_batch_group  # Megatron asks for the length before sequences are split
+
+    def forward_step(micro_batches: Any, chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        micro: MicroBatch = next(micro_batches)
+        if kept:
+            hidden = kept.pop(0)
+        else:
+            give_experts(chunk, micro.experts)
+            hidden = hidden_states(chunk, micro.tokens, micro.positions, micro.packing)
+        return hidden, lambda output, non_loss_data=False: after_hidden(chunk, output, micro)
+
+    def on_device() -> Iterator[MicroBatch]:
+        """Each as its turn comes."""
+        bounds = has_transformer_engine()
+        return (micro.to(batch.device, bounds=bounds) for micro in batch.micro_batches)
+
+    begin_pass(model, trains=not forward_only)
+    with backend():
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[on_device() for _ in model],
+            model=model,
+            num_microbatches=len(batch.micro_batches),
+            seq_length=batch.micro_batches[0].tokens.shape[1] * (split.size() if split is not None else 1),
+            micro_batch_size=batch.micro_batches[0].tokens.shape[0],
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )

@@ -1,0 +1,276 @@
+"""A rollout batch on one rank of the trainer, from its log-prob pass to its last optimizer step.
+
+`compute_log_probs` -> `measure` (statistics of the rollout batch, the method's state) -> `update`, once a
+mini-batch (gradient, clip, optimizer step). Pipeline stages but the last run the passes and know no numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron_stare.algorithms.method import Method
+from megatron_stare.config.performance import keeps_graph
+from megatron_stare.config.schema import Config
+from megatron_stare.megatron.backend.cpu_backend import device
+from megatron_stare.megatron.backend.layout import Layout
+from megatron_stare.megatron.batching.microbatch import MicroBatch, RankBatch
+from megatron_stare.megatron.export.export import export_gradients, export_hf
+from megatron_stare.megatron.model.head import Head
+from megatron_stare.megatron.model.model import finish_gather
+from megatron_stare.megatron.model.routing_replay import routing_metrics
+from megatron_stare.megatron.optimizer.loss_scale import loss_scale_of
+from megatron_stare.megatron.optimizer.optimizer import take_step
+from megatron_stare.megatron.step.dump import write_step, write_tensors
+from megatron_stare.megatron.step.forecast import forecast, measured_change, token_norms
+from megatron_stare.megatron.step.measured import Measured, complete, measure_batch
+from megatron_stare.megatron.step.objective import Objective, make_objective
+from megatron_stare.megatron.step.passes import accumulate_gradients, compute_log_probs
+from megatron_stare.megatron.step.reference import Reference
+from megatron_stare.megatron.step.watched_tokens import token_numbers
+from megatron_stare.models.shape import ModelShape
+from megatron_stare.ops.statistics_executor import answer
+from megatron_stare.records.batch_statistics import scalar
+from megatron_stare.records.metric import Metric
+from megatron_stare.records.token_numbers import TokenNumbers
+
+METRICS = (
+    Metric(
+        "optimizer/grad_norm",
+        "norm",
+        "of the gradient over all parameters, before it is clipped",
+        "within ten times the median of the last 50 steps (alert above)",
+    ),
+    Metric("optimizer/lr", "rate", "learning rate of the step", "follows optimizer.schedule"),
+    Metric(
+        "optimizer/loss_scale",
+        "factor",
+        "what the loss is multiplied by for backward; float16 alone",
+        "a power of 2 that halves now and then; at optimizer.min_loss_scale gradients are broken",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A rank's part of the policy, and what moves it.
+
+    reference: the policy that a KL term is measured against; None where the method has no such term.
+    """
+
+    model: list[nn.Module]
+    shape: ModelShape
+    layout: Layout
+    head: Head
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    reference: Reference | None
+
+
+class Step:
+    """What a rank knows of a rollout batch.
+
+    measured: the batch's tokens here and what was asked of all ranks' tokens; None but on the last pipeline stage.
+    group: ranks that hold other tokens of the batch; None: this rank holds all.
+    """
+
+    def __init__(self, config: Config, method: Method, policy: Policy, batch: RankBatch) -> None:
+        self._config = config
+        self._method = method
+        self._policy = policy
+        self.batch = batch
+        self.group: ProcessGroup | None = batch.layout.group
+        self.measured: Measured | None = None
+        self._objective: Objective | None = None  # of the update at hand; None but on the last stage
+        self.lost: Tensor | None = None  # [k] samples whose loss was not finite in the last update that was not taken
+        self._numbers: list[TokenNumbers] = []  # of tokens that were asked for, an entry an update
+        self._kept: list[Tensor] | None = [] if keeps_graph(config, batch.plan.micro_batches) else None
+        self._routing: dict[str, Tensor] = {}  # how far the routers of the log-prob pass agree with the engine's
+
+    def compute_log_probs(self) -> None:
+        """The forward-only pass: log-prob and entropy of every response token under the current policy.
+
+        Where the configuration skips it, both are NaN until the training pass has given them.
+        """
+        config, policy, batch = self._config, self._policy, self.batch
+        moments: list[Tensor] = []
+        if config.skips_log_prob_pass:
+            log_prob = entropy = torch.full(batch.index.shape, torch.nan, device=device())
+        else:
+            with_moments = config.observability.entropy_forecast
+            log_prob, entropy, *moments = compute_log_probs(
+                policy.model, batch, policy.head, second_moment=with_moments, keep=self._kept
+            )
+            if config.moe.routing_replay:
+                self._routing = routing_metrics(policy.model, device())
+        reference = policy.reference.compute_log_probs(batch, policy.head) if policy.reference is not None else None
+        if not policy.layout.last_stage:
+            return
+        tokens = batch.token_batch(log_prob, entropy)
+        sum_p2, sum_p2_log_p = moments or (None, None)
+        from_rollout = config.statistics.surprisal == "rollout"
+        self.measured = Measured(
+            replace(
+                tokens,
+                reference_log_prob=reference,
+                selection_log_prob=tokens.rollout_log_prob if from_rollout else None,
+                sum_p2=sum_p2,
+                sum_p2_log_p=sum_p2_log_p,
+            )
+        )
+
+    @torch.no_grad()
+    def measure(self, state: dict[str, float]) -> None:
+        """The method's statistics over the rollout batch, and its state for this step: it moves once a batch."""
+        if self.measured is None:
+            return
+        before = {name: torch.tensor(x, dtype=torch.float64, device=device()) for name, x in state.items()}
+        lagged, tokens = self._config.skips_log_prob_pass, self.measured.tokens
+        self.measured = measure_batch(self._method, tokens, before, self.group, lagged=lagged)
+        self._objective = self._make_objective(0)
+        if tokens.sum_p2 is not None and (first := self._objective) is not None:
+            # of several updates the first: only its policy is that of the log-prob pass
+            found = forecast(first, self.batch.mini_batch(0).micro_batches, self._policy.head, self.group)
+            if self._measures_forecast():
+                found |= token_norms(tokens, self.group)
+            self.measured = replace(self.measured, forecast=found)
+
+    def update(
+        self, number: int, dump_to: str | None, watched: Sequence[int] = (), norm_limit: float = math.inf
+    ) -> tuple[dict[str, float], dict[str, float]] | None:
+        """Forward, backward, clip, optimizer step on one mini-batch; see Trainer.update."""
+        policy = self._policy
+        part = self.batch.mini_batch(self._mini_batch(number))
+        if number > 0:  # `measure` made the first
+            self._objective = self._make_objective(number)
+        # The last step left every parameter's grad pointing into the gradient buffer: autograd would add to the buffer
+        # through it, and Megatron's hook would then add the buffer to itself.
+        policy.optimizer.zero_grad()
+        if dump_to:
+            finish_gather(policy.model)
+        weights_before = export_hf(policy.model, policy.shape, policy.layout) if dump_to else {}
+        scale = loss_scale_of(policy.optimizer)
+        loss_scale = scale.factor if scale is not None else None
+        logged = accumulate_gradients(policy.model, part, policy.head, self._loss, loss_scale, self._kept)
+        if self._config.skips_log_prob_pass and self.measured is not None:
+            self.measured = complete(self.measured, logged, self._method, self.group)
+        if watched and self.measured is not None and number < len(self.batch.plan.mini_batches):  # the first epoch
+            assert self._objective is not None
+            self._numbers.append(token_numbers(self._objective, self.measured.tokens, part, watched))
+        metrics = self._metrics(logged, with_batch=number == 0)
+        if number == 0:
+            metrics = {**metrics, **self._routing}
+        if dump_to:
+            self._dump(Path(dump_to), weights_before, metrics, loss_scale)
+        outcome = take_step(
+            policy.optimizer,
+            policy.scheduler,
+            self._config.optimizer.clip_grad,
+            empty=self._method.empty(self._objective.statistics) if self._objective is not None else None,
+            loss_not_finite=~logged["loss/policy"].isfinite().all() if self._objective is not None else None,
+            norm_limit=norm_limit,
+        )
+        if not outcome.finite and self._objective is not None:
+            samples = self._objective.tokens.sequence[self._objective.rows]
+            self.lost = samples[~logged["loss/policy"].isfinite()].unique()
+        if outcome.taken and number == 0 and self._measures_forecast():
+            tokens = self._objective.tokens.select(self._objective.rows) if self._objective is not None else None
+            metrics = {**metrics, **measured_change(policy.model, part, policy.head, tokens, self.group)}
+        if self.measured is None or not policy.layout.is_reporting_rank:
+            return None
+        rates = {
+            "optimizer/grad_norm": outcome.grad_norm,
+            "optimizer/lr": float(policy.optimizer.param_groups[0]["lr"]),
+            "update/finite": float(outcome.finite),
+            "update/empty": float(outcome.empty),
+        }
+        if norm_limit < math.inf:
+            rates["update/held"] = float(outcome.held)
+        if loss_scale is not None:
+            rates |= {"update/skipped": float(outcome.skipped), "optimizer/loss_scale": float(loss_scale)}
+        state = {name: float(x) for name, x in self.measured.next_state.items()}
+        return {**{name: float(x) for name, x in metrics.items()}, **rates}, state
+
+    def token_numbers(self) -> list[TokenNumbers]:
+        """Those of the tokens here that updates were asked for; on one rank of each tensor-parallel group of the last
+        stage, none elsewhere. Waits for the device."""
+        mine = self._numbers if self._policy.layout.tp_rank == 0 else []
+        return [part.to_host() for part in mine]
+
+    def _mini_batch(self, number: int) -> int:
+        """Mini-batches are taken in order, and in every epoch again."""
+        return number % len(self.batch.plan.mini_batches)
+
+    @torch.no_grad()
+    def _make_objective(self, number: int) -> Objective | None:
+        """What an update minimises; None but on the last pipeline stage. All ranks must call it for updates after the
+        first, before which `statistics.surprisal: current` passes the mini-batch through the model again."""
+        mini_batch = self._mini_batch(number)
+        part, renewed = self.batch.mini_batch(mini_batch), None
+        if self._config.statistics.surprisal == "current" and number > 0:
+            renewed = compute_log_probs(self._policy.model, part, self._policy.head)
+        if self.measured is None:
+            return None
+        tokens = self.batch.tokens_of(mini_batch, self.measured.tokens)
+        if renewed is not None:
+            selected_by, entropy = tokens.old_log_prob.clone(), tokens.entropy.clone()
+            selected_by[part.span], entropy[part.span] = renewed
+            tokens = replace(tokens, selection_log_prob=selected_by, selection_entropy=entropy)
+        whole = len(self.batch.plan.mini_batches) == 1
+        return make_objective(
+            self._method,
+            part,
+            tokens,
+            self.measured.state,
+            self.group,
+            by_micro_batch=self._config.statistics.scope == "micro_batch",
+            is_log_prob_pass=self._config.skips_log_prob_pass,
+            known=self.measured.statistics if whole and renewed is None else None,
+        )
+
+    def _loss(self, log_prob: Tensor, entropy: Tensor, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        assert self._objective is not None  # Megatron calls it on the last stage
+        return self._objective.loss(log_prob, entropy, micro)
+
+    @torch.no_grad()
+    def _metrics(self, logged: Mapping[str, Tensor], *, with_batch: bool) -> Mapping[str, Tensor | float]:
+        """Everything that is logged of an update, and `with_batch` of the rollout batch; 0-dim tensors."""
+        if self.measured is None or self._objective is None:
+            return {}
+        objective = self._objective
+        of_batch = self.measured.requests() if with_batch else {}
+        answers = answer({**of_batch, **objective.requests(logged)}, self.group)
+        asked = {name: scalar(answers, name) for name in answers}
+        forecast = self.measured.forecast if with_batch else {}
+        return {**asked, **forecast, **self._method.metrics(objective.statistics, objective.state)}
+
+    def _measures_forecast(self) -> bool:
+        """Whether this step is one of `observability.measured_every`: only where there is a forecast."""
+        watched = self._config.observability
+        if not watched.entropy_forecast or self._config.skips_log_prob_pass or watched.measured_every == 0:
+            return False
+        return self.batch.share.step % watched.measured_every == 0
+
+    def _dump(
+        self,
+        folder: Path,
+        weights: Mapping[str, Tensor],
+        metrics: Mapping[str, Tensor | float],
+        loss_scale: Tensor | None,
+    ) -> None:
+        """Writes the weights before the first update, its loss and gradients. All ranks must call it; the mini-batch
+        is written by the driver, which has it whole."""
+        policy = self._policy
+        gradients = export_gradients(policy.model, policy.shape, policy.layout, loss_scale)
+        if policy.layout.rank == 0:  # which has all tensors, as the last stage has the loss
+            write_tensors(folder, weights, gradients)
+        if policy.layout.is_reporting_rank:
+            write_step(folder, float(metrics["loss/policy"]), self._config)

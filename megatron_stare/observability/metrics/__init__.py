@@ -1,0 +1,1 @@
+"""The metrics of a step, the alerts they raise, and the monitor that tells both to every sink."""

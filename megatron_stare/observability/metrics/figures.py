@@ -1,0 +1,188 @@
+"""The verdict figures and settings of a run, in words and numbers.
+
+Comes from a `RunRecord`; goes to the head of the report, as cards for one run and as columns for several, and to the
+terminal when a run has finished.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_stare.observability.metrics.paired import BAND, RECENT, compared, summary
+from megatron_stare.observability.metrics.scales import short
+from megatron_stare.run_dir.run_files import RunRecord, read_run, result_name
+
+Tone = Literal["", "good", "warn"]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure: what it is, its value, what to hold it against, and whether that is good news."""
+
+    label: str
+    value: str
+    note: str = ""
+    tone: Tone = ""
+
+
+def verdict(run: RunRecord) -> list[Figure]:
+    """The figures of a run, most important first. Figures that do not apply to its method are left out."""
+    s = summary(run.metrics)
+    figures = [
+        *(figure for task in run.tasks for figure in _pass_at_1_of(run, task)),
+        _entropy(s),
+        Figure(f"Entropy, last {RECENT} steps", short(s["entropy_last"]), "nats, mean"),
+    ]
+    if s["gate_on_share"] is not None:
+        note = (
+            f"of the steps; {s['gate_on_last_share']:.0%} of the last third"
+            if s["gate_on_last_share"] is not None
+            else ""
+        )
+        figures.append(Figure("Gate on", f"{s['gate_on_share']:.0%}", note or "of the steps"))
+    figures.append(_reward(s))
+    planned = run.setting("run.steps")
+    done = "–" if s["last_step"] is None else f"{s['last_step']:,.0f}"
+    figures.append(Figure("Steps", done, f"of {planned:,} planned" if isinstance(planned, int) else ""))
+    figures.append(Figure("Training time", duration(s["wall_s"]), f"{short(s['step_s'])} s a step"))
+    figures.append(Figure("Throughput", short(s["tokens_per_s"], 4), "tokens a second, mean"))
+    figures.append(Figure("Peak memory", short(s["peak_memory_gb"]), "GB, all processes of the run (Pss)"))
+    figures.append(Figure("Largest |log ratio|", short(s["max_abs_log_ratio"], 2), "nats; 0 is exactly on-policy"))
+    figures.append(
+        Figure("Engine against trainer", short(s["logprob_diff_max"], 2), "nats, largest log-prob difference")
+    )
+    return figures
+
+
+def outline(run: RunRecord) -> str:
+    """Method, model and batch in a line, and where and when it was started."""
+    prompts, samples = run.setting("batch.prompts"), run.setting("batch.samples_per_prompt")
+    batch = f"{prompts} prompts × {samples} responses" if prompts and samples else None
+    return " · ".join(str(part) for part in (run.method, run.setting("model.path"), batch) if part)
+
+
+def started(run: RunRecord) -> str:
+    """Date, host and commit of its starts; those one after the other in the same place as one. "" for a run of a
+    release that did not note them."""
+    said: list[str] = []
+    for place, starts in itertools.groupby(run.starts, _place):
+        first, *others = starts
+        said.append(f"{_begun(first) if said else 'started'} {_date(first)} {place}")
+        if others:
+            times = f"{len(others)} times there, the last " if len(others) > 1 else ""
+            said.append(f"{_begun(others[-1], times)} {_date(others[-1])}")
+    return "; ".join(said)
+
+
+def _place(start: dict[str, Any]) -> str:
+    code = f"commit {start['commit']}" if start.get("commit") else f"release {start.get('version')}"
+    return f"on {start.get('host')}, {code}"
+
+
+def _begun(start: dict[str, Any], times: str = "") -> str:
+    return f"resumed {times}after step {start['step']}"
+
+
+def _date(start: dict[str, Any]) -> str:
+    return str(start.get("date"))[:16].replace("T", " ")
+
+
+def duration(seconds: float | None) -> str:
+    """A duration in its two largest units."""
+    if seconds is None:
+        return "–"
+    if seconds < 60:
+        return f"{short(seconds)} s"
+    whole = round(seconds)
+    for size, unit, below, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // below} {small}"
+    return f"{whole} s"
+
+
+def _entropy(s: dict[str, float | None]) -> Figure:
+    value, target, ratio = s["entropy_last_share"], s["entropy_target"], s["entropy_ratio"]
+    label = "Entropy, last third"
+    if target is None or ratio is None:
+        return Figure(label, short(value), "nats, mean; the method has no target" if value is not None else "")
+    inside = abs(ratio - 1) <= BAND
+    where = f"inside ±{BAND:.0%}" if inside else f"outside ±{BAND:.0%}"
+    return Figure(
+        label, short(value), f"nats; {ratio:.2f} × target {short(target)}, {where}", "good" if inside else "warn"
+    )
+
+
+def _reward(s: dict[str, float | None]) -> Figure:
+    failures = s["reward_failures"]
+    note = f"mean; first {RECENT} steps {short(s['reward_first'])}"
+    if failures:
+        note += f"; {failures:,.0f} answers not verified"
+    return Figure(f"Reward, last {RECENT} steps", short(s["reward_last"]), note, "warn" if failures else "")
+
+
+def _pass_at_1_of(run: RunRecord, task: str | None) -> list[Figure]:
+    """The results on one task."""
+    on = run.on_task(task)
+    sampled, greedy = labels_of(on, task)
+    return [_pass_at_1(on, sampled, "pass1", "correct"), _pass_at_1(on, greedy, "greedy", "greedy_correct")]
+
+
+def labels_of(run: RunRecord, task: str | None) -> tuple[str, str]:
+    """What the results on a task are called, sampled and greedy.
+
+    Args:
+        run: with the evaluations on this task alone.
+    """
+    named = f"{task}: " if task else ""
+    return f"{named}{result_name(run.after or run.before or {})}, sampled", f"{named}pass@1, greedy"
+
+
+def _pass_at_1(run: RunRecord, label: str, accuracy: str, results: str) -> Figure:
+    before, after = run.before or {}, run.after or {}
+    if after.get(accuracy) is None:
+        return Figure(
+            label,
+            short(before.get(accuracy)),
+            "before training" if before.get(accuracy) is not None else "no evaluation",
+        )
+    if before.get(accuracy) is None:
+        return Figure(label, short(after[accuracy]), "after training")
+    value = f"{before[accuracy]:.3f} → {after[accuracy]:.3f}"
+    pair = compared(before, after, results)
+    if isinstance(pair, str):
+        return Figure(label, value, f"{pair} before and after, so no interval")
+    mean, low, high = pair
+    if math.isnan(low):
+        return Figure(label, value, f"{mean:+.3f}, one problem")
+    tone: Tone = "good" if low > 0 else "warn" if high < 0 else ""
+    number, problems = len(after[results]), after.get("problem")
+    count = f"{number} problems"
+    if problems and (different := len(set(problems))) < number:
+        count += f", {different} of them different"
+    return Figure(label, value, f"{mean:+.3f} [{low:+.3f}, {high:+.3f}], 95 %, paired, {count}", tone)
+
+
+CONTENTS = {
+    "report.html": "figures, curves, responses before and after",
+    "metrics.jsonl": "every metric of every step",
+    "tensorboard": "the same for TensorBoard",
+    "eval.jsonl": "pass@1 on held-out problems",
+    "rollouts": "sampled responses, some with the numbers of every token",
+    "starts.jsonl": "when, where and from which commit",
+    "checkpoints": "to continue with --resume",
+    "hf": "the policy, as transformers loads it",
+    "config.yaml": "the resolved configuration",
+}
+
+
+def closing(run_dir: Path) -> str:
+    """Several lines: the run's figures, then the files of its directory."""
+    figures = verdict(read_run(run_dir))
+    width = max(len(figure.label) for figure in figures)
+    lines = [f"  {f.label:<{width}}  {f.value}  {f.note}".rstrip() for f in figures]
+    files = [f"  {name:<{width}}  {what}" for name, what in CONTENTS.items() if (run_dir / name).exists()]
+    return "\n".join(["", *lines, "", f"{run_dir}/", *files])

@@ -1,0 +1,177 @@
+"""What a run reports, told to every sink of it: steps, evaluations, alerts, phases and notes.
+
+Comes from the driver loop; goes to the sinks that the configuration names. One that fails neither ends the run nor
+keeps anything from the others, unless it is the record of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from megatron_stare.errors import UserError
+from megatron_stare.observability.metrics.alerts import Watch
+from megatron_stare.observability.metrics.own_metrics import WHERE as OWN
+from megatron_stare.observability.metrics.own_metrics import OwnMetric, measure
+from megatron_stare.observability.metrics.reflections import reflections, selected_reflections
+from megatron_stare.observability.metrics.step_metrics import Stopwatch, step_metrics
+from megatron_stare.observability.sink import WHERE, RunOutline, Sink
+from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.run_dir.run_files import METRICS_FILE, read_metrics
+
+Gauge = Callable[[], Mapping[str, float]]
+
+
+class Monitor:
+    """Everything that a run says.
+
+    Args:
+        sinks: by name; the essential ones are told first, so that what others show has been recorded.
+        run: which run it is.
+        own: the user's functions of a step's batch, by their paths.
+    """
+
+    def __init__(
+        self, sinks: Mapping[str, Sink], run: RunOutline, own: Mapping[str, OwnMetric] = MappingProxyType({})
+    ) -> None:
+        self._own = own
+        self._sinks = dict(sorted(sinks.items(), key=lambda item: not item[1].essential))
+        self._run = run
+        self._open: dict[str, Sink] = {}
+        self._failed: set[str] = set()
+        self._watch = Watch(run.config.model.dtype)
+        self._stopwatch = Stopwatch(self._shown)
+        self.gauges: list[Gauge] = []  # metrics that are not the trainer's, read as a step is logged
+        self.resumed: list[dict[str, Any]] = []  # metrics of the steps before, of a run that is continued
+
+    def start(self) -> None:
+        """A new run begins. Raises UserError where a sink cannot take it down."""
+        for name, sink in self._sinks.items():
+            self._begin(name, sink, lambda sink: sink.start(self._run))
+
+    def resume(self, step: int) -> None:
+        """A run is continued after `step`. Raises UserError where a sink cannot take it down."""
+        rows = self.resumed = [row for row in read_metrics(self._run.dir / METRICS_FILE) if row["step"] <= step]
+        self._watch.restore(rows)
+        for name, sink in self._sinks.items():
+            self._begin(name, sink, lambda sink: sink.resume(self._run, step, rows))
+
+    def begin_step(self) -> None:
+        """The clock of the next step runs from here."""
+        self._stopwatch = Stopwatch(self._shown)
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """The time spent inside is this phase's, and that of the step under way: metric `time/<name>_s`."""
+        return self._stopwatch(name)
+
+    def progress(self, done: int, total: int) -> None:
+        """Responses finished, of those wanted in this phase."""
+        self._tell(lambda sink: sink.progress(done, total))
+
+    def note(self, text: str) -> None:
+        """A remark for the person who watches."""
+        self._tell(lambda sink: sink.note(text))
+
+    def log(self, step: int, batch: RolloutBatch, result: Mapping[str, float]) -> None:
+        """A step is done. On disk, as far as this process goes, when it returns.
+
+        Args:
+            result: the trainer's metrics of the step.
+
+        Raises:
+            UserError: the record of the run cannot be written.
+        """
+        gauged = {name: value for gauge in self.gauges for name, value in gauge().items()}
+        found = step_metrics(batch, batch.trajectories, {**result, **gauged}, self._stopwatch)
+        found |= reflections(batch.trajectories, self._run.config.observability.reflection_words)
+        found |= selected_reflections(batch.trajectories)
+        metrics = {name: float(value) for name, value in found.items()}
+        for name, function in self._own.items():
+            try:
+                metrics |= measure(function, batch, metrics)
+            except Exception as error:  # whatever a user's function raises
+                self._warn_once(name, f"{name!r} of {OWN} failed: {_said(error)}; the run goes on without it")
+        changed = self._watch.add(step, metrics)
+        active = tuple(self._watch.active.values())
+        self._tell(lambda sink: sink.step(step, metrics, batch))
+        self._tell(lambda sink: sink.alerts(changed, active))
+
+    def evaluation(self, record: Mapping[str, Any]) -> None:
+        """An evaluation is done. Raises UserError where it cannot be recorded."""
+        self._tell(lambda sink: sink.evaluation(record))
+
+    def finish(self) -> None:
+        """The run has made all its steps."""
+        for name, sink in self._sinks.items():
+            self._guarded(name, sink, lambda sink: sink.finish(self._run))
+
+    def close(self) -> None:
+        """Ends every sink that was started. Raises UserError where one that is essential could not be ended whole."""
+        first: UserError | None = None
+        for name, sink in reversed(self._open.items()):
+            try:
+                self._guarded(name, sink, lambda sink: sink.close())
+            except UserError as error:
+                first = first or error
+        self._open.clear()
+        if first:
+            raise first
+
+    @contextlib.contextmanager
+    def _shown(self, phase: str) -> Iterator[None]:
+        self._tell(lambda sink: sink.begin_phase(phase))
+        try:
+            yield
+        finally:
+            self._tell(lambda sink: sink.end_phase(phase))
+
+    def _begin(self, name: str, sink: Sink, call: Callable[[Sink], None]) -> None:
+        """Nothing was spent yet, so whatever cannot be taken down is better mended first."""
+        self._open[name] = sink
+        try:
+            call(sink)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"{name!r} cannot begin: {_said(error)}", where=WHERE, fix="mend it, or leave this sink out"
+            ) from error
+
+    def _tell(self, call: Callable[[Sink], None]) -> None:
+        for name, sink in self._open.items():
+            self._guarded(name, sink, call)
+
+    def _guarded(self, name: str, sink: Sink, call: Callable[[Sink], None]) -> None:
+        """One call of one sink."""
+        try:
+            call(sink)
+        except Exception as error:
+            known = name in self._failed
+            if not sink.essential:
+                self._warn_once(
+                    name, f"the sink {name!r} of {WHERE} failed: {_said(error)}; the run goes on without what it misses"
+                )
+            elif not isinstance(error, OSError):
+                raise
+            elif not known:  # or it is closed because of this: what it had still to write fails once more
+                self._failed.add(name)
+                raise UserError(
+                    f"the record of the run cannot be written ({error.strerror or error})",
+                    where=str(error.filename or self._run.dir),
+                    fix="make room, and continue with --resume",
+                ) from error
+
+    def _warn_once(self, name: str, text: str) -> None:
+        """Of a sink or metric that fails."""
+        if name in self._failed:
+            return
+        self._failed.add(name)
+        with contextlib.suppress(OSError):  # it may be the terminal that is gone
+            print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,136 @@
+"""Signs that a policy earns its reward by other means than reasoning, from the samples of one step.
+
+Comes from verified samples; goes into the step's metrics and from there to the report. Pure functions of the samples.
+None of them proves anything alone; docs/diagnostics.md says how each is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import StatisticsError, correlation, fmean
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_stare.records.metric import Metric
+
+if TYPE_CHECKING:  # the report takes its words from here, and does without torch
+    from torch import Tensor
+
+    from megatron_stare.records.trajectory import Trajectory
+
+METRICS = (
+    Metric(
+        "signal/length_reward",
+        "correlation",
+        "Pearson's correlation of response length and reward over the verified responses",
+        "no drift towards 1 (length is paid for); NaN: one of them does not vary",
+    ),
+    Metric(
+        "signal/length_right",
+        "tokens",
+        "mean length of right responses (reward above 0.5)",
+        "moves with signal/length_wrong",
+    ),
+    Metric(
+        "signal/length_wrong", "tokens", "mean length of wrong responses", "does not grow away from signal/length_right"
+    ),
+    Metric(
+        "signal/repetition",
+        "share",
+        "4-grams of token ids that stood earlier in the same response",
+        "steady; rising: loops",
+    ),
+    Metric(
+        "signal/format", "share", "verified responses in which the verifier finds an answer", "rises early, then near 1"
+    ),
+    Metric(
+        "signal/no_reasoning",
+        "share",
+        "right answers with fewer than 8 tokens before them",
+        "does not rise; rising: guessed or remembered",
+    ),
+)
+
+NGRAM = 4  # tokens: two in a row repeat in any prose, four hardly do
+INT64_MAX = 2**63 - 1
+FEW_TOKENS = 8  # "The answer is" and a box fit; a line of working does not
+
+
+def hacking_signals(samples: Sequence[Trajectory]) -> dict[str, float]:
+    """The `signal/*` metrics of a step. Samples without a verdict are left out, but for the repetition.
+
+    Metrics of where the answer stands are missing where the verifier does not say it.
+    """
+    verified = [s for s in samples if s.judged]
+    right, wrong = [s for s in verified if is_right(s)], [s for s in verified if not is_right(s)]
+    signals = {
+        "signal/length_reward": length_reward_correlation(verified),
+        "signal/length_right": _mean([len(s) for s in right]),
+        "signal/length_wrong": _mean([len(s) for s in wrong]),
+        "signal/repetition": repetition([s.tokens for s in samples]),
+    }
+    if any(s.answer_at is not None for s in verified):
+        signals["signal/format"] = _mean([has_answer(s) for s in verified])
+        signals["signal/no_reasoning"] = _mean([tokens_before_answer(s) < FEW_TOKENS for s in right if has_answer(s)])
+    return signals
+
+
+def is_right(sample: Trajectory) -> bool:
+    """Above one half, as in the evaluation."""
+    return (sample.reward or 0.0) > 0.5
+
+
+def has_answer(sample: Trajectory) -> bool:
+    """An answer stands in the right format, as the verifier's parser sees it."""
+    return sample.answer_at is not None and sample.answer_at >= 0
+
+
+def length_reward_correlation(samples: Sequence[Trajectory]) -> float:
+    """Pearson's correlation of length in tokens and reward; NaN where one of them is the same for all."""
+    try:
+        return correlation([float(len(s)) for s in samples], [s.reward or 0.0 for s in samples])
+    except StatisticsError:  # fewer than two, or no spread
+        return math.nan
+
+
+def repetition(responses: Sequence[Tensor], n: int = NGRAM) -> float:
+    """Share of the n-grams of token ids ([.] each response's) that stood earlier in the same response; NaN where there
+    are none.
+
+    Every n-gram becomes one int64, in the number system whose digits are token ids, behind the number of its response;
+    numpy sorts these in a tenth of torch's time.
+    """
+    columns = [tokens.numpy() for tokens in responses]
+    lengths = np.array([len(column) for column in columns], dtype=np.int64)
+    grams = np.maximum(lengths - n + 1, 0)  # of each response
+    total = int(grams.sum())
+    if not total:
+        return math.nan
+    ids = np.concatenate(columns).astype(np.int64)
+    within = np.arange(total) - np.repeat(np.cumsum(grams) - grams, grams)
+    starts, base = np.repeat(np.cumsum(lengths) - lengths, grams) + within, int(ids.max()) + 1
+    numbers, end = np.repeat(np.arange(len(lengths)), grams), len(lengths)  # numbers are below `end`
+    for i in range(n):
+        if end * base > INT64_MAX:  # there is no room for one more digit, but for that of a number's rank there is
+            numbers, end = np.unique(numbers, return_inverse=True)[1], total
+        numbers, end = numbers * base + ids[starts + i], end * base
+    ordered = np.sort(numbers)
+    distinct = 1 + int(np.count_nonzero(ordered[1:] != ordered[:-1]))
+    return (total - distinct) / total
+
+
+def tokens_before_answer(sample: Trajectory) -> float:
+    """Sampled tokens before the answer begins: all that the policy sampled, times the share of its text that stands
+    before it.
+
+    Only of a sample that has an answer.
+    """
+    assert sample.answer_at is not None
+    sampled = sum(tokens for version, tokens in sample.versions if version >= 0)  # not those of an environment
+    return sampled * sample.answer_at / len(sample.said)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else math.nan

@@ -1,0 +1,160 @@
+"""A step's figures: what the trainer reports, and what the driver sees of rewards, responses, time and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from megatron_stare.observability.metrics.reward_hacking import hacking_signals
+from megatron_stare.process.process_memory import tree_pss_bytes
+from megatron_stare.records.metric import Metric
+from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.records.trajectory import Trajectory
+
+METRICS = (
+    Metric(
+        "reward/mean",
+        "reward",
+        "mean over verified responses, before length penalties",
+        "rises; NaN: no answer was verified",
+    ),
+    Metric(
+        "reward/timeouts",
+        "responses",
+        "whose verifier took longer than reward.timeout_s",
+        "0; any is an alert, many stop the run (reward.max_failure_rate)",
+    ),
+    Metric("reward/crashes", "responses", "whose verifier raised or took its process down", "0; as above"),
+    Metric(
+        "environment/given_up",
+        "responses",
+        "whose environment had begun a call that nobody knows the end of and that cannot be made again; without loss",
+        "0, or a few in the step after a run was killed",
+    ),
+    Metric(
+        "group/degenerate",
+        "share",
+        "prompt groups whose rewards are all equal, which teach nothing",
+        "below 0.9 (alert above); data too easy or too hard: batch.generate_prompts",
+    ),
+    Metric(
+        "response/length_mean",
+        "tokens",
+        "mean length of the responses, observations of an environment included",
+        "steady or slowly rising",
+    ),
+    Metric("response/length_max", "tokens", "longest response", "below rollout.max_new_tokens"),
+    Metric("response/truncated", "share", "responses cut off at rollout.max_new_tokens", "below 0.2 (alert above)"),
+    Metric(
+        "time/rollout_s",
+        "s",
+        "sampling and verifying; with rollout.staleness, waiting for them",
+        "the largest part of a step with long responses",
+    ),
+    Metric(
+        "time/log_probs_s",
+        "s",
+        "log-prob pass; missing where none is made",
+        "about a third of time/update_s with one update a batch, more with performance.keep_graph",
+    ),
+    Metric(
+        "time/update_s",
+        "s",
+        "all updates of the step: forward, backward, optimizer",
+        "steady for the same number of tokens",
+    ),
+    Metric("time/sync_s", "s", "weights to the engines, and the canary", "steady"),
+    Metric(
+        "time/step_s", "s", "the whole step; evaluations and checkpoints are not in it", "near the sum of its phases"
+    ),
+    Metric("perf/tokens_per_s", "tokens/s", "response tokens of the batch over time/step_s", "steady"),
+    Metric(
+        "memory/tree_pss_gb",
+        "GB",
+        "10^9 bytes: main memory of all the run's processes on the driver's node (Pss), read every 10 s",
+        "level after some steps; a steady rise is a leak",
+    ),
+)
+
+
+MEMORY_EVERY_S = 10.0  # reading every process's page tables takes milliseconds
+
+
+class Stopwatch:
+    """Times the phases of one step, and shows them as they run.
+
+    Args:
+        shown: opens a phase on the display, by name.
+    """
+
+    def __init__(self, shown: Callable[[str], contextlib.AbstractContextManager[None]]) -> None:
+        self._shown = shown
+        self.seconds: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        with self._shown(phase):
+            yield
+        self.seconds[phase] = time.perf_counter() - start
+
+    def total(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self._start
+
+
+class _MemoryProbe:
+    """The process tree's Pss, read now and then; the last reading in between."""
+
+    def __init__(self) -> None:
+        self._read_at = -MEMORY_EVERY_S
+        self._bytes: int | None = None
+
+    def gigabytes(self) -> float | None:
+        if time.monotonic() - self._read_at >= MEMORY_EVERY_S:
+            self._bytes, self._read_at = tree_pss_bytes(), time.monotonic()
+        return None if self._bytes is None else self._bytes / 1e9
+
+
+_memory = _MemoryProbe()
+
+
+def step_metrics(
+    batch: RolloutBatch, samples: Sequence[Trajectory], trainer: Mapping[str, float], watch: Stopwatch
+) -> dict[str, float]:
+    """Every metric of the step, by name."""
+    verified = batch.verified
+    lengths = batch.response_lengths.to(torch.float64)
+    rewards = batch.rewards[verified]
+    seconds = watch.total()
+    metrics = {
+        "reward/mean": float(rewards.mean()) if len(rewards) else float("nan"),
+        "reward/timeouts": float(sum(s.reward_status == "timeout" for s in samples)),
+        "reward/crashes": float(sum(s.reward_status == "crash" for s in samples)),
+        "environment/given_up": float(sum(s.reward_status == "given_up" for s in samples)),
+        "group/degenerate": degenerate_share(batch),
+        "response/length_mean": float(lengths.mean()),
+        "response/length_max": float(lengths.max()),
+        "response/truncated": float(batch.truncated.to(torch.float64).mean()),
+        **hacking_signals(samples),
+        **trainer,
+        **{f"time/{phase}_s": spent for phase, spent in watch.seconds.items()},
+        "time/step_s": seconds,
+        "perf/tokens_per_s": float(lengths.sum()) / seconds,
+    }
+    if (memory := _memory.gigabytes()) is not None:
+        metrics["memory/tree_pss_gb"] = memory
+    return metrics
+
+
+def degenerate_share(batch: RolloutBatch) -> float:
+    """Share of prompt groups whose rewards are all equal, and so teach nothing."""
+    groups = int(batch.groups.max()) + 1
+    rewards, of = batch.rewards[batch.verified], batch.groups[batch.verified]
+    least = rewards.new_full((groups,), torch.inf).scatter_reduce_(0, of, rewards, "amin")
+    most = rewards.new_full((groups,), -torch.inf).scatter_reduce_(0, of, rewards, "amax")
+    return int((most <= least).sum()) / groups

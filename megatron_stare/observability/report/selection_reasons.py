@@ -1,0 +1,102 @@
+"""Which tokens of a step a method selected, and why, in words: from its settings and the numbers that the step logged.
+
+Comes from config.yaml and a row of metrics.jsonl; goes to the page of sampled responses. Nothing is computed anew: a
+threshold is the one that the step's own selection was made by.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_stare.observability.metrics.scales import short
+
+# of STARE: name in metrics, as it is written, letter in a rollout file, sign of the advantage, state that weighs it
+_SETS = (
+    ("plus", "L+", "+", "positive", "amplify"),
+    ("minus", "L−", "-", "negative", "attenuate"),
+    ("common_plus", "U+", "p", "positive", "attenuate"),
+    ("common_minus", "U−", "m", "negative", "amplify"),
+)
+_OF_METHODS = ("stapo/", "forks/", "clip_cov/", "kl_cov/")  # what other methods log of whom they select
+
+
+@dataclass(frozen=True)
+class Reasons:
+    """lines: about the step. sets: by letter of `selected` in a rollout file, how a token came into that set."""
+
+    lines: tuple[str, ...] = ()
+    sets: Mapping[str, str] | None = None
+
+
+def selection_reasons(algorithm: Any, row: Mapping[str, float] | None) -> Reasons:
+    """Of one step.
+
+    Args:
+        algorithm: the section of config.yaml, or a method's name alone.
+        row: the step's metrics; None where the run has none of this step.
+    """
+    settings: Mapping[str, Any] = algorithm if isinstance(algorithm, Mapping) else {"name": algorithm}
+    name = str(settings.get("name") or "the method")
+    if row is None:
+        return Reasons((f"{name}: the metrics of this step are not recorded.",))
+    found = [each for each in _SETS if math.isfinite(_of(row, f"stare/threshold_{each[0]}"))]
+    lines = [_rule(name, settings, row, each) for each in found]
+    weighed = _gate(settings, row, found)
+    lines += [weighed] if weighed else []
+    others = [f"{key} {short(value)}" for key, value in row.items() if key.startswith(_OF_METHODS)]
+    lines += [f"{name} of this step: {', '.join(others)}."] if others else []
+    if not lines:
+        return Reasons((f"{name} selects no tokens: all of a response have its advantage.",))
+    if found and _of(row, "update/count") > 1:
+        lines.append("Thresholds are means over the step's updates, each of which selects among its own tokens.")
+    return Reasons(tuple(lines), {each[2]: _because(row, each) for each in found})
+
+
+def _rule(name: str, settings: Mapping[str, Any], row: Mapping[str, float], of: tuple[str, ...]) -> str:
+    metric, letter, _, sign, _ = of
+    rare, bound = letter.startswith("L"), short(row[f"stare/threshold_{metric}"])
+    number = _of(row, f"stare/selected_{metric}")
+    below, share = settings.get("rare_below"), settings.get("share")
+    if below is not None:
+        who = f"a probability {'below' if rare else 'of at least'} {below:g}"
+    elif rare or settings.get("common") == "bottom":
+        part = f"the {share:.3g} " if isinstance(share, float) else "the share "
+        who = f"{part}of {'highest' if rare else 'lowest'} surprisal"
+    else:
+        who = "all that are not rare"
+    end = "at least" if rare else "at most"
+    count = f"{number:,.0f} tokens" if math.isfinite(number) else "tokens"
+    return f"{name} put into {letter} {count} of {sign} advantage, {who}: {end} {bound} nats."
+
+
+def _gate(settings: Mapping[str, Any], row: Mapping[str, float], found: Sequence[tuple[str, ...]]) -> str:
+    factors = {each[1]: _of(row, f"stare/{each[4]}") for each in found}
+    weights = ", ".join(f"{letter} × {short(factor)}" for letter, factor in factors.items())
+    entropy, target = _of(row, "entropy/mean"), _of(row, "entropy/target")
+    against = f" (entropy {short(entropy)} nats, target {short(target)})" if math.isfinite(target) else ""
+    if math.isfinite(share := _of(row, "stare/open")):
+        return (
+            f"Gate by {settings.get('gate', 'token')}: open for {share:.0%} of the tokens, whose weights are {weights}."
+        )
+    gate = _of(row, "stare/gate")
+    if not found or not math.isfinite(gate):
+        return ""
+    if gate >= 0.5:
+        return f"The gate was open{against}: {weights}."
+    return f"The gate was closed{against}: these tokens are marked, and their weight is 1."
+
+
+def _because(row: Mapping[str, float], of: tuple[str, ...]) -> str:
+    metric, letter, _, _, weight = of
+    bound = short(row[f"stare/threshold_{metric}"])
+    said = f"surprisal {'≥' if letter.startswith('L') else '≤'} {bound}"
+    if not math.isfinite(gate := _of(row, "stare/gate")):
+        return said
+    return f"{said}, gate open: × {short(_of(row, f'stare/{weight}'))}" if gate >= 0.5 else f"{said}, gate closed"
+
+
+def _of(row: Mapping[str, float], key: str) -> float:
+    return row.get(key, math.nan)

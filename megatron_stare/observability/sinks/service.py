@@ -1,0 +1,139 @@
+"""A sink that reports to a service: every step and evaluation once, whatever becomes of the run or of the service.
+
+Comes from the monitor; goes to the sinks of W&B and MLflow, which say how. Their calls are made on a thread of their
+own; what the record of the run has and the service was not given yet is handed over when the run is continued.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from megatron_stare.errors import ConfigError
+from megatron_stare.observability.sink import WHERE, RunOutline, Sink
+from megatron_stare.observability.sinks.background import Background
+from megatron_stare.observability.sinks.delivered import Delivered
+from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.run_dir.json_lines import read_jsonl
+from megatron_stare.run_dir.run_files import EVAL_FILE, evaluation_figures
+
+CLOSE_S = 30.0  # for what is still to be handed over when the run ends
+
+
+def need(package: str, sink: str) -> None:
+    """Raises ConfigError where an optional package is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"the sink {sink!r} needs the package {package}, which is not installed",
+            where=WHERE,
+            fix=f"pip install 'megatron_stare[{sink}]', or leave this sink out",
+        )
+
+
+class Service(Sink):
+    """The part that services share.
+
+    name: of the sink. package: that it needs, as it is imported.
+    """
+
+    name: ClassVar[str]
+    package: ClassVar[str]
+
+    def __init__(self) -> None:
+        need(self.package, self.name)
+        self._background: Background | None = None
+
+    def look(self, run: RunOutline, delivered: Delivered) -> None:
+        """Takes back from `delivered` what the service can be seen to lack, of a run that is continued."""
+
+    @abstractmethod
+    def open(self, run: RunOutline, delivered: Delivered) -> None:
+        """Begins or continues the run there. What it raises ends the run."""
+
+    @abstractmethod
+    def send(self, step: int, figures: Mapping[str, float]) -> None:
+        """Hands over figures of a step; finite ones alone."""
+
+    @abstractmethod
+    def end(self, finished: bool) -> None:
+        """Says that the run is over there, with all steps made or without."""
+
+    def start(self, run: RunOutline) -> None:
+        self._begin(run, 0, [])
+
+    def resume(self, run: RunOutline, step: int, rows: Sequence[Mapping[str, float]]) -> None:
+        self._begin(run, step, rows)
+
+    def step(self, step: int, metrics: Mapping[str, float], batch: RolloutBatch) -> None:
+        self._call(lambda: self._step(step, metrics))
+
+    def evaluation(self, record: Mapping[str, Any]) -> None:
+        self._call(lambda: self._evaluation(record))
+
+    def finish(self, run: RunOutline) -> None:
+        self._finished = True
+
+    def close(self) -> None:
+        background, self._background = self._background, None
+        if background is None:
+            return
+        try:
+            background.call(lambda: self.end(self._finished))
+        finally:
+            if not background.close(CLOSE_S):
+                self.abandon()
+                raise TimeoutError(f"it did not take the last reports within {CLOSE_S:g} s")
+
+    def abandon(self) -> None:
+        """Ends what would keep this process, of a service that hangs."""
+
+    def _begin(self, run: RunOutline, step: int, rows: Sequence[Mapping[str, float]]) -> None:
+        self._finished = False
+        self._delivered = Delivered.read(run.dir / f"{self.name}_delivered.json")
+        if self._delivered.starts:
+            self.look(run, self._delivered)
+        self._delivered.goes_on_after(step)
+        self._delivered.starts += 1
+        self._delivered.write()
+        self.open(run, self._delivered)
+        self._background = Background(self.name)
+        evaluated = [r for r in read_jsonl(run.dir / EVAL_FILE) if int(r["step"]) <= step]
+        if rows or evaluated:
+            self._call(lambda: self._catch_up(rows, evaluated))
+
+    def _call(self, function: Any) -> None:
+        if self._background:
+            self._background.call(function)
+
+    def _catch_up(self, rows: Sequence[Mapping[str, float]], evaluated: Sequence[Mapping[str, Any]]) -> None:
+        for row in rows:
+            self._step(int(row["step"]), {key: value for key, value in row.items() if key != "step"})
+        for record in evaluated:
+            self._evaluation(record)
+
+    def _step(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step <= self._delivered.step:
+            return
+        self._delivered.step = step
+        self._delivered.write()
+        self.send(step, _finite(metrics))
+
+    def _evaluation(self, record: Mapping[str, Any]) -> None:
+        step, task = int(record["step"]), str(record.get("task") or "")
+        if [step, task] in self._delivered.evaluated:
+            return
+        self._delivered.evaluated.append([step, task])
+        self._delivered.write()
+        self.send(step, _finite({under(task) + name: value for name, value in evaluation_figures(record).items()}))
+
+
+def under(task: str) -> str:
+    """What stands before the names of an evaluation's figures; "" is the run's own task."""
+    return f"eval/{task}/" if task else "eval/"
+
+
+def _finite(figures: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in figures.items() if math.isfinite(value)}

@@ -1,0 +1,1 @@
+"""The terminal: plain lines of progress, and the live panel."""

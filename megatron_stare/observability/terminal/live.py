@@ -1,0 +1,197 @@
+"""The run as a panel that stays in place, for people at a terminal, and the choice between it and plain lines.
+
+Comes from `sinks/console.py`; goes to the terminal through rich, whose thread redraws it a few times a second from a
+snapshot. The driver only stores what it has to say. Notes, warnings and alerts are also printed once above the panel,
+so that they are still there when it is gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TextIO
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from megatron_stare.observability.sink import Alert
+from megatron_stare.observability.terminal.live_panel import build
+from megatron_stare.observability.terminal.live_view import MAX_WIDTH, SERIES, View
+from megatron_stare.observability.terminal.progress import RemainingTime, RunDisplay, StepPrinter
+
+REFRESH_HZ = 4.0
+_KEPT = 2 * MAX_WIDTH  # values of a series: two a character of the widest panel
+_BETWEEN_STEPS = ("eval", "checkpoint")  # follow their step's figures, and belong to it still
+
+
+def make_display(total_steps: int, out: TextIO | None = None) -> RunDisplay:
+    """A live panel where `out` is a terminal that can show one, plain lines everywhere else.
+
+    Args:
+        total_steps: the step the run ends with.
+        out: where to; default stdout.
+    """
+    out = sys.stdout if out is None else out
+    dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+    blocks = (getattr(out, "encoding", None) or "").lower().replace("-", "").startswith("utf")
+    if out.isatty() and not dumb and blocks:
+        return LiveDisplay(total_steps, Console(file=out, force_terminal=True, highlight=False))
+    return StepPrinter(total_steps, out)
+
+
+class LiveDisplay(RunDisplay):
+    """Shows the panel from construction to `close`; ends it at interpreter exit if nobody else does.
+
+    Args:
+        total_steps: the step the run ends with.
+        console: where to.
+        auto_refresh: redraw from a thread; False: only when something is printed or closed.
+        now: seconds of a clock that never goes back.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        console: Console,
+        auto_refresh: bool = True,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total, self._console, self._now = total_steps, console, now
+        self._lock = threading.Lock()  # the driver writes what follows, the redrawing thread reads it
+        self._run_dir = self._algorithm = self._closed = ""
+        self._step, self._started = 0, now()
+        self._series: dict[str, deque[float]] = {key: deque(maxlen=_KEPT) for key in SERIES}
+        self._remaining = RemainingTime(20)
+        self._phases: list[tuple[str, float]] = []  # under way, outermost first
+        self._responses: tuple[int, int] | None = None
+        self._seconds: dict[str, float] = {}
+        self._evaluated: dict[str, tuple[float, int]] = {}
+        self._active: tuple[Alert, ...] = ()
+        self._over: deque[Alert] = deque(maxlen=3)
+        self._last_call = now()
+        self._live = Live(
+            console=console,
+            get_renderable=self._panel,
+            refresh_per_second=REFRESH_HZ,
+            auto_refresh=auto_refresh,
+            redirect_stdout=console.file is sys.stdout,
+            redirect_stderr=sys.stderr.isatty(),  # what goes to a file must go on going there
+        )
+        atexit.register(self.close)
+        self._live.start()
+
+    def start(self, run_dir: str, algorithm: str) -> None:
+        """Says which run this is, in the panel's title."""
+        with self._lock:
+            self._run_dir, self._algorithm = run_dir, algorithm
+
+    def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
+        """Takes the steps that a resumed run has behind it into the charts."""
+        with self._lock:
+            for row in rows[-_KEPT:]:
+                self._append(row)
+            if rows:
+                self._step = int(rows[-1]["step"])
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Shows the phase and the time in it; of phases within phases, the innermost."""
+        start = self._now()
+        with self._lock:
+            self._phases.append((name, start))
+            self._responses = None
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._phases.pop()
+                self._responses = None
+                self._seconds[name] = self._now() - start
+
+    def rollout_progress(self, done: int, total: int) -> None:
+        """Shows how many responses are finished; until the phase ends."""
+        self._responses = (done, total)
+
+    def evaluated(self, name: str, value: float, step: int) -> None:
+        """Keeps the newest result of a task in the panel."""
+        with self._lock:
+            self._evaluated[name] = value, step
+
+    def note(self, text: str) -> None:
+        """Prints a remark above the panel."""
+        self._console.print(Text(text, style="dim"))
+
+    def warn(self, text: str) -> None:
+        """Prints something the person should look into above the panel."""
+        self._console.print(Text(f"warning: {text}", style="yellow"))
+
+    def close(self) -> None:
+        """Draws the panel a last time, as it ended, and gives the terminal back."""
+        atexit.unregister(self.close)
+        with self._lock:
+            if not self._closed:
+                self._closed = "finished" if self._step >= self._total else f"stopped after step {self._step}"
+        self._live.stop()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes a finished step into numbers and charts."""
+        with self._lock:
+            now = self._now()
+            self._remaining.add(metrics.get("time/step_s", now - self._last_call))
+            self._last_call, self._step = now, step
+            self._append(metrics)
+            measured = {k[5:-2]: v for k, v in metrics.items() if k.startswith("time/") and k != "time/step_s"}
+            # A phase of earlier steps that this one lacked is not of the last step; where nobody logs times, ours do.
+            self._seconds = measured or {k: v for k, v in self._seconds.items() if k not in _BETWEEN_STEPS}
+
+    def alerts(self, changed: Sequence[Alert], active: Sequence[Alert]) -> None:
+        """Lists those that hold in the panel, and prints the others' beginning and end above it."""
+        with self._lock:
+            self._active = tuple(active)
+        super().alerts(changed, active)
+
+    def _announce(self, alert: Alert) -> None:
+        if alert.over:
+            with self._lock:
+                self._over.append(alert)
+        super()._announce(alert)
+
+    def _append(self, metrics: Mapping[str, float]) -> None:
+        for key, values in self._series.items():
+            values.append(metrics.get(key, math.nan))
+
+    def _view(self) -> View:
+        with self._lock:
+            phase, since = self._phases[-1] if self._phases else ("", 0.0)
+            now = self._now()
+            return View(
+                total=self._total,
+                step=self._step,
+                run_dir=self._run_dir,
+                algorithm=self._algorithm,
+                series={key: tuple(values) for key, values in self._series.items()},
+                seconds=dict(self._seconds),
+                phase=phase,
+                phase_s=now - since,
+                responses=self._responses,
+                left_s=self._remaining.left(max(0, self._total - self._step)),
+                run_s=now - self._started,
+                active=self._active,
+                over=tuple(self._over),
+                evaluated=[(name, value, step) for name, (value, step) in self._evaluated.items()],
+                closed=self._closed,
+                shaded=self._console.color_system in ("256", "truecolor") and not self._console.no_color,
+            )
+
+    def _panel(self) -> RenderableType:
+        # One row less than the terminal has: a panel that fills it would scroll at every redraw. Two columns less: the
+        # terminal echoes ^C at the end of the last line, and if that wrapped, the next panel would be a line too low.
+        return build(self._view(), self._console.width - 2, self._console.height - 1)

@@ -1,1 +1,0 @@
-"""Places the workers: `inline.py` in this process, `ray.py` in actors. The driver sees only `groups.py`."""

@@ -1,0 +1,304 @@
+"""Which node of a cluster every trainer rank and every replica goes to: planned from what the nodes have free, and
+refused where it does not fit. Nothing here knows what starts them.
+
+Megatron numbers ranks with the tensor-parallel one fastest, then context, data, pipeline; the ranks of a group of
+experts are consecutive as well. So ranks are dealt to nodes in blocks, each a multiple of a whole group that is to lie
+inside a node, and numbered through the nodes in order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatron_stare.config.schema import Config
+from megatron_stare.errors import ConfigError, UserError
+from megatron_stare.rollout.engines.replicas import replica_count, replica_gpus, replica_nodes
+
+LOST_SHOWN = 4  # a cluster that has run for weeks remembers many
+
+
+class PlacementError(UserError):
+    """The cluster does not have what the layout needs, or not any more."""
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """How a run that was placed before, and lost a node or process, waits for the nodes to be there again.
+
+    limit_s: seconds.
+    on_gpus: it was placed on GPUs, so a cluster without any lacks them.
+    tell: what it waits for, to the person who watches.
+    """
+
+    limit_s: float
+    on_gpus: bool
+    tell: Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the cluster, as the cluster sees it."""
+
+    id: str
+    address: str
+    total: int  # GPUs
+    free: int
+    alive: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.address} ({self.id[:8]})"
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What is to be placed.
+
+    replica_gpus: 0: replicas take none, and go anywhere.
+    replica_nodes: that a replica is on, with a part of its GPUs on each.
+    shared: replicas are on the trainer's GPUs.
+    """
+
+    ranks: int
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    replicas: int = 0
+    replica_gpus: int = 0
+    replica_nodes: int = 1
+    shared: bool = False
+
+    @classmethod
+    def of(cls, config: Config) -> Demand:
+        """That of a run."""
+        parallel = config.parallel
+        return cls(
+            parallel.world_size,
+            parallel.tensor,
+            parallel.context,
+            parallel.expert,
+            replica_count(config),
+            replica_gpus(config),
+            replica_nodes(config) if replica_gpus(config) else 1,
+            config.sglang.colocated,
+        )
+
+    @property
+    def gpus(self) -> int:
+        """All of them."""
+        return self.ranks + (0 if self.shared else self.replicas * self.replica_gpus)
+
+    @property
+    def part_gpus(self) -> int:
+        """What a replica takes on each of its nodes."""
+        return self.replica_gpus // self.replica_nodes
+
+    @property
+    def parts(self) -> int:
+        """Of all replicas, those that are to be placed."""
+        return self.replicas * self.replica_nodes if self.replica_gpus else 0
+
+    def blocks(self) -> list[int]:
+        """Ranks that are kept inside a node, the wish first: whole tensor groups, with the context and expert groups
+        over them if it can be."""
+        tensor_context = self.tensor * self.context
+        sizes = (math.lcm(tensor_context, self.expert), tensor_context, math.lcm(self.tensor, self.expert), self.tensor)
+        return [size for size in dict.fromkeys(sizes) if self.ranks % size == 0]
+
+    def hosted(self, ranks: int, free: int) -> int:
+        """Parts of replicas that a node of so many free GPUs can take beside or, shared, on those of so many ranks: one
+        of a replica at most."""
+        if not self.replica_gpus:
+            return 0
+        room = (ranks if self.shared else free - ranks) // self.part_gpus
+        return min(room, self.replicas) if self.replica_nodes > 1 else room
+
+    def __str__(self) -> str:
+        if not self.ranks:
+            return f"{self.replicas} engine{'s' if self.replicas > 1 else ''} of {self.replica_gpus} GPUs"
+        groups = f"{self.ranks} trainer ranks" + (f" in tensor groups of {self.tensor}" if self.tensor > 1 else "")
+        if not self.replicas or not self.replica_gpus:
+            return groups
+        engines = f"{self.replicas} engine{'s' if self.replicas > 1 else ''} of {self.replica_gpus} GPUs"
+        if self.replica_nodes > 1:
+            engines += f" over {self.replica_nodes} nodes{' each' if self.replicas > 1 else ''}"
+        return f"{groups} and {engines}{' on the same' if self.shared else ''}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where everything goes: a node for every rank, in order, and for every part of a replica that takes GPUs.
+
+    parts: the nodes of the first replica, in order, then those of the next.
+    block: ranks, from each multiple of which on as many are on one node.
+    """
+
+    demand: Demand
+    ranks: tuple[Node, ...]
+    parts: tuple[Node, ...]
+    block: int
+
+    @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """Those that are used, in order."""
+        return tuple(dict.fromkeys((*self.ranks, *self.parts)))
+
+    def ranks_on(self, node: Node) -> range:
+        """Of a node; consecutive."""
+        first = self.ranks.index(node) if node in self.ranks else 0
+        return range(first, first + self.ranks.count(node))
+
+    def gpus_on(self, node: Node) -> int:
+        """How many it takes of a node."""
+        apart = 0 if self.demand.shared else len(self.parts_on(node))
+        return len(self.ranks_on(node)) + apart * self.demand.part_gpus
+
+    def parts_on(self, node: Node) -> list[int]:
+        return [number for number, each in enumerate(self.parts) if each == node]
+
+    def sharing(self, part: int) -> range:
+        """The ranks whose GPUs a part of a replica is on, where replicas share them."""
+        node, size = self.parts[part], self.demand.part_gpus
+        first = self.ranks_on(node).start + size * self.parts_on(node).index(part)
+        return range(first, first + size)
+
+
+def plan(demand: Demand, nodes: Sequence[Node]) -> Plan:
+    """Raises PlacementError where the free GPUs of the nodes do not do: which have which, and what was needed."""
+    ready = sorted((node for node in nodes if node.alive and node.total), key=lambda node: (-node.free, str(node)))
+    for block in demand.blocks():
+        counts = _dealt(demand, block, [node.free for node in ready])
+        if counts is not None:
+            return _filled(demand, block, ready, counts)
+    raise _refusal(demand, nodes)
+
+
+def _dealt(demand: Demand, block: int, free: Sequence[int]) -> list[int] | None:
+    """Ranks of every node, multiples of `block`, so that replicas fit, too: as many as can be on the first nodes.
+    None: there is no way."""
+    wanted = demand.ranks // block
+    parts = demand.parts
+    never = -1
+    # most parts that nodes i, i + 1, ... can take where they hold so many blocks between them
+    beyond: list[list[int]] = [[0] + [never] * wanted]
+    for gpus in reversed(free):
+        after = beyond[-1]
+        beyond.append(
+            [
+                max(
+                    after[held - here] + demand.hosted(here * block, gpus) if after[held - here] != never else never
+                    for here in range(min(held, gpus // block) + 1)
+                )
+                for held in range(wanted + 1)
+            ]
+        )
+    beyond.reverse()
+    if beyond[0][wanted] < parts:
+        return None
+    counts, left, room = [], wanted, 0
+    for gpus, after in zip(free, beyond[1:], strict=True):
+        for here in range(min(left, gpus // block), -1, -1):
+            taken = demand.hosted(here * block, gpus)
+            if after[left - here] != never and room + taken + after[left - here] >= parts:
+                break
+        counts.append(here * block)
+        left, room = left - here, room + taken
+    return counts
+
+
+def _filled(demand: Demand, block: int, nodes: Sequence[Node], counts: Sequence[int]) -> Plan:
+    ranks = tuple(node for node, count in zip(nodes, counts, strict=True) for _ in range(count))
+    room = [demand.hosted(count, node.free) for node, count in zip(nodes, counts, strict=True)]
+    parts: list[Node] = []
+    while len(parts) < demand.parts:
+        # over several nodes those with the most room: what is left of them can then still take the others
+        found = sorted((n for n in range(len(nodes)) if room[n]), key=lambda n: -room[n] * (demand.replica_nodes > 1))
+        for n in sorted(found[: demand.replica_nodes]):
+            room[n] -= 1
+            parts.append(nodes[n])
+    return Plan(demand, ranks, tuple(parts), block)
+
+
+def check_possible(demand: Demand, nodes: Sequence[Node]) -> None:
+    """Raises ConfigError where the nodes would not do if all their GPUs were free: there is no use in waiting."""
+    largest = max((node.total for node in nodes if node.alive), default=0)
+    if demand.tensor > largest:
+        raise ConfigError(
+            f"a tensor-parallel group of {demand.tensor} GPUs is larger than a node: the largest has {largest}",
+            where="parallel.tensor",
+            fix=f"at most {largest}; parallel.pipeline and parallel.context go over nodes",
+        )
+    if demand.part_gpus > largest:
+        over = f" over {demand.replica_nodes} nodes, {demand.part_gpus} on each," if demand.replica_nodes > 1 else ""
+        enough = _divisor(demand.replica_gpus, largest)
+        raise ConfigError(
+            f"a replica of {demand.replica_gpus} GPUs{over} is larger than a node: the largest has {largest}",
+            where="sglang.tensor_parallel",
+            fix=f"at most {largest * demand.replica_nodes}, or lay it over {enough} nodes (sglang.nodes)",
+        )
+    if demand.shared and demand.replicas * demand.replica_gpus > demand.ranks:
+        raise ConfigError(
+            f"{demand.replicas} engines of {demand.replica_gpus} GPUs do not fit the trainer's {demand.ranks}",
+            where="rollout.engines",
+            fix=f"at most {demand.ranks // demand.replica_gpus}, or sglang.colocated=false",
+        )
+    try:
+        plan(demand, [replace(node, free=node.total) for node in nodes])
+    except PlacementError:
+        there = [f"{node} has {node.total}" for node in nodes if node.alive and node.total]
+        raise ConfigError(
+            f"{_needs(demand)}, more than these nodes could give if all were free: {', '.join(there)}",
+            where="parallel",
+            fix="add nodes, or lower parallel.data or rollout.engines",
+        ) from None
+
+
+def _divisor(gpus: int, most: int) -> int:
+    """The fewest equal parts of so many GPUs of which none has more than `most`."""
+    return next(parts for parts in range(1, gpus + 1) if gpus % parts == 0 and gpus // parts <= max(most, 1))
+
+
+def _needs(demand: Demand) -> str:
+    inside = f", {demand.tensor} of a tensor group on one node" if demand.tensor > 1 else ""
+    return f"{demand} need {demand.gpus} GPUs{inside}"
+
+
+def _refusal(demand: Demand, nodes: Sequence[Node]) -> PlacementError:
+    there = [f"{node} has {node.free} of {node.total} free" for node in nodes if node.alive and node.total]
+    lost = [f"{node} is lost" for node in nodes if not node.alive][:LOST_SHOWN]
+    return PlacementError(
+        f"{_needs(demand)}, which these nodes do not have free: {', '.join(there + lost) or 'none'}",
+        where="parallel",
+        fix="free GPUs, add nodes, or lower parallel.data or rollout.engines",
+    )
+
+
+def lost_node(nodes: Sequence[Node], now: Sequence[Node]) -> PlacementError | None:
+    """The error that names the planned nodes which are not there any more, if any."""
+    alive = {node.id for node in now if node.alive}
+    lost = [str(node) for node in nodes if node.id not in alive]
+    if not lost:
+        return None
+    return PlacementError(
+        f"lost before the run could start on {'it' if len(lost) == 1 else 'them'}: node {', '.join(lost)}",
+        where="runtime.ray_address",
+        fix="bring it back, or start again: the nodes that are left are planned with",
+    )
+
+
+def still_pending(plan: Plan, now: Sequence[Node], waited_s: float) -> PlacementError:
+    """The error of a cluster that has not set aside what it seemed to have: somebody else was quicker."""
+    there = {node.id: node for node in now}
+    short = [
+        f"{node} has {there[node.id].free} free of the {plan.gpus_on(node)} planned with"
+        for node in plan.nodes
+        if there[node.id].free < plan.gpus_on(node)
+    ]
+    return PlacementError(
+        f"the cluster did not set aside {plan.demand.gpus} GPUs within {waited_s:.0f} s: "
+        f"{', '.join(short) or 'it does not say why'}",
+        where="runtime.placement_s",
+        fix="another job took them meanwhile? Start again, or wait longer",
+    )

@@ -1,0 +1,378 @@
+"""Everything that can be known to be wrong before a process is started, checked once and here."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+from megatron_stare.algorithms.method import Method
+from megatron_stare.algorithms.policy import PolicyGradient
+from megatron_stare.config.device_rules import check_device
+from megatron_stare.config.engines_alone import evaluation_engines
+from megatron_stare.config.layout_rules import check_layout, check_recompute
+from megatron_stare.config.load import reads_files, with_absolute_paths
+from megatron_stare.config.moe_rules import check_moe
+from megatron_stare.config.performance import check_device_performance, check_performance
+from megatron_stare.config.process_settings import check_environment, check_ports
+from megatron_stare.config.resolved import ResolvedRun, resolve_run
+from megatron_stare.config.schema import Config
+from megatron_stare.errors import ConfigError
+from megatron_stare.models import published_shape, read_shape
+from megatron_stare.models.shape import ModelShape
+from megatron_stare.rollout.engines.replicas import (
+    check_engine,
+    replica_count,
+    replica_gpus,
+    replica_nodes,
+    without_install,
+)
+from megatron_stare.rollout.sources.make_source import check_staleness
+from megatron_stare.tasks.task import Task, evaluation_tasks
+from megatron_stare.weights.files.blocks import cut
+from megatron_stare.weights.files.check import check_folder
+from megatron_stare.weights.files.convert import companions_of
+from megatron_stare.weights.files.torch_dist import TorchDist, is_checkpoint
+from megatron_stare.weights.files.torch_dist_check import check_checkpoint
+
+
+def check(config: Config, *, published: bool = False) -> ResolvedRun:
+    """What the configuration comes to, with paths that hold in any folder.
+
+    Args:
+        published: as in resolve_run; nothing else is asked of a model that is not here.
+
+    Raises:
+        UserError: the first thing that cannot work: method, model, layout, lengths or engine.
+    """
+    run = resolve_run(with_absolute_paths(config), published=published)
+    config, method, shape = run.config, run.method, run.shape
+    absent = published and published_shape(config.model.path) is not None
+    if not absent:
+        check_weights(config.model.path, shape)
+    check_reference(config, method, shape, published=published)
+    check_updates(config)
+    check_rounds(config)
+    check_staleness(config, method)
+    check_statistics(config, method)
+    check_head(config, method)
+    check_aggregation(config, method)
+    check_optimizer(config)
+    check_performance(config)
+    check_environment(config)
+    if not config.runtime.ray_address:  # a cluster to be joined may have other devices; its ranks look themselves
+        check_device(config, experts=shape.experts > 0)
+        check_device_performance(config.performance)
+    check_layout(config.parallel, shape)
+    check_recompute(config.model, config.parallel, shape)
+    check_moe(config, shape)
+    check_lengths(config, shape)
+    check_ports(config, replica_count(config), replica_nodes(config))
+    asked = (without_install(config) if absent else None) or config
+    check_engine(asked, shape)
+    check_tasks(asked, shape)
+    check_evaluation_engines(asked, shape)
+    return run
+
+
+def check_weights(path: str, shape: ModelShape) -> None:
+    """Raises DataError where a Hugging Face folder or converted checkpoint does not hold the model's weights."""
+    if is_checkpoint(Path(path)):
+        check_checkpoint(TorchDist(path), shape, cut(shape))
+    else:
+        check_folder(path, shape)
+
+
+def check_checkpoints(config: Config) -> None:
+    """Raises ConfigError where a run could not save what it needs to continue."""
+    if config.optimizer.name == "sgd":
+        raise ConfigError(
+            "megatron-core cannot save the state of SGD, and every run ends with a checkpoint",
+            where="optimizer.name",
+            fix="use adam; tools/check_invariance.py takes single steps of SGD",
+        )
+
+
+def check_best(config: Config) -> None:
+    """Raises ConfigError where the best checkpoints are to be kept by an evaluation that is not made between steps."""
+    metric = config.checkpoint.best_by
+    if metric is None or not metric.startswith("eval/"):
+        return
+    _, *task, _ = metric.split("/")
+    tasks = [each.name for each in evaluation_tasks(config)]
+    if not tasks or not config.eval.every:
+        raise ConfigError(
+            f"{metric} is not known between steps, so no checkpoint is better than another",
+            where="checkpoint.best_by",
+            fix="set eval.every, and eval.prompts or eval.tasks; or name a metric of every step, such as reward/mean",
+        )
+    if (task[0] if task else None) not in tasks:
+        names = ", ".join("eval/..." if name is None else f"eval/{name}/..." for name in tasks)
+        raise ConfigError(f"{metric} is of no task of this run", where="checkpoint.best_by", fix=f"there are {names}")
+
+
+def check_runner(config: Config) -> None:
+    """Raises ConfigError where several ranks are to run in one process."""
+    if config.runtime.runner == "inline" and config.parallel.world_size != 1:
+        raise ConfigError(
+            f"the inline runner has one process, the layout has {config.parallel.world_size} ranks",
+            where="runtime.runner",
+            fix="use runner: ray, or a layout of one rank",
+        )
+
+
+def check_optimizer(config: Config) -> None:
+    """Raises ConfigError for what Megatron's DistributedOptimizer does not have."""
+    if config.optimizer.distributed and config.optimizer.name != "adam":
+        raise ConfigError(
+            f"{config.optimizer.name} has no distributed form", where="optimizer.distributed", fix="set it to false"
+        )
+
+
+def check_reference(config: Config, method: Method, shape: ModelShape, *, published: bool = False) -> None:
+    """Raises UserError where the method needs a reference policy that is not there or is another kind of model.
+
+    Args:
+        published: as in `check`.
+    """
+    path = config.model.reference_path
+    for name in ("reference_path", "reference_refresh_every"):
+        if getattr(config.model, name) is not None and not method.needs_reference:
+            raise ConfigError(
+                "the method uses no reference policy",
+                where=f"model.{name}",
+                fix="set algorithm.reference_kl={coef: ...}, or set it to null",
+            )
+    if path is None:
+        return
+    ships = published_shape(path) if published else None
+    if (ships or read_shape(path)) != shape:
+        raise ConfigError(
+            f"{path} is not a model of the same shape as {config.model.path}", where="model.reference_path"
+        )
+    if ships is None:
+        check_weights(path, shape)
+
+
+def check_updates(config: Config) -> None:
+    """Raises ConfigError where the rollout batch cannot be cut into mini-batches of equal size."""
+    prompts, mini_batch = config.batch.prompts, config.batch.mini_batch_prompts
+    if mini_batch is None or prompts % mini_batch == 0:
+        return
+    divisors = [n for n in range(1, prompts + 1) if prompts % n == 0]
+    nearest = min(divisors, key=lambda n: (abs(n - mini_batch), n))
+    raise ConfigError(
+        f"{prompts} prompt groups cannot be cut into mini-batches of {mini_batch}",
+        where="batch.mini_batch_prompts",
+        fix=f"use a divisor of batch.prompts; the nearest is {nearest}",
+    )
+
+
+def check_rounds(config: Config) -> None:
+    """Raises ConfigError where dynamic sampling cannot give as many prompt groups as a step takes."""
+    batch = config.batch
+    if batch.generate_prompts is None or batch.generate_prompts * batch.max_rounds >= batch.prompts:
+        return
+    raise ConfigError(
+        f"{batch.max_rounds} rounds of {batch.generate_prompts} prompt groups cannot give the step's {batch.prompts}",
+        where="batch.generate_prompts",
+        fix=f"at least {-(-batch.prompts // batch.max_rounds)}; published recipes make three times batch.prompts",
+    )
+
+
+def check_statistics(config: Config, method: Method) -> None:
+    """Raises ConfigError where the gate lags although the log-prob pass that it would save is needed."""
+    if not config.skips_log_prob_pass:
+        return
+    exact = "set statistics.gate=exact"
+    if config.statistics.surprisal != "rollout":
+        raise ConfigError(
+            f"surprisal {config.statistics.surprisal} takes a log-prob pass, which gives the exact gate for nothing",
+            where="statistics.gate",
+            fix=f"{exact}, or statistics.surprisal=rollout as well",
+        )
+    if config.batch.updates > 1:
+        raise ConfigError(
+            f"{config.batch.updates} optimizer steps a rollout batch need old log-probs, and the pass that gives them "
+            "gives the exact gate for nothing",
+            where="statistics.gate",
+            fix=f"{exact}, or batch.mini_batch_prompts=null and batch.epochs=1",
+        )
+    if method.reads_log_prob_pass is not None:
+        raise ConfigError(f"{method.reads_log_prob_pass}, which this setting skips", where="statistics.gate", fix=exact)
+    if config.observability.entropy_forecast:
+        raise ConfigError(
+            "the entropy forecast is made from the log-prob pass, which this setting skips",
+            where="statistics.gate",
+            fix=f"{exact}, or observability.entropy_forecast=false",
+        )
+
+
+def check_head(config: Config, method: Method) -> None:
+    """Raises ConfigError where the gradient is to be taken before the loss of a whole response is known."""
+    if config.model.head == "gradient_in_forward" and method.coupling == "sequence":
+        raise ConfigError(
+            f"{config.algorithm.name} couples the tokens of a response, so the slope of its loss in one token's "
+            "log-prob is not known before the others'",
+            where="model.head",
+            fix="use recompute, which saves as much memory, or auto",
+        )
+
+
+def check_aggregation(config: Config, method: Method) -> None:
+    """Raises ConfigError where a rank would divide by the tokens of a micro-batch that it holds but a part of."""
+    aggregation = method.aggregation if isinstance(method, PolicyGradient) else ""
+    if aggregation == "micro_batch_mean" and config.parallel.context > 1:
+        raise ConfigError(
+            "micro_batch_mean counts the tokens of a micro-batch, and context-parallel ranks hold a part of them each",
+            where="algorithm.aggregation",
+            fix="use token_mean, which is the same in every layout, or parallel.context=1",
+        )
+
+
+def prompt_files(config: Config) -> list[str]:
+    """Files that prompts are read from, in training and evaluation, each once, as the configuration names them."""
+    tasks = [task.config.data for task in evaluation_tasks(config)]
+    trained: list[str | None] = [each.path for each in config.data.mixture] or [config.data.path]
+    read = [*trained, *config.data.decontaminate] if reads_files(config.data.source) else []
+    read += [data.eval_path for data in tasks if reads_files(data.source)]
+    return list(dict.fromkeys(path for path in read if path))
+
+
+def not_checked(config: Config) -> list[str]:
+    """What a rehearsal without the model left out, a line each; nothing where the model is here.
+
+    Args:
+        config: that `check` took, with `published`.
+    """
+    path = config.model.path
+    if published_shape(path) is None:
+        return []
+    found = [
+        f"not checked: {path} is not on this machine, and its published shape stands for it: weights, tokenizer, chat "
+        "template and stop tokens",
+        "not checked: how long prompts are and what else needs a tokenizer",
+    ]
+    reference = config.model.reference_path
+    if reference and published_shape(reference):
+        found.append(f"not checked: the reference {reference}, which is not on this machine")
+    if without_install(config) is not None:
+        found.append(
+            "not checked: the servers' software, which is not on this machine, and flags that only it can take"
+        )
+    missing = [each for each in prompt_files(config) if not Path(each).exists()]
+    return found + [f"not checked: {each}, which is not on this machine" for each in missing]
+
+
+def notices(config: Config) -> list[str]:
+    """What is allowed, but should be known when a run starts; a line each."""
+    if config.statistics.scope == "micro_batch":
+        return [
+            "warning: statistics.scope=micro_batch selects tokens by micro-batch and rank, so a run depends on its "
+            "layout; use it only to compare with published code"
+        ]
+    return []
+
+
+def check_lengths(config: Config, shape: ModelShape) -> None:
+    """Raises ConfigError where prompt and response do not fit the model or a micro-batch."""
+    check_positions(config, shape)
+    rollout = config.rollout
+    longest, multiple = rollout.max_prompt_tokens + rollout.max_new_tokens, config.parallel.sequence_multiple
+    padded = longest + -longest % multiple
+    if padded > config.batch.micro_batch_tokens:
+        padding = f", padded to a multiple of {multiple}," if padded > longest else ""
+        raise ConfigError(
+            f"{rollout.max_prompt_tokens} prompt + {rollout.max_new_tokens} new tokens{padding} exceed a micro-batch "
+            f"of {config.batch.micro_batch_tokens} tokens",
+            where="batch.micro_batch_tokens",
+            fix=f"at least {padded}",
+        )
+
+
+def check_tasks(config: Config, shape: ModelShape) -> None:
+    """See `check_task`, of what training evaluates."""
+    for task in evaluation_tasks(config):
+        check_task(task, shape)
+
+
+def check_task(task: Task, shape: ModelShape) -> None:
+    """Raises ConfigError where a response of an evaluation fits neither the model nor an engine, or k is above its
+    responses. Nothing is trained on it, so no micro-batch has to hold it."""
+    with task.blamed():
+        check_positions(task.config, shape)
+        check_engine(task.config, shape)
+    task.check_ks()
+
+
+def check_evaluation_engines(config: Config, shape: ModelShape) -> None:
+    """Raises ConfigError for engines of the evaluation's own that could not run."""
+    if (engines := evaluation_engines(config)) is None:
+        return
+    if config.eval.engines and config.eval.urls:
+        raise ConfigError("engines are to be started, and others attached to", where="eval.engines", fix="set one")
+    if config.eval.engines and replica_nodes(engines) > 1:
+        raise ConfigError(
+            "engines of the evaluation's own are started on one machine each",
+            where="sglang.nodes",
+            fix="start servers yourself and name them in eval.urls, or evaluate with those of training: eval.engines=0",
+        )
+    if config.eval.engines and replica_gpus(engines):
+        raise ConfigError(
+            "engines of the evaluation's own are started where the command runs, and not placed on GPUs",
+            where="eval.engines",
+            fix="start servers yourself and name them in eval.urls, or evaluate with those of training: eval.engines=0",
+        )
+    try:
+        check_engine(engines, shape)
+    except ConfigError as error:
+        where = (error.where or "eval.engines").replace("sglang.urls", "eval.urls")
+        raise ConfigError(error.what, where=where, fix=error.fix) from error
+
+
+def check_checkpoint_of(path: Path, config: Config) -> ModelShape:
+    """Holds the weights that are to be evaluated against model.path.
+
+    Args:
+        path: a Hugging Face folder, or a distributed checkpoint.
+
+    Raises:
+        UserError: they are another model's, or not whole.
+    """
+    shape = read_shape(config.model.path)
+    if (theirs := _shape_beside(path)) not in (None, shape):
+        differing = [each.name for each in fields(shape) if getattr(theirs, each.name) != getattr(shape, each.name)]
+        said = ", ".join(f"{name} {getattr(theirs, name)}, not {getattr(shape, name)}" for name in differing[:3])
+        raise ConfigError(
+            f"{path} is another model than {config.model.path}: {said}",
+            where="--checkpoint",
+            fix="another checkpoint, or as model.path the model that this one is of",
+        )
+    check_weights(str(path), shape)
+    return shape
+
+
+def _shape_beside(path: Path) -> ModelShape | None:
+    """Of the model that weights say they are of; None: they say nothing."""
+    try:
+        return read_shape(companions_of(path) if is_checkpoint(path) else path)
+    except ConfigError:  # of Megatron-LM, say, or of a run whose model is gone
+        return None
+
+
+def check_positions(config: Config, shape: ModelShape) -> None:
+    """Raises ConfigError where prompt and response do not fit the model."""
+    rollout = config.rollout
+    if rollout.max_prompt_tokens >= shape.max_positions:
+        raise ConfigError(
+            f"prompts of {rollout.max_prompt_tokens} tokens leave no room for a response in the model's "
+            f"{shape.max_positions} positions",
+            where="rollout.max_prompt_tokens",
+            fix=f"at most {shape.max_positions - 1}, less the tokens of a response",
+        )
+    if rollout.max_prompt_tokens + rollout.max_new_tokens > shape.max_positions:
+        raise ConfigError(
+            f"{rollout.max_prompt_tokens} prompt + {rollout.max_new_tokens} new tokens exceed the model's "
+            f"{shape.max_positions} positions",
+            where="rollout.max_new_tokens",
+            fix=f"at most {shape.max_positions - rollout.max_prompt_tokens}",
+        )

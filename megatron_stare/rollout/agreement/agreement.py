@@ -1,0 +1,233 @@
+"""Whether rollout engine and trainer compute the same log-probs of the same tokens, and what is to blame if not. Pure.
+
+Two comparisons: the tokens of every rollout, at the run's temperature, as they were sampled; and after every weight
+sync a canary, sequences that never change, at temperature 1. Blame rests on what one of them shows and the other does
+not. The log-probs are compared on the ranks that hold the trainer's (megatron/step/differences.py), and judged here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_stare.errors import UserError
+from megatron_stare.records.log_prob_difference import LogProbDifference, Sizes
+from megatron_stare.records.metric import Metric
+from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.rollout.agreement.limits import TREND_FLOOR, Limits
+
+METRICS = (
+    Metric(
+        "agreement/mean",
+        "nats",
+        "mean |engine's log-prob - trainer's| over the step's sampled tokens",
+        "below agreement.mean, which stops a run in 16 bits",
+    ),
+    Metric(
+        "agreement/max",
+        "nats",
+        "the largest of them",
+        "float32 below sglang.agreement_limit, which stops a run; in 16 bits shown, not judged",
+    ),
+    Metric(
+        "agreement/p50",
+        "nats",
+        "the median of them, exact over all ranks",
+        "float32 near 1e-6; 16 bits below agreement/mean",
+    ),
+    Metric("agreement/p90", "nats", "the 90 % quantile of them, exact over all ranks", "steady"),
+    Metric(
+        "agreement/p99",
+        "nats",
+        "the 99 % quantile of them, exact over all ranks",
+        "below agreement.p99, which stops a run in 16 bits",
+    ),
+    Metric(
+        "agreement/p999",
+        "nats",
+        "the 99.9 % quantile of them, exact over all ranks",
+        "below agreement.p999, which stops a run in 16 bits",
+    ),
+    Metric(
+        "agreement/likely_mean", "nats", "mean over tokens of a probability of at least 1/1000", "near agreement/mean"
+    ),
+    Metric("agreement/unlikely_mean", "nats", "mean over the less likely tokens", "some times agreement/mean"),
+    Metric(
+        "agreement/max_from_position_<n>",
+        "nats",
+        "the largest of tokens from this position of the response on, to where the next range begins",
+        "alike in all ranges; growing with the position: positions or cache",
+    ),
+    Metric(
+        "agreement/max_of_age_<n>",
+        "nats",
+        "the largest of tokens sampled by weights that many steps old",
+        "of age 1 as agreement/max; older ones differ as the policies do",
+    ),
+    Metric(
+        "agreement/canary_max",
+        "nats",
+        "the largest over the canary, fixed sequences that every server scores after a sync",
+        "float32 below sglang.agreement_limit",
+    ),
+    Metric(
+        "agreement/canary_likely_mean",
+        "nats",
+        "mean over the canary's likely tokens, of the server that differs most",
+        "below 4 x agreement.mean, which stops a run in 16 bits",
+    ),
+    Metric("agreement/canary_unlikely_mean", "nats", "mean over its unlikely tokens", "shown, not judged"),
+)
+
+
+class AgreementError(UserError):
+    """Engine and trainer do not compute the same log-probs, so the ratios of training would be wrong."""
+
+
+def agreement_metrics(difference: LogProbDifference, step: int) -> dict[str, float]:
+    """The sizes of the differences: mean and quantiles, those of likely and unlikely tokens, and the maxima by position
+    and by age of the weights in steps.
+
+    Args:
+        step: whose rollout it is; tokens of the weights before it have age 1.
+    """
+    if not difference.everywhere.tokens:
+        return {}
+    metrics = {"agreement/mean": difference.everywhere.mean, "agreement/max": difference.largest}
+    metrics |= {f"agreement/{name}": size for name, size in difference.quantiles.items()}
+    metrics |= _by_likelihood("agreement/", [difference])
+    for first, sizes in difference.from_position.items():
+        metrics[f"agreement/max_from_position_{first}"] = sizes.largest
+    for version, sizes in difference.of_version.items():
+        metrics[f"agreement/max_of_age_{step - version}"] = sizes.largest
+    return metrics
+
+
+def _by_likelihood(prefix: str, differences: Sequence[LogProbDifference]) -> dict[str, float]:
+    """The largest means of the tokens that are as likely as sampled ones, and of the others, where there are any."""
+    found = {}
+    for name in ("likely", "unlikely"):
+        parts: list[Sizes] = [getattr(difference, name) for difference in differences]
+        if means := [part.mean for part in parts if part.tokens]:
+            found[f"{prefix}{name}_mean"] = max(means, key=_nan_first)
+    return found
+
+
+def _nan_first(value: float) -> tuple[bool, float]:
+    """Orders numbers by size, and what is none above them."""
+    return value != value, value
+
+
+def canary_batch(sequences: Sequence[Sequence[int]]) -> RolloutBatch:
+    """Of token ids; see canary.py. All but a sequence's first token count as its response."""
+    lengths = torch.tensor([len(tokens) for tokens in sequences], dtype=torch.int64)
+    responses, count = lengths - 1, len(sequences)
+    total = int(responses.sum())
+    return RolloutBatch(
+        tokens=torch.tensor([token for tokens in sequences for token in tokens], dtype=torch.int32),
+        loss_mask=torch.ones(total, dtype=torch.bool),
+        rollout_log_probs=torch.zeros(total),
+        run_versions=torch.zeros(count, dtype=torch.int64),
+        run_lengths=responses,
+        runs=torch.ones(count, dtype=torch.int64),
+        prompt_lengths=torch.ones(count, dtype=torch.int64),
+        response_lengths=responses,
+        groups=torch.arange(count),
+        rewards=torch.zeros(count, dtype=torch.float64),
+        verified=torch.ones(count, dtype=torch.bool),
+        truncated=torch.zeros(count, dtype=torch.bool),
+    )
+
+
+def canary_verdict(
+    differences: Sequence[LogProbDifference], limits: Limits, engines: Sequence[int] | None = None
+) -> str | None:
+    """What the canary shows, by engine; None: engines and trainer agree.
+
+    Args:
+        engines: the number of each; None: from 0 on.
+    """
+    wrong = [i for i, difference in enumerate(differences) if limits.canary_passed(difference)]
+    if not wrong:
+        return None
+    if len(wrong) < len(differences):
+        number = wrong[0] if engines is None else engines[wrong[0]]
+        return f"the weights of engine {number} are to blame: the other engines agree with the trainer"
+    worst = differences[wrong[0]]
+    if not _first_position(worst).not_numbers and limits.size(_first_position(worst)) <= limits.same:
+        return (
+            "positions are to blame (RoPE's base or scaling, or the attention mask): the first position, which attends "
+            "to nothing else, agrees, later ones do not"
+        )
+    if not worst.longest.not_numbers and limits.size(worst.longest) <= limits.same:
+        return "padding is to blame: the longest sequence agrees, which nothing pads, shorter ones do not"
+    return "the weights are to blame: the engine computes with others than the trainer, in all positions"
+
+
+def rollout_verdict(sampled: LogProbDifference, unscaled: LogProbDifference, temperature: float, limits: Limits) -> str:
+    """What is to blame for sampled log-probs that differ although the canary agrees.
+
+    Args:
+        sampled: against the trainer at the run's temperature.
+        unscaled: the same tokens against the trainer at temperature 1.
+    """
+    everywhere, first = limits.size(sampled.everywhere), limits.size(_first_position(sampled))
+    if temperature != 1.0 and not unscaled.everywhere.not_numbers and limits.size(unscaled.everywhere) <= limits.same:
+        return f"the temperature is to blame: the engine samples at 1, the trainer divides by {temperature:g}"
+    if sampled.lowest >= -limits.rounding:
+        return (
+            "the sampling support is to blame: the engine finds every sampled token as likely as the trainer or "
+            "likelier, as top-k, top-p or min-p make them"
+        )
+    if first <= limits.wrong < everywhere:
+        return (
+            "the engine's cache or batching is to blame: the canary agrees, and so do first tokens; later ones do not"
+        )
+    return (
+        "the temperature, a penalty or a bias of the engine is to blame: the canary, which is not sampled, agrees, and "
+        "log-probs differ both ways"
+    )
+
+
+def _first_position(difference: LogProbDifference) -> Sizes:
+    return difference.from_position.get(0, Sizes(0, 0, 0.0, 0.0))
+
+
+def require_agreement(what: str, passed: str, verdict: str, where: str) -> None:
+    """Raises AgreementError where limits are passed; `passed` says which, see Limits."""
+    if not passed:
+        return
+    raise AgreementError(
+        f"{what} differ {passed}; {verdict}",
+        where=where,
+        fix="mend that, or raise sglang.agreement_limit, or the limit in the section agreement, where the difference "
+        "is known to be harmless",
+    )
+
+
+def require_steady(growth: float | None, mean: float, limits: Limits, where: str) -> None:
+    """Raises AgreementError where the mean has grown past its limit; a mean that is nearly nothing may grow.
+
+    Args:
+        growth: see Trend.
+        mean: of the newest step, nats.
+    """
+    if growth is None or limits.trend is None or mean <= TREND_FLOOR * limits.bounds["mean"]:
+        return
+    if growth > limits.trend:
+        raise AgreementError(
+            f"log-probs of sampled tokens lie {growth:.3g} times as far apart between rollout engine and trainer as at "
+            f"the start of the run, {mean:.3g} nats in the mean, the limit is {limits.trend:g} times; engine and "
+            "trainer drift apart, though each step's difference would pass: a part of the weights is not synced, or "
+            "rounding grows with the weights",
+            where=where,
+            fix="mend that, or raise agreement.trend where the growth is known to be harmless",
+        )
+
+
+def summary(differences: Sequence[LogProbDifference]) -> dict[str, float]:
+    """The canary's metrics: the largest difference of all engines, and the largest mean of likely and unlikely
+    tokens."""
+    largest = max((d.largest for d in differences), default=0.0, key=_nan_first)
+    return {"agreement/canary_max": largest, **_by_likelihood("agreement/canary_", differences)}

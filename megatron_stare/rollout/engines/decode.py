@@ -1,0 +1,182 @@
+"""Decodes one batch of requests with a transformers model: prefill, then a token a step until every row is finished.
+
+Called by LocalEngine with requests it has checked; returns the responses as columns.
+
+Shape legend: B rows of the batch, b rows still in it, P longest prompt, R longest response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from megatron_stare.records.batch import FinishReason, SamplingParams
+from megatron_stare.rollout.engines.engine import GenerateRequest
+from megatron_stare.rollout.engines.sampling import choose_tokens, row_keys, uniforms
+
+_COMPACT_BELOW = 0.5  # share of live rows under which the finished ones are dropped: a copy of the cache has to pay
+
+
+@dataclass(frozen=True)
+class Decoded:
+    ids: Tensor  # [n] int32
+    log_probs: Tensor  # [n] float32, nats
+    finish_reason: FinishReason
+
+
+@dataclass
+class _Prompts:
+    """The rows' prompts, left-padded to one length. No padding, no `mask`: attention is cheaper then."""
+
+    ids: Tensor  # [B, P]
+    positions: Tensor  # [B, P]
+    mask: Tensor | None  # [B, P] bool
+
+
+def decode_batch(model: Any, requests: Sequence[GenerateRequest], params: SamplingParams) -> list[Decoded]:
+    """The responses of `requests`, decoded together; at most `params.max_new_tokens` tokens each, or fewer where a
+    request says so.
+
+    The noise of a row is keyed on its request, so neither its companions nor the dropping of finished rows changes what
+    is drawn from a given distribution. (The distribution itself moves by float rounding, about 1e-7, with the shape of
+    the matrix products.)
+    """
+    steps = [params.step if r.noise_step is None else r.noise_step for r in requests]
+    keys = row_keys(params.seed, steps, [r.prompt_cursor for r in requests], [r.sample_index for r in requests])
+    starts = np.array([r.start for r in requests])
+    limits = torch.tensor([min(r.max_new_tokens or params.max_new_tokens, params.max_new_tokens) for r in requests])
+    longest = int(limits.max())
+    ids = torch.zeros(len(requests), longest, dtype=torch.int32)  # [B, R]
+    log_probs = torch.zeros(len(requests), longest)  # [B, R]
+    lengths = limits.clone()  # [B]
+    stopped = torch.zeros(len(requests), dtype=torch.bool)  # [B]
+
+    rows = torch.arange(len(requests))  # [b] which request each row of the running batch is
+    logits, cache, positions, mask = _prefill(model, requests, longest)
+    ending, kind = _ending(requests, params.stop_token_ids, logits.shape[-1])
+    for step in range(longest):
+        noise = None if params.greedy else uniforms(keys, starts + step)[rows]
+        tokens, token_log_probs = choose_tokens(logits, params.temperature, noise, params.top_p)
+        # finished rows that are still in the batch write on; what they write lies beyond their length
+        ids[rows, step], log_probs[rows, step] = tokens.to(torch.int32), token_log_probs
+        ends = ending[kind[rows], tokens] & ~stopped[rows] & (step < limits[rows])
+        lengths[rows[ends]] = step + 1
+        stopped[rows[ends]] = True
+        live = (~stopped[rows] & (step + 1 < limits[rows])).nonzero()[:, 0]
+        if not live.numel():
+            break
+        if live.numel() < _COMPACT_BELOW * rows.numel():
+            rows, tokens = rows[live], tokens[live]
+            positions, mask = positions[live], None if mask is None else mask[live]
+            cache.batch_select_indices(live)
+        positions = positions + 1
+        seen = None if mask is None else mask[:, : cache.get_seq_length() + 1]
+        logits = _forward(model, tokens[:, None], positions, seen, cache)
+    return [
+        Decoded(ids[i, :n].clone(), log_probs[i, :n].clone(), "stop" if ended else "length")
+        for i, (n, ended) in enumerate(zip(lengths.tolist(), stopped.tolist(), strict=True))
+    ]
+
+
+def _ending(
+    requests: Sequence[GenerateRequest], stop_token_ids: Sequence[int], vocabulary: int
+) -> tuple[Tensor, Tensor]:
+    """Which tokens end a row: [k, V] bool for each of the sets of tokens that requests name, and [B] whose is which."""
+    sets = {ids: number for number, ids in enumerate(dict.fromkeys(r.stop_token_ids for r in requests))}
+    ending = torch.zeros(len(sets), vocabulary, dtype=torch.bool)
+    for ids, number in sets.items():
+        ending[number, [i for i in {*ids, *stop_token_ids} if i < vocabulary]] = True
+    return ending, torch.tensor([sets[r.stop_token_ids] for r in requests])
+
+
+def _prefill(
+    model: Any, requests: Sequence[GenerateRequest], max_new_tokens: int
+) -> tuple[Tensor, Any, Tensor, Tensor | None]:
+    """Runs the prompts, each distinct one once: the samples of a group share it.
+
+    Returns:
+        [B, V] logits of the first token, the cache, [B, 1] position of the last prompt token, and the mask [B, P + R]
+        of the whole decode (None: nothing is padded).
+    """
+    distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(r.input_ids for r in requests))}
+    prompts = _pad(list(distinct))
+    cache = growing_cache(model.config)
+    logits = _forward(model, prompts.ids, prompts.positions, prompts.mask, cache)
+    source = torch.tensor([distinct[r.input_ids] for r in requests])
+    cache.batch_select_indices(source)
+    mask = prompts.mask
+    if mask is not None:
+        mask = torch.nn.functional.pad(mask[source], (0, max_new_tokens), value=True)
+    return logits[source], cache, prompts.positions[source, -1:], mask
+
+
+def _pad(prompts: Sequence[tuple[int, ...]]) -> _Prompts:
+    lengths = torch.tensor([len(p) for p in prompts])
+    longest = int(lengths.max())
+    ids = torch.tensor([(0,) * (longest - len(p)) + p for p in prompts])
+    positions = torch.arange(longest) - (longest - lengths)[:, None]
+    padded = positions < 0
+    return _Prompts(ids, positions.clamp_min(0), ~padded if padded.any() else None)
+
+
+def _forward(model: Any, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
+    """[b, V] logits of the last position."""
+    return model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    ).logits[:, -1]
+
+
+def growing_cache(config: object) -> DynamicCache:
+    """An empty cache for a model of this config, written in place: transformers' own copies itself every token.
+    Sliding-window and other special layers stay as they are."""
+    cache = DynamicCache(config=config)
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values [B, heads, length, head_dim] as views of roomier buffers, which double when they are full."""
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._key_room: Tensor | None = None
+        self._value_room: Tensor | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._key_room, self.keys = _append(self._key_room, self.keys, key_states)
+        self._value_room, self.values = _append(self._value_room, self.values, value_states)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._key_room = self._value_room = None  # keys and values are copies now, not views of the buffers
+
+
+def _append(room: Tensor | None, held: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """The buffer, moved to a larger one where need be, and the view of it that holds `held` then `new`."""
+    length = held.shape[-2] if held.numel() else 0
+    total = length + new.shape[-2]
+    if room is None or room.shape[-2] < total:
+        batch, heads, _, width = new.shape
+        room = torch.empty(batch, heads, max(2 * length, total + 32), width, dtype=new.dtype, device=new.device)
+        if length:
+            room[:, :, :length] = held
+    room[:, :, length:total] = new
+    return room, room[:, :, :total]

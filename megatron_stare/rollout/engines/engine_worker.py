@@ -1,0 +1,125 @@
+"""A rollout engine as a worker: takes requests, gives what is finished, takes weights as the trainer streams them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from megatron_stare.config.schema import Config
+from megatron_stare.errors import UserError
+from megatron_stare.records.batch import SamplingParams
+from megatron_stare.rollout.engines.beside import Beside
+from megatron_stare.rollout.engines.engine import (
+    Engine,
+    GenerateRequest,
+    GenerateResult,
+    LostRequest,
+    ModelInfo,
+    ServedEngine,
+)
+from megatron_stare.rollout.engines.model_folder import add_text, load_tokenizer
+from megatron_stare.rollout.engines.replicas import make_replica
+from megatron_stare.rollout.engines.state import MEMORY
+from megatron_stare.weights.sync.outlet import Route
+from megatron_stare.weights.sync.stream_plan import BucketLayout
+
+
+class EngineWorker:
+    """Holds one engine: replica `number` of the run. Made in two steps, so that all replicas start together.
+
+    Args:
+        beside: the replica's other nodes, where it has any.
+    """
+
+    def __init__(self, config: Config, number: int, beside: Beside | None = None) -> None:
+        self._replica = make_replica(config, number, beside)
+        self._model_path = config.model.path
+        self._brought_up: Engine | None = None
+        self._layouts: Sequence[BucketLayout] = ()
+
+    def bring_up(self) -> ModelInfo:
+        """Waits until the engine can take weights. Raises UserError where it does not come up."""
+        self._brought_up = self._replica.engine()
+        return self._brought_up.model_info()
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self._model_path)
+
+    @property
+    def _engine(self) -> Engine:
+        if self._brought_up is None:
+            raise RuntimeError("the engine has not been brought up")
+        return self._brought_up
+
+    @property
+    def _served(self) -> ServedEngine:
+        if not isinstance(self._engine, ServedEngine):
+            raise UserError(
+                f"{type(self._engine).__name__} has no server to ask for log-probs or to put aside",
+                where="rollout.engine",
+            )
+        return self._engine
+
+    def advance(
+        self, requests: Sequence[GenerateRequest], params: SamplingParams, wait_s: float
+    ) -> Sequence[GenerateResult | LostRequest]:
+        """Takes requests, then gives what is finished, with its text, or lost; see Engine.submit and Engine.collect."""
+        if requests:
+            self._engine.submit(requests, params)
+        results = self._engine.collect(wait_s)
+        for result in results:
+            if not isinstance(result, LostRequest):
+                add_text(result, self._tokenizer)
+        return results
+
+    def abort(self) -> None:
+        self._engine.abort()
+
+    def prompt_log_probs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return self._served.prompt_log_probs(sequences)
+
+    def expect_buckets(self, layouts: Sequence[BucketLayout]) -> None:
+        """What the buckets of every weight update from now on hold."""
+        self._layouts = layouts
+
+    def begin_weight_update(self, version: int, prove: bool = True) -> Route | None:
+        """The way for ranks that bring the weights themselves; None where they come by `update_weights`."""
+        self._engine.begin_weight_update(version, prove)
+        return self._engine.weight_route() if isinstance(self._engine, ServedEngine) else None
+
+    def update_weights(self, number: int, flat: Tensor) -> None:
+        """Takes the bucket of this number."""
+        self._engine.update_weights(self._layouts[number].tensors(flat))
+
+    def end_weight_update(self) -> dict[str, str]:
+        return self._engine.end_weight_update()
+
+    def end_sent_update(self, sent: Sequence[Any]) -> None:
+        self._served.end_sent_update(sent)
+
+    def drop_weight_update(self) -> None:
+        self._served.drop_weight_update()
+
+    def check(self) -> None:
+        self._engine.check()
+
+    def release_memory(self, parts: Collection[str] = MEMORY) -> None:
+        self._served.release_memory(parts)
+
+    def resume_memory(self, parts: Collection[str] = MEMORY) -> None:
+        self._served.resume_memory(parts)
+
+    def memory_mb(self) -> float | None:
+        return self._served.memory_mb()
+
+    def model_info(self) -> ModelInfo:
+        return self._engine.model_info()
+
+    def close(self) -> None:
+        if self._brought_up is not None:
+            self._brought_up.close()
+        self._replica.close()

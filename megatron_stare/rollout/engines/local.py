@@ -1,0 +1,169 @@
+"""An engine in this process: a transformers model on the CPU, by default in float32. The fast default for models of a
+few million parameters; larger ones belong on a real server.
+
+Reads the Hugging Face folder's config only; weights come from the weight sync. Requests come from and results go to the
+driver through engine.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from megatron_stare.errors import NonFiniteError
+from megatron_stare.models import family_named
+from megatron_stare.process.memory_allocator import keep_freed
+from megatron_stare.records.batch import SamplingParams
+from megatron_stare.rollout.engines import decode_attention
+from megatron_stare.rollout.engines.decode import Decoded, decode_batch
+from megatron_stare.rollout.engines.engine import Engine, GenerateRequest, GenerateResult, ModelInfo
+from megatron_stare.rollout.engines.ledger import WeightLedger
+from megatron_stare.rollout.engines.model_folder import model_stop_token_ids, read_model_config
+from megatron_stare.rollout.engines.state import EngineState, advance, require
+from megatron_stare.rollout.engines.validate import check_params, check_requests
+from megatron_stare.weights.sync.checksum import tensor_checksum
+
+
+class LocalEngine(Engine):
+    """Batched decoding with a key/value cache.
+
+    Args:
+        model_path: Hugging Face folder; its weight files are not read.
+        max_batch: responses decoded together.
+        threads: CPU threads of torch, for the whole process; None leaves them alone.
+        dtype: it computes in.
+
+    Raises:
+        DataError: the folder has no usable config.
+    """
+
+    def __init__(
+        self, model_path: str, max_batch: int = 256, threads: int | None = None, dtype: str = "float32"
+    ) -> None:
+        if max_batch < 1:
+            raise ValueError(f"max_batch must be at least 1, not {max_batch}")
+        if threads is not None:
+            torch.set_num_threads(threads)
+        keep_freed()
+        config = read_model_config(model_path)
+        self._vocab_size = int(config.vocab_size)
+        self._context_length = int(config.max_position_embeddings)
+        self._stop_token_ids = model_stop_token_ids(model_path)
+        self._max_batch = max_batch
+        with torch.random.fork_rng(devices=[]):  # random initial weights must not move the trainer's generator
+            self._model: nn.Module | None = AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, dtype), attn_implementation=decode_attention.NAME
+            )
+        self._model.eval().requires_grad_(False)
+        family = family_named(config.model_type, model_path)
+        self._parameters: dict[str, Tensor] = {}  # under the names, and in the shapes, that a checkpoint gives them
+        for name, parameter in self._model.named_parameters():  # tied weights once, as the embedding
+            self._parameters |= family.checkpoint_views(name, parameter)
+        self._state = EngineState.DIRTY
+        self._version: int | None = None
+        self._ledger: WeightLedger | None = None
+        self._prove = True  # the open update
+        self._waiting: deque[tuple[GenerateRequest, SamplingParams]] = deque()
+
+    def submit(self, requests: Sequence[GenerateRequest], params: SamplingParams) -> None:
+        require(self._state, EngineState.HEALTHY, "generate")
+        check_params(params)
+        check_requests(requests, params, self.model_info())
+        self._waiting.extend((request, params) for request in requests)
+
+    def collect(self, wait_s: float) -> list[GenerateResult]:
+        """The next `max_batch` of what was submitted, in the order it came; see Engine.
+
+        Raises NonFiniteError where the logits are not finite.
+        """
+        chunk = [self._waiting.popleft() for _ in range(min(self._max_batch, len(self._waiting)))]
+        if not chunk:
+            return []
+        params = chunk[0][1]
+        while chunk[-1][1] != params:  # of another call: they are for another batch
+            self._waiting.appendleft(chunk.pop())
+        # equal prompts meet in a batch and are run once
+        requests = sorted((request for request, _ in chunk), key=lambda r: (len(r.input_ids), r.input_ids))
+        with torch.inference_mode():
+            decoded = decode_batch(self._model, requests, params)
+        self._check_finite(requests, decoded)
+        return [self._result(request, each) for request, each in zip(requests, decoded, strict=True)]
+
+    def abort(self) -> None:
+        self._waiting.clear()
+
+    def begin_weight_update(self, version: int, prove: bool = True) -> None:
+        self._state = advance(self._state, EngineState.UPDATING)
+        self._prove = prove
+        self._version = None
+        self._ledger = WeightLedger(version, {name: p.shape for name, p in self._parameters.items()})
+
+    def update_weights(self, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+        ledger = self._open_session("update weights")
+        try:
+            for name, tensor in named_tensors:
+                ledger.receive(name, tensor)
+                self._parameters[name].copy_(tensor)
+        except Exception:
+            self._fail()
+            raise
+
+    def end_weight_update(self) -> dict[str, str]:
+        ledger = self._open_session("end the weight update")
+        try:
+            ledger.require_complete()
+            checksums = {name: self._checksum(name, dtype) for name, dtype in ledger.received.items()}
+        except Exception:
+            self._fail()
+            raise
+        self._state = advance(self._state, EngineState.HEALTHY if self._prove else EngineState.UNPROVED)
+        self._version, self._ledger = ledger.version, None
+        return checksums
+
+    def _checksum(self, name: str, dtype: torch.dtype) -> str:
+        return tensor_checksum(self._parameters[name].to(dtype)) if self._prove else ""
+
+    def model_info(self) -> ModelInfo:
+        return ModelInfo(self._version, self._state, self._vocab_size, self._context_length, self._stop_token_ids)
+
+    def close(self) -> None:
+        if self._state is not EngineState.DEAD:
+            self._state = advance(self._state, EngineState.DEAD)
+        self._version = self._ledger = self._model = None
+        self._parameters = {}
+
+    def _open_session(self, action: str) -> WeightLedger:
+        require(self._state, EngineState.UPDATING, action)
+        assert self._ledger is not None
+        return self._ledger
+
+    def _fail(self) -> None:
+        self._state, self._ledger = advance(self._state, EngineState.DIRTY), None
+
+    def _check_finite(self, requests: Sequence[GenerateRequest], decoded: Sequence[Decoded]) -> None:
+        """Raises NonFiniteError naming the first request of which a log-prob is not."""
+        if bool(torch.cat([each.log_probs for each in decoded]).isfinite().all()):  # in one look, not one a response
+            return
+        broken = (
+            request for request, each in zip(requests, decoded, strict=True) if not each.log_probs.isfinite().all()
+        )
+        raise NonFiniteError(
+            f"the model's logits are not finite (weights of version {self._version})",
+            where=f"request {next(broken).rid}",
+            fix="look at the gradient norm and learning rate of the last steps",
+        )
+
+    def _result(self, request: GenerateRequest, decoded: Decoded) -> GenerateResult:
+        assert self._version is not None
+        return GenerateResult(
+            rid=request.rid,
+            output_ids=decoded.ids,
+            output_log_probs=decoded.log_probs,
+            versions=((self._version, decoded.ids.numel()),) if decoded.ids.numel() else (),
+            finish_reason=decoded.finish_reason,
+            prompt_tokens=len(request.input_ids),
+        )

@@ -1,0 +1,184 @@
+"""From the name in the configuration (`rollout.engine`) to the run's engines, one replica each."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from megatron_stare.config.schema import Config
+from megatron_stare.errors import ConfigError
+from megatron_stare.models.shape import ModelShape
+from megatron_stare.registry import resolve
+from megatron_stare.rollout.engines.beside import Beside, ReplicaPart
+from megatron_stare.rollout.engines.engine import Engine
+from megatron_stare.rollout.engines.served_memory import ServedMemory
+
+ENGINES = {
+    "local": "megatron_stare.rollout.engines.local.LocalEngine",
+    "sglang": "megatron_stare.rollout.engines.sglang.replica.SGLangReplica",
+}
+WHERE = "rollout.engine"
+
+
+class Replica(ABC):
+    """An engine on its way up. Making one starts what takes long, so that all of a run's replicas start together.
+
+    Args:
+        number: of the replica among those of the run.
+
+    Raises:
+        UserError: it cannot be started.
+    """
+
+    @abstractmethod
+    def __init__(self, config: Config, number: int) -> None: ...
+
+    @abstractmethod
+    def engine(self) -> Engine:
+        """The engine, DIRTY. Waits until it can take weights. Raises UserError where it does not come up."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends what was started. Closing twice is allowed, and after the engine that it became."""
+
+    @classmethod
+    @abstractmethod
+    def check(cls, config: Config, shape: ModelShape) -> None:
+        """Raises ConfigError for what can be known to be wrong before anything is started."""
+
+    @classmethod
+    def memory(cls, config: Config, shape: ModelShape, capacity: int) -> ServedMemory | None:
+        """What a server of it keeps on a GPU of `capacity` bytes; None where the run starts none."""
+        return None
+
+    @classmethod
+    def count(cls, config: Config) -> int:
+        """How many replicas a run has."""
+        return config.rollout.engines
+
+    @classmethod
+    def release(cls, config: Config) -> tuple[str | None, Sequence[str]] | None:
+        """The release that servers would be started of, and those that do; None where a run starts none."""
+        return None
+
+    @classmethod
+    def without_install(cls, config: Config) -> Config | None:
+        """What of a configuration `check` can take where the software of its servers is not on this machine; None: it
+        is, or no server is started here."""
+        return None
+
+    @classmethod
+    def gpus(cls, config: Config) -> int:
+        """How many GPUs of a cluster a replica needs; 0: it takes none."""
+        return 0
+
+    @classmethod
+    def nodes(cls, config: Config) -> int:
+        """How many nodes they are on, in equal parts. Where there are several, a replica is made with a Beside as
+        well, of parts that `part` has made."""
+        return 1
+
+    @classmethod
+    def part(cls, config: Config, number: int, node: int) -> ReplicaPart:
+        """What replica `number` has on its node `node`, from 1 on; not started yet."""
+        raise RuntimeError(f"{cls.__name__} is on one node, and was asked for a part on another")
+
+
+class InProcess(Replica):
+    """An engine that is an object of its worker's process: ours, or a user's own, a subclass of Engine that is made
+    with `model_path`, `max_batch`, `threads` and `dtype`, the trainer's. It computes on the CPU: it is shown no GPU."""
+
+    def __init__(self, config: Config, number: int, kind: type[Engine]) -> None:
+        made: Callable[..., Engine] = kind  # every subclass has a constructor of its own
+        self._made = partial(
+            made,
+            model_path=config.model.path,
+            max_batch=config.rollout.max_batch,
+            threads=config.rollout.threads,
+            dtype=config.model.dtype,
+        )
+
+    def engine(self) -> Engine:
+        return self._made()
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+    @classmethod
+    def check(cls, config: Config, shape: ModelShape) -> None:
+        if config.moe.routing_replay:
+            raise ConfigError(
+                "an engine in the trainer's own arithmetic chooses the trainer's experts, and does not name them",
+                where="moe.routing_replay",
+                fix="use rollout.engine=sglang, or set it to false",
+            )
+
+
+def resolve_engine(name: str) -> type[Engine] | type[Replica]:
+    """What a name or dotted path stands for.
+
+    Raises:
+        ConfigError: there is no such class, or it is neither an Engine nor a Replica.
+    """
+    kind = resolve(name, ENGINES, WHERE)
+    if not (isinstance(kind, type) and issubclass(kind, (Engine, Replica))):
+        raise ConfigError(f"{name!r} is not a subclass of megatron_stare.rollout.engines.engine.Engine", where=WHERE)
+    return kind
+
+
+def make_replica(config: Config, number: int, beside: Beside | None = None) -> Replica:
+    """Replica `number` of a run. Raises UserError where it cannot be started.
+
+    Args:
+        beside: its other nodes, where it has any.
+    """
+    kind = resolve_engine(config.rollout.engine)
+    if issubclass(kind, Engine):
+        return InProcess(config, number, kind)
+    return kind(config, number, *(() if beside is None else (beside,)))
+
+
+def make_part(config: Config, number: int, node: int) -> ReplicaPart:
+    """See Replica.part."""
+    return _kind(config).part(config, number, node)
+
+
+def check_engine(config: Config, shape: ModelShape) -> None:
+    """Raises ConfigError for an engine that does not exist, or could not run as it is configured."""
+    _kind(config).check(config, shape)
+
+
+def without_install(config: Config) -> Config | None:
+    """See Replica.without_install."""
+    return _kind(config).without_install(config)
+
+
+def replica_count(config: Config) -> int:
+    """How many replicas a run has."""
+    return _kind(config).count(config)
+
+
+def replica_gpus(config: Config) -> int:
+    """How many GPUs each replica of a run needs where the cluster has any; 0: it takes none."""
+    return _kind(config).gpus(config)
+
+
+def replica_nodes(config: Config) -> int:
+    """How many nodes each replica of a run is on."""
+    return _kind(config).nodes(config)
+
+
+def served_memory(config: Config, shape: ModelShape, capacity: int) -> ServedMemory | None:
+    """See Replica.memory."""
+    return _kind(config).memory(config, shape, capacity)
+
+
+def server_release(config: Config) -> tuple[str | None, Sequence[str]] | None:
+    """See Replica.release."""
+    return _kind(config).release(config)
+
+
+def _kind(config: Config) -> type[Replica]:
+    kind = resolve_engine(config.rollout.engine)
+    return InProcess if issubclass(kind, Engine) else kind

@@ -1,0 +1,192 @@
+"""Weights broadcast into a process group with the servers: the sender is rank 0, the ranks of the first server follow,
+then those of the second, on whatever machines they are.
+
+Each sender has a group of its own. It is made by hand over a TCP store and not registered with torch.distributed: the
+sender is a rank of the trainer, whose default group is another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import accumulate
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
+
+from megatron_stare.rollout.engines.sglang.client import ABORT_S, SGLangClient, everywhere
+from megatron_stare.rollout.engines.sglang.place import Place
+from megatron_stare.rollout.engines.sglang.protocol import SGLangError
+from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
+from megatron_stare.rollout.engines.sglang.sync import Bucket, WeightSync, meeting_device
+
+LOOPBACK = "127.0.0.1"
+JOIN_S = 120.0  # that all ranks are given to meet: one may have been lost since it was asked
+
+
+class BroadcastSync(WeightSync):
+    """One broadcast a bucket, to all servers at once; the group is made at the first update and kept, until a broadcast
+    fails.
+
+    Args:
+        places: of the servers, whose ranks may be on several machines; None: each is on the one that answers.
+    """
+
+    def __init__(
+        self, clients: Sequence[SGLangClient], timeout_s: float, places: Sequence[Place] | None = None
+    ) -> None:
+        super().__init__(clients)
+        self._timeout_s = timeout_s
+        self._met = [client.url for client in self._clients]  # where ranks of the group are
+        self._met += [f"http://{address}" for place in places or () for address in place.others]
+        self._store: TCPStore | None = None
+        self._group: Any = None  # a process group of its backend's own class
+        self._name = ""
+        self._where = torch.device("cpu")
+
+    async def meet(self, layouts: Sequence[ServerLayout]) -> None:
+        if self._group is None:
+            await self._join(layouts)
+
+    async def _join(self, layouts: Sequence[ServerLayout]) -> None:
+        """Makes the group: every server joins while this process does, in a thread, as both wait for each other."""
+        self._where = meeting_device(layouts)
+        offsets, timeout = rank_offsets(layouts), timedelta(seconds=min(self._timeout_s, JOIN_S))
+        world = offsets.pop()
+        address = address_facing(self._met)
+        # rank 0 holds the store; the servers' rendezvous waits for it
+        self._store = bound_store(address, world, timeout)
+        # drawn: a server that was not told to leave a former run's group refuses one of the same name
+        self._name = name = f"megatron_stare_{secrets.token_hex(4)}"
+        # the servers' group looks for its keys below these names
+        store = PrefixStore(f"{self._where.type}/", PrefixStore(f"{name}/", PrefixStore(name, self._store)))
+        body = {
+            "master_address": address,
+            "master_port": self._store.port,
+            "world_size": world,
+            "group_name": name,
+            "backend": "nccl" if self._where.type == "cuda" else "gloo",
+        }
+        joined = await everywhere(
+            asyncio.to_thread(self._made, store, world, timeout),
+            *(
+                client.post("/init_weights_update_group", body | {"rank_offset": offset})
+                for offset, client in zip(offsets, self._clients, strict=True)
+            ),
+        )
+        self._group = joined[0]
+
+    def _made(self, store: Store, world: int, timeout: timedelta) -> Any:
+        if self._where.type == "cpu":
+            return ProcessGroupGloo(store, 0, world, timeout)
+        from torch.distributed import ProcessGroupNCCL  # not in builds without CUDA
+
+        torch.cuda.set_device(self._where)
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=self._timeout_s)
+        return ProcessGroupNCCL(store, 0, world, options)
+
+    async def send(self, bucket: Bucket) -> None:
+        assert self._group is not None
+        flat = flat_bytes([tensor for _, tensor in bucket]).to(self._where)
+        body = {
+            "names": [name for name, _ in bucket],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+            "shapes": [list(tensor.shape) for _, tensor in bucket],
+            "group_name": self._name,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        try:
+            await everywhere(
+                asyncio.to_thread(self._broadcast, flat),
+                *(client.post("/update_weights_from_distributed", body) for client in self._clients),
+            )
+        except BaseException:
+            await self.close()  # its ranks may be at different buckets
+            raise
+
+    def _broadcast(self, flat: torch.Tensor) -> None:
+        group, limit = self._group, timedelta(seconds=self._timeout_s)
+        assert group is not None
+        options = BroadcastOptions()
+        options.rootRank, options.timeout = 0, limit
+        try:
+            group.broadcast([flat], options).wait(limit)
+        except RuntimeError as error:
+            del group  # closes its connections, over which servers would wait for what does not come
+            self._group = None
+            raise SGLangError(f"a broadcast of weights failed: {error}", where=self._clients[0].url) from None
+        if flat.is_cuda:
+            torch.cuda.synchronize(self._where)  # NCCL's wait is the stream's; the caller may use the memory again
+
+    async def close(self) -> None:
+        self._group = None
+        name, self._name = self._name, ""
+        if name:
+            body = {"group_name": name}
+            await asyncio.gather(
+                *(asyncio.wait_for(c.post("/destroy_weights_update_group", body), ABORT_S) for c in self._clients),
+                return_exceptions=True,  # a server that is gone has left the group; one that hangs has ABORT_S
+            )
+        self._store = None
+
+
+def rank_offsets(layouts: Sequence[ServerLayout]) -> list[int]:
+    """The group's rank of each server's first rank, to which a server adds its own ranks' numbers; last, the size of
+    the group."""
+    return list(accumulate((layout.tensor for layout in layouts), initial=1))
+
+
+def address_facing(urls: Sequence[str]) -> str:
+    """This machine's address on the interface by which it reaches the servers: loopback's where all are here.
+
+    Raises:
+        SGLangError: there is no way to one of them.
+    """
+    facing = LOOPBACK
+    for url in urls:
+        parts = urlsplit(url)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((parts.hostname, parts.port or 80))  # of a datagram socket: nothing is sent
+            except OSError as error:
+                raise SGLangError(f"there is no way from this machine to the server: {error}", where=url) from error
+            found = probe.getsockname()[0]
+        # who is reached over loopback reaches this machine's other addresses, too
+        if not found.startswith("127."):
+            facing = found
+    return facing
+
+
+def bound_store(address: str, world: int, timeout: timedelta) -> TCPStore:
+    """A store that listens on one address; torch's own choice is all of the machine's."""
+    listening = socket.create_server((address, 0))
+    port = listening.getsockname()[1]
+    # the store owns the socket from here on
+    return TCPStore(
+        address,
+        port,
+        world,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+
+
+def flat_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensors' bytes end to end: as they lie, where they lie so, which saves a pass over a bucket; else copied."""
+    pieces = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    start = pieces[0]
+    end = start.data_ptr()
+    for piece in pieces:
+        if piece.data_ptr() != end or piece.untyped_storage().data_ptr() != start.untyped_storage().data_ptr():
+            return torch.cat(pieces)
+        end += piece.numel()
+    return start.as_strided((end - start.data_ptr(),), (1,))

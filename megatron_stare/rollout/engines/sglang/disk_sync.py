@@ -1,0 +1,120 @@
+"""Buckets of weights through a folder that all servers can read."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_stare.errors import UserError
+from megatron_stare.rollout.engines.sglang.broadcast import flat_bytes
+from megatron_stare.rollout.engines.sglang.client import SGLangClient, everywhere
+from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
+from megatron_stare.rollout.engines.sglang.sync import Bucket, WeightSync, open_sessions
+from megatron_stare.weights.files.safetensors_file import lay_out
+
+PREFIX = "megatron-stare-weights-"
+
+
+class DiskSync(WeightSync):
+    """A Hugging Face folder that the servers load. Every sender fills files of its own, one a bucket; a file has its
+    name once it is whole.
+
+    Args:
+        companions: folder whose config the servers find beside the weights.
+        folder: where files are written, the same for all senders of an update; None: one in the system's folder for
+            temporary files.
+        sender: in the names of this sender's files.
+    """
+
+    def __init__(
+        self, clients: Sequence[SGLangClient], companions: str, folder: Path | None = None, sender: int = 0
+    ) -> None:
+        super().__init__(clients)
+        self._companions, self._sender = Path(companions), sender
+        self._folder = folder or drawn_folder(None)
+        self._files: list[Path] = []
+
+    async def open(self) -> None:
+        """Loading from a folder needs no session."""
+
+    async def meet(self, layouts: Sequence[ServerLayout]) -> None:
+        self._files = []
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritten(self._folder, error) from error
+        for name in ("config.json", "generation_config.json"):
+            if (self._companions / name).is_file():
+                with _whole(self._folder / name, f".{self._sender}") as writing:
+                    shutil.copy(self._companions / name, writing.path)
+
+    async def send(self, bucket: Bucket) -> None:
+        await asyncio.to_thread(self._write, bucket)
+
+    def _write(self, bucket: Bucket) -> None:
+        file = self._folder / f"model-{self._sender:05d}-{len(self._files) + 1:05d}.safetensors"
+        self._files.append(file)
+        header, _ = lay_out(file, {name: tuple(tensor.shape) for name, tensor in bucket}, bucket[0][1].dtype, {})
+        flat = flat_bytes([tensor for _, tensor in bucket]).cpu()
+        with _whole(file, ".part") as writing, writing.path.open("wb") as stream:
+            stream.write(header)
+            stream.write(flat.numpy().data)
+            stream.flush()
+            os.fsync(stream.fileno())  # other nodes see what the file system has
+
+    def left(self) -> str | None:
+        return str(self._folder)
+
+    async def load(self, folder: str | None) -> None:
+        body = {"model_path": folder, "load_format": "safetensors", "flush_cache": False}
+        await everywhere(*(client.post("/update_weights_from_disk", body) for client in self._clients))
+        # the answer is the first rank's alone: another that finds the files gone while it still reads them ends its
+        # server. A session is opened by all ranks together
+        await open_sessions(self._clients)
+        await super().load(folder)
+
+    def forget(self) -> None:
+        files, self._files = self._files, []
+        for file in files:
+            file.unlink(missing_ok=True)
+        if not any(self._folder.glob("*.safetensors*")):  # the last of the senders
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def close(self) -> None:
+        self.forget()
+
+
+class _whole:
+    """A name that a file gets when the block ends well; until then it has another."""
+
+    def __init__(self, file: Path, ending: str) -> None:
+        self._file, self.path = file, file.with_name(file.name + ending)
+
+    def __enter__(self) -> _whole:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if kind is None:
+            self.path.replace(self._file)
+            return
+        self.path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise _unwritten(self._file, error) from error
+
+
+def _unwritten(where: Path, error: OSError) -> UserError:
+    return UserError(
+        f"weights for the servers cannot be written ({error.strerror})",
+        where=str(where),
+        fix="sglang.sync_folder names the folder, which needs room for the whole model",
+    )
+
+
+def drawn_folder(parent: str | None) -> Path:
+    """A folder of no other run's; it does not exist yet. Args: parent: None: the system's for temporary files."""
+    return Path(parent or tempfile.gettempdir()).resolve() / f"{PREFIX}{secrets.token_hex(4)}"

@@ -1,0 +1,85 @@
+"""Where a process runs, as far as it decides what may be handed to it: its machine, and the GPUs it sees."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
+
+from megatron_stare.errors import ConfigError
+from megatron_stare.rollout.engines.sglang.transport import LOOPBACK_NAMES
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A machine, and UUIDs of GPUs that are seen there; empty where they are not known.
+
+    others: addresses of the other machines that a server's ranks are on.
+    """
+
+    host: str = ""
+    gpus: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+
+
+@cache
+def this_host() -> str:
+    """This machine, told from all others, also those of the same name."""
+    boot = _BOOT.read_text().strip() if _BOOT.is_file() else ""
+    return f"{socket.gethostname()} {boot}".strip()
+
+
+def uuid_of(device: int) -> str:
+    """As SGLang reads it, which looks for the GPU of a handle by it."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def here(device: torch.device) -> Place:
+    """This machine with one of its GPUs."""
+    return Place(this_host(), (uuid_of(torch.cuda.current_device() if device.index is None else device.index),))
+
+
+def seen_here() -> Place:
+    """This machine with every GPU that this process sees, as servers that it starts do."""
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    return Place(this_host(), tuple(uuid_of(number) for number in gpus))
+
+
+def require_reach(server: Place, sender: Place, url: str) -> None:
+    """Raises ConfigError unless the server's ranks can open handles of memory on the sender's GPU: SGLang looks for it
+    among those it sees, and dies where it is not there."""
+    fix = "sglang.sync=distributed reaches servers on any machine and GPU"
+    if server.others:
+        raise ConfigError(
+            f"ranks of the server are on {', '.join(server.others)} as well: handles of GPU memory are of use on one "
+            "machine alone",
+            where=url,
+            fix=fix,
+        )
+    if not server.host or not server.gpus:
+        raise ConfigError("on which GPUs the server runs is not known, so it is sent no handle", where=url, fix=fix)
+    if server.host != sender.host:
+        raise ConfigError(
+            f"the server runs on {server.host.split()[0]}, this rank on {sender.host.split()[0]}: handles of GPU "
+            "memory are of use on one machine alone",
+            where=url,
+            fix=fix,
+        )
+    if missing := [gpu for gpu in sender.gpus if gpu not in server.gpus]:
+        raise ConfigError(f"the server does not see this rank's GPU {missing[0]}", where=url, fix=fix)
+
+
+def require_loopback_here(server: Place, url: str) -> None:
+    """Raises ConfigError for a server on another machine's loopback."""
+    if urlsplit(url).hostname in LOOPBACK_NAMES and server.host not in ("", this_host()):
+        raise ConfigError(
+            f"the server listens on the loopback of {server.host.split()[0]}, where this rank cannot reach it",
+            where=url,
+            fix="set sglang.host to an address that the trainer's machines reach, or 0.0.0.0",
+        )

@@ -1,0 +1,256 @@
+"""What goes to an SGLang server and what comes back, as observed of the supported versions. Pure: no I/O.
+
+Requests come from the engine, bodies go to the client; the server's answers come back through `result_of`.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_stare.errors import ConfigError, UserError
+from megatron_stare.models.shape import ModelShape
+from megatron_stare.records.batch import FinishReason, SamplingParams
+from megatron_stare.records.routing import routing_column
+from megatron_stare.records.trajectory import VersionRuns
+from megatron_stare.rollout.engines.engine import GenerateRequest, GenerateResult
+from megatron_stare.rollout.engines.sampling import row_keys
+
+# the weight-update session these releases share does not exist before 0.5.21
+SUPPORTED_VERSIONS = ("0.5.21", "0.5.22", "0.5.23")
+_LOG_PROB, _ID = itemgetter(0), itemgetter(1)  # of an entry of output_token_logprobs: nats, token id, text or null
+NO_VERSION = "none"  # what servers are started with: weights of no training step
+
+
+class SGLangError(UserError):
+    """A server refused a request, or answered what the protocol does not allow."""
+
+
+def check_version(version: str, where: str) -> None:
+    """Raises SGLangError for a release whose protocol is not known to be the one spoken here."""
+    if version not in SUPPORTED_VERSIONS:
+        raise SGLangError(
+            f"the server runs SGLang {version}; supported are {', '.join(SUPPORTED_VERSIONS)}",
+            where=where,
+            fix="bash scripts/setup_sglang.sh builds an environment with a supported one",
+        )
+
+
+def check_flags(info: Mapping[str, Any], flags: Mapping[str, str], where: str) -> None:
+    """Raises ConfigError for a server that was started without something the run asks of it.
+
+    Args:
+        info: its /server_info.
+        flags: by argument of the server, the setting that needs it. A CPU server's memory saver is let pass: it has
+            none, and keeps its memory.
+    """
+    for flag, setting in flags.items():
+        if not info.get(flag) and not (flag == "enable_memory_saver" and info["device"] == "cpu"):
+            raise ConfigError(
+                f"the server at {where} was started without --{flag.replace('_', '-')}",
+                where=setting,
+                fix=f"start it so, or set {setting}=false",
+            )
+
+
+def check_precision(arguments: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError for a server that computes in 8 bits: how far its log-probs may lie from the trainer's is not
+    known, so nothing would tell rounding from wrong weights.
+
+    Args:
+        arguments: of the server, by name with dashes or underscores.
+    """
+    for name in ("quantization", "kv_cache_dtype"):
+        value = str(arguments.get(name) or arguments.get(name.replace("_", "-")) or "")
+        if "fp8" in value or "int8" in value:
+            raise ConfigError(
+                f"rollouts with {name.replace('_', '-')} {value} are refused: agreement of engine and trainer has no "
+                "limits for 8 bits",
+                where=where,
+                fix="leave it out; 16 bits are the fewest that are watched",
+            )
+
+
+def sampling_seed(params: SamplingParams, request: GenerateRequest) -> int:
+    """31 bits that depend on (seed, step, prompt cursor, sample index) and on nothing else."""
+    step = params.step if request.noise_step is None else request.noise_step
+    (key,) = row_keys(params.seed, step, [request.prompt_cursor], [request.sample_index])
+    return int(key >> np.uint64(33))
+
+
+def sampling_fields(
+    params: SamplingParams, seed: int, max_new_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Every field that shapes a response, so that no default of a server's release or model folder has a say.
+
+    Only evaluation cuts the support, and by top-p alone (never top-k, min-p, penalties, bias or grammar): log-probs
+    would then be those of another distribution than the trainer's.
+
+    Args:
+        stop_token_ids: beside those of `params`.
+    """
+    return {
+        "temperature": params.temperature,
+        "top_k": 1 if params.greedy else -1,
+        "top_p": params.top_p,
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_new_tokens": 0,
+        "max_new_tokens": min(max_new_tokens or params.max_new_tokens, params.max_new_tokens),
+        "n": 1,
+        "stop": None,
+        "stop_token_ids": [*params.stop_token_ids, *stop_token_ids],
+        "stop_regex": None,
+        "ignore_eos": False,
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "json_schema": None,
+        "regex": None,
+        "ebnf": None,
+        "structural_tag": None,
+        "logit_bias": None,
+        "sampling_seed": seed,
+        "custom_params": None,
+    }
+
+
+def generate_body(request: GenerateRequest, params: SamplingParams, rid: str) -> dict[str, Any]:
+    """The body of POST /generate for one response. `rid` must be unique on the server."""
+    body = {
+        "rid": rid,
+        "input_ids": list(request.input_ids),
+        "sampling_params": sampling_fields(
+            params, sampling_seed(params, request), request.max_new_tokens, request.stop_token_ids
+        ),
+        "return_logprob": True,
+        "logprob_start_len": -1,  # log-probs of the response alone
+        "top_logprobs_num": 0,
+        "stream": False,
+    }
+    if params.return_experts:
+        body |= {"return_routed_experts": True, "routed_experts_start_len": 0}
+    return body
+
+
+def prompt_body(tokens: Sequence[int], rid: str) -> dict[str, Any]:
+    """A body of POST /generate whose answer has the log-probs of `tokens`, at temperature 1, of all but the first."""
+    fields = SamplingParams(temperature=1.0, max_new_tokens=1, seed=0, step=0, stop_token_ids=(), greedy=True)
+    return {
+        "rid": rid,
+        "input_ids": list(tokens),
+        "sampling_params": sampling_fields(fields, 0),
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 0,
+        "stream": False,
+    }
+
+
+def read_prompt_log_probs(answer: Mapping[str, Any], tokens: Sequence[int], where: str) -> list[float]:
+    """The log-probs, nats, of every token of a `prompt_body` but the first."""
+    entries = answer["meta_info"].get("input_token_logprobs") or []
+    found = [entry for entry in entries if entry[0] is not None]  # the first token has none
+    # the server computes the log-prob of the last id of the vocabulary rightly, but calls it 0
+    named = [entry[1] for entry in found]
+    if len(named) != len(tokens) - 1 or any(n not in (t, 0) for n, t in zip(named, tokens[1:], strict=True)):
+        raise SGLangError(f"{list(tokens)} was to have log-probs, the server gave them of {entries}"[:500], where=where)
+    return [float(entry[0]) for entry in found]
+
+
+def result_of(
+    answer: Mapping[str, Any],
+    request: GenerateRequest,
+    stop_token_ids: Collection[int],
+    where: str,
+    routed: ModelShape | None = None,
+) -> GenerateResult:
+    """The response in an answer of POST /generate.
+
+    Args:
+        stop_token_ids: that end every response; those of `request` are looked at beside them.
+        routed: of the model, where the experts of its tokens were asked for.
+
+    Raises:
+        SGLangError: lists of different lengths, a log-prob that is missing, a token without a weight version, or
+            without its experts where they were asked for.
+    """
+    meta = answer["meta_info"]
+    ids = _column(answer["output_ids"], np.int32)
+    sampled = meta.get("output_token_logprobs") or []
+    if not torch.equal(_column(sampled, np.int32, _ID), ids):
+        raise SGLangError(
+            f"the server returned {len(ids)} tokens and log-probs of {len(sampled)} others",
+            where=f"{where}, request {request.rid}",
+        )
+    return GenerateResult(
+        rid=request.rid,
+        output_ids=ids,
+        output_log_probs=_column(sampled, np.float32, _LOG_PROB),
+        versions=version_runs(meta, len(ids), f"{where}, request {request.rid}"),
+        finish_reason=_finish_reason(meta["finish_reason"], ids, {*stop_token_ids, *request.stop_token_ids}),
+        prompt_tokens=int(meta["prompt_tokens"]),
+        experts=None
+        if routed is None
+        else _experts(meta, routed, len(request.input_ids) + len(ids) - 1, f"{where}, request {request.rid}"),
+    )
+
+
+def _experts(meta: Mapping[str, Any], shape: ModelShape, tokens: int, where: str) -> Tensor:
+    """The experts of the first `tokens` tokens, all but the last, which the server's model was never fed."""
+    if not isinstance(encoded := meta.get("routed_experts"), str):
+        raise SGLangError(
+            "the server named no experts",
+            where=where,
+            fix="start it with --enable-return-routed-experts, or set moe.routing_replay=false",
+        )
+    try:
+        found = np.frombuffer(base64.b64decode(encoded, validate=True), dtype="<i4")
+        column = routing_column(found, shape.layers, shape.experts_per_token, shape.experts)
+    except ValueError as error:
+        raise SGLangError(f"the server's experts cannot be read: {error}", where=where) from error
+    if len(column) != tokens:
+        raise SGLangError(f"the server named the experts of {len(column)} tokens of {tokens}", where=where)
+    return column
+
+
+def _column(values: Sequence[Any], dtype: type[np.generic], of: Callable[[Any], Any] | None = None) -> Tensor:
+    """[n], of the values or of a part of each; by way of numpy, which reads Python numbers an order of magnitude faster
+    than torch."""
+    return torch.from_numpy(np.fromiter(values if of is None else map(of, values), dtype, len(values)))
+
+
+def version_runs(meta: Mapping[str, Any], tokens: int, where: str) -> VersionRuns:
+    """The versions of the weights that sampled `tokens` tokens, from the spans of an answer's meta_info."""
+    runs: list[tuple[int, int]] = []
+    end = 0
+    for span in meta.get("weight_versions") or []:
+        if span["start"] != end or span["end"] < end or not str(span["version"]).isdigit():
+            break
+        if span["end"] > end:
+            runs.append((int(span["version"]), span["end"] - end))
+        end = span["end"]
+    if end != tokens:
+        raise SGLangError(
+            f"{tokens} tokens, but weight versions {meta.get('weight_versions')} (now {meta.get('weight_version')})",
+            where=where,
+            fix="only this project may update the server's weights",
+        )
+    return tuple(runs)
+
+
+def _finish_reason(reported: Mapping[str, Any], ids: Tensor, stop_token_ids: Collection[int]) -> FinishReason:
+    kind = reported["type"]
+    if kind == "length" and len(ids) and int(ids[-1]) in stop_token_ids:
+        return "stop"  # its last token is a stop token, and the server looks at the length first
+    if kind not in ("stop", "length", "abort"):
+        raise SGLangError(f"the server reports an unknown finish reason {dict(reported)}")
+    return kind

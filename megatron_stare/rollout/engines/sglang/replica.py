@@ -1,0 +1,235 @@
+"""From a run's configuration to an SGLang engine: a server started or attached to, its client, and the weight sync."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from megatron_stare.config.process_settings import port_share, shared_environment
+from megatron_stare.config.schema import Config
+from megatron_stare.errors import ConfigError
+from megatron_stare.models.shape import ModelShape
+from megatron_stare.process.interruption import run_on
+from megatron_stare.process.shipped import CHECKOUT
+from megatron_stare.rollout.engines.beside import Beside
+from megatron_stare.rollout.engines.replicas import Replica
+from megatron_stare.rollout.engines.served_memory import ServedMemory
+from megatron_stare.rollout.engines.sglang.client import SGLangClient
+from megatron_stare.rollout.engines.sglang.methods import make_sync
+from megatron_stare.rollout.engines.sglang.place import Place, seen_here
+from megatron_stare.rollout.engines.sglang.protocol import SUPPORTED_VERSIONS
+from megatron_stare.rollout.engines.sglang.server import ServerProcess
+from megatron_stare.rollout.engines.sglang.server_checks import (
+    API_KEY_VARIABLE,
+    check_attached,
+    check_lengths,
+    check_started,
+    server_device,
+)
+from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
+from megatron_stare.rollout.engines.sglang.server_memory import server_memory
+from megatron_stare.rollout.engines.sglang.server_options import ServerOptions
+from megatron_stare.rollout.engines.sglang.server_outlet import Way
+from megatron_stare.rollout.engines.sglang.spread_server import ServerPart, SpreadServer
+
+ENVIRONMENT = CHECKOUT / ".venv-sglang" if CHECKOUT else None  # of scripts/setup_sglang.sh
+PYTHON_VARIABLE = "MEGATRON_STARE_SGLANG_PYTHON"
+CPU_CACHE_TOKENS = 20_000  # where none are set: a CPU server has no share of memory to fill
+
+
+class SGLangReplica(Replica):
+    """One of a run's servers on its way up, or attached to; see Replica."""
+
+    def __init__(self, config: Config, number: int, beside: Beside | None = None) -> None:
+        self._config = config
+        self._process: ServerProcess | None = None
+        self._place = Place()
+        if config.sglang.urls:
+            url, key = config.sglang.urls[number], os.environ.get(API_KEY_VARIABLE)
+        else:
+            options = server_options(config, number)
+            self._process = ServerProcess(options) if beside is None else SpreadServer(options, beside)
+            self._place = replace(seen_here(), others=() if beside is None else beside.others)
+            url, key = self._process.url, self._process.api_key
+        self._client = SGLangClient(
+            url,
+            key,
+            config.runtime.timeout_s,
+            response_s=config.limits.request_limit(config.runtime.timeout_s),
+            router=config.sglang.router,
+        )
+
+    def engine(self) -> SGLangEngine:
+        """See Replica. Waits until the server answers; nothing is left behind where it does not, or cannot be used."""
+        config, loop = self._config, asyncio.new_event_loop()
+        with contextlib.ExitStack() as stack:
+            stack.callback(loop.close)
+            stack.callback(self.close)
+            stack.callback(run_on, loop, self._client.close)
+            if self._process is not None:
+                self._process.wait_ready(self._client, partial(run_on, loop))
+            engine = SGLangEngine(
+                self._client,
+                make_sync(
+                    config.sglang.sync,
+                    [self._client],
+                    config.model.path,
+                    config.limits.collective_limit(config.runtime.timeout_s),
+                    places=[self._place],
+                ),
+                config.model.path,
+                served_dtype(config),
+                config.rollout.max_batch,
+                loop,
+                self._process,
+                server_flags(config),
+                Way(config.sglang.sync, config.runtime.timeout_s, config.model.path, config.sglang.sync_folder),
+                self._place,
+                config.restarts.probe_s,
+            )
+            stack.pop_all()  # the engine's from here on
+            return engine
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
+
+    @classmethod
+    def check(cls, config: Config, shape: ModelShape) -> None:
+        check_servers(config, shape)
+
+    @classmethod
+    def memory(cls, config: Config, shape: ModelShape, capacity: int) -> ServedMemory | None:
+        """See Replica. None where servers are attached to, or compute on the CPU."""
+        if config.sglang.urls or config.sglang.device == "cpu":
+            return None
+        return server_memory(config, shape, capacity)
+
+    @classmethod
+    def count(cls, config: Config) -> int:
+        return len(config.sglang.urls) or config.rollout.engines
+
+    @classmethod
+    def release(cls, config: Config) -> tuple[str | None, Sequence[str]] | None:
+        if config.sglang.urls:
+            return None
+        asked = [sglang_python(config), "-c", "from importlib.metadata import version; print(version('sglang'))"]
+        try:
+            done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return None, SUPPORTED_VERSIONS
+        return (done.stdout.strip() if done.returncode == 0 else None), SUPPORTED_VERSIONS
+
+    @classmethod
+    def without_install(cls, config: Config) -> Config | None:
+        """See Replica. Its flags are left out: servers' own Python says whether it takes them."""
+        try:
+            if config.sglang.urls or Path(sglang_python(config)).exists():
+                return None
+        except ConfigError:  # of a wheel, which knows of no checkout
+            pass
+        sglang = config.sglang.model_copy(update={"python": sys.executable, "flags": []})
+        return config.model_copy(update={"sglang": sglang})
+
+    @classmethod
+    def gpus(cls, config: Config) -> int:
+        """None where servers are attached to, which have theirs, or compute on the CPU."""
+        return 0 if config.sglang.urls or config.sglang.device == "cpu" else config.sglang.tensor_parallel
+
+    @classmethod
+    def nodes(cls, config: Config) -> int:
+        return 1 if config.sglang.urls else config.sglang.nodes
+
+    @classmethod
+    def part(cls, config: Config, number: int, node: int) -> ServerPart:
+        return ServerPart(server_options(config, number, node))
+
+
+def check_servers(config: Config, shape: ModelShape) -> None:
+    """Raises ConfigError for what can be known to be wrong before a server is started."""
+    if config.sglang.urls:
+        check_lengths(config, shape)
+        check_attached(config)
+        return
+    if config.sglang.router is not None:
+        raise ConfigError(
+            "a router stands in front of servers that are attached to: those of a run are started with keys of their "
+            "own, which no router knows",
+            where="sglang.router",
+            fix="name the servers behind it in sglang.urls, or leave it out",
+        )
+    options = server_options(config)
+    check_lengths(config, shape, options.context_length, options.cache_tokens)
+    check_started(config, shape, options)
+
+
+def server_flags(config: Config) -> dict[str, str]:
+    """Flags without which a server cannot do what is asked of it, and the settings that ask."""
+    wanted = {
+        "enable_deterministic_inference": ("sglang.seeds", config.sglang.seeds),
+        "enable_memory_saver": ("sglang.colocated", config.sglang.colocated),
+        "enable_return_routed_experts": ("moe.routing_replay", config.moe.routing_replay),
+    }
+    return {flag: setting for flag, (setting, asked) in wanted.items() if asked}
+
+
+def sglang_python(config: Config) -> str:
+    """The Python of SGLang's environment: as set, of the environment variable, or of the checkout.
+
+    Raises:
+        ConfigError: none of them says it; a wheel knows of no checkout.
+    """
+    if python := config.sglang.python or os.environ.get(PYTHON_VARIABLE):
+        return python
+    if ENVIRONMENT is None:
+        raise ConfigError(
+            "where SGLang is installed is not known to a project that was installed from a wheel",
+            where="sglang.python",
+            fix=f"name the Python of SGLang's environment here or in {PYTHON_VARIABLE}; in a checkout, "
+            "bash scripts/setup_sglang.sh builds one in .venv-sglang",
+        )
+    return str(ENVIRONMENT / "bin" / "python")
+
+
+def server_options(config: Config, number: int = 0, node: int = 0) -> ServerOptions:
+    """How server `number` of this run is started, on its node `node`."""
+    asked, device = config.sglang, server_device(config)
+    processes = config.rollout.engines * asked.nodes
+    return ServerOptions(
+        python=sglang_python(config),
+        model_path=config.model.path,
+        device=device,
+        dtype=served_dtype(config),
+        threads=config.rollout.threads,
+        max_running=config.rollout.max_batch,
+        cache_tokens=asked.cache_tokens or (CPU_CACHE_TOKENS if device == "cpu" else None),
+        seeds=asked.seeds,
+        start_timeout_s=asked.start_timeout_s,
+        host=asked.host,
+        tensor=asked.tensor_parallel,
+        expert=asked.expert_parallel,
+        data=asked.attention_data_parallel,
+        nodes=asked.nodes,
+        node=node,
+        memory_fraction=asked.memory_fraction,
+        context_length=asked.context_length,
+        attention_backend=asked.attention_backend,
+        graph_batch_sizes=tuple(asked.cuda_graph_batch_sizes),
+        memory_saver=asked.colocated,
+        names_experts=config.moe.routing_replay,
+        flags=tuple(asked.flags),
+        environment={**shared_environment(config), **asked.environment},
+        ports=port_share(config, 1 + number * asked.nodes + node, processes),
+    )
+
+
+def served_dtype(config: Config) -> str:
+    """What servers compute in, and cast weights to."""
+    return config.sglang.dtype or config.model.dtype

@@ -1,0 +1,99 @@
+"""What a launched server's process runs, in the environment SGLang is installed in: SGLang's own launcher, ended with
+the process that started it.
+
+    python -m megatron_stare.rollout.engines.sglang.serve <arguments of sglang.launch_server>
+
+The API key comes in the environment, where other users do not see it. Standard input is held open by the starter and
+never written to: its end, whatever ended the starter, is the order to go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+API_KEY_VARIABLE = "MEGATRON_STARE_SGLANG_KEY"
+# of the trainer's process, and not for servers: paths of its own environment, and a choice of CPU kernels that are not
+# there
+NOT_KEPT = ("PYTHONPATH", "VIRTUAL_ENV", "SGLANG_USE_CPU_ENGINE")
+SHARED_MEMORY = Path("/dev/shm")
+SCRATCH_VARIABLE = "TMPDIR"  # a folder of the server's own, removed with it
+
+# The CPU wheel of torchvision does not load without CUDA's; transformers imports it, and asks for these schemas only.
+# Here and not in main(): SGLang's processes are spawned, and import this module again.
+with contextlib.suppress(RuntimeError):  # they exist where torchvision loads by itself
+    import torch
+
+    _torchvision = torch.library.Library("torchvision", "DEF")
+    _torchvision.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _torchvision.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def main() -> None:
+    _guard(os.environ[SCRATCH_VARIABLE])
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)  # SGLang's own processes must not hold the pipe
+    key = os.environ.pop(API_KEY_VARIABLE, "")
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    try:
+        run_server(prepare_server_args([*sys.argv[1:], *(["--api-key", key] if key else [])]))
+    except SystemExit as end:  # how uvicorn ends where the port is taken
+        _leave(end.code if isinstance(end.code, int) else 1)
+    except BaseException:
+        traceback.print_exc()
+        _leave(1)
+    _leave(0)
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends this process, and with it its group (see `_guard`); the interpreter would wait for SGLang's ranks, which
+    wait for requests."""
+    # once the ranks are gone nobody knows whose it was, and they may be before the guard comes to it
+    remove_shared_memory(os.getpgid(0))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _guard(scratch: str) -> None:
+    """Has this process's whole group ended once its starter is gone, by a process outside of it: where this one is
+    killed as well, as Ray does to what an actor started, some of SGLang's would stay. The group ends with this one,
+    too; its log then stays for the starter to read, who goes later."""
+    group = os.getpgid(0)
+    lives, ends = os.pipe()  # this end closes with this process: what it starts does not inherit it
+    if os.fork():
+        os.close(lives)
+        return
+    os.setsid()
+    os.close(ends)
+    select.select([0, lives], [], [])  # nothing is ever written to either: what can be read is its end
+    remove_shared_memory(group)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+    select.select([0], [], [])
+    shutil.rmtree(scratch, ignore_errors=True)
+    os._exit(0)
+
+
+def remove_shared_memory(group: int) -> None:
+    """Removes what the ranks of a server, a process group that is still there, share in memory: killed, they leave it
+    behind. SGLang's names for it are sgl_shm_<kind>_<process>_<random>."""
+    for file in SHARED_MEMORY.glob("sgl_shm_*_*_*"):
+        with contextlib.suppress(OSError, ValueError):
+            if os.getpgid(int(file.name.split("_")[-2])) == group:
+                file.unlink()
+
+
+if __name__ == "__main__":
+    main()

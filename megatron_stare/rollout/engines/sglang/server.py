@@ -1,0 +1,158 @@
+"""Starts SGLang servers on this machine, waits until they answer, and ends them with everything they left behind.
+
+Each is a process group of its own. It runs serve.py in SGLang's environment, asks for a key drawn for the run wherever
+it listens, and writes its output to a log whose end is quoted when it dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megatron_stare.process.network import free_port
+from megatron_stare.rollout.engines.sglang.client import ServerLostError, SGLangClient
+from megatron_stare.rollout.engines.sglang.protocol import SGLangError
+from megatron_stare.rollout.engines.sglang.serve import API_KEY_VARIABLE, SCRATCH_VARIABLE, remove_shared_memory
+from megatron_stare.rollout.engines.sglang.server_options import PORTS, ServerOptions
+
+LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
+PROBE_EVERY_S = 0.5
+PROBE_S = 10.0  # until a question is given up, and it is looked whether the server is still there
+LEAVE_S = 5.0  # from the order to go until the process group is killed
+LOG_TAIL_BYTES = 3000
+TAKEN = "address already in use"
+RANKS = "sglang"  # how the names of the ranks' processes begin
+
+
+class ServerProcess:
+    """A server started here, or what of one is on this node. Ends with `close`, or with this process, however that
+    ends.
+
+    Args:
+        meeting: host:port where the ranks of a server of several nodes meet.
+    """
+
+    def __init__(self, options: ServerOptions, meeting: str | None = None) -> None:
+        self._options = options
+        self.api_key = secrets.token_hex(16)
+        own, ranks_own = (PORTS, None) if options.ports is None else (options.ports[::2], options.ports[1::2])
+        port = free_port(options.host, own)
+        ranks_port = None if ranks_own is None or meeting is not None else free_port(LOOPBACK, ranks_own)
+        self.url = f"http://{LOOPBACK if options.host == EVERYWHERE else options.host}:{port}"
+        self._scratch = Path(tempfile.mkdtemp(prefix="megatron-stare-sglang-"))
+        self._log = self._scratch / "server.log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [
+                    *(options.python, "-m", "megatron_stare.rollout.engines.sglang.serve"),
+                    *options.arguments(port, ranks_port, meeting),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                cwd=self._scratch,
+                env=self._environment(),
+                start_new_session=True,
+            )
+
+    def _environment(self) -> dict[str, str]:
+        return self._options.process_environment() | {
+            SCRATCH_VARIABLE: str(self._scratch),
+            API_KEY_VARIABLE: self.api_key,
+        }
+
+    @property
+    def process_group(self) -> int:
+        return self._process.pid
+
+    def wait_ready(self, client: SGLangClient, run: Callable[[Callable[[], Coroutine[Any, Any, Any]]], object]) -> None:
+        """Polls /model_info until the server answers.
+
+        Args:
+            run: runs the coroutine of the client that is made to its end (in the engine's loop).
+
+        Raises:
+            SGLangError: it ended, or did not answer within the time limit.
+        """
+        deadline = time.monotonic() + self._options.start_timeout_s
+        while True:
+            self.require_alive()
+            with contextlib.suppress(ServerLostError, TimeoutError):
+                # not for as long as a request may take: whoever has taken the port meanwhile may never answer
+                run(lambda: asyncio.wait_for(client.model_info(), PROBE_S))
+                return
+            if time.monotonic() > deadline:
+                raise SGLangError(
+                    f"the server did not answer within {self._options.start_timeout_s:.0f} s\n{self.last_words()}",
+                    where="sglang.start_timeout_s",
+                )
+            time.sleep(PROBE_EVERY_S)
+
+    def memory_mb(self) -> float:
+        """Pss of the server's processes, 10^6 bytes; processes that end meanwhile count as 0."""
+        total = 0
+        with contextlib.suppress(psutil.Error):
+            root = psutil.Process(self._process.pid)
+            for process in (root, *root.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):
+                    total += process.memory_full_info().pss
+        return total / 1e6
+
+    def require_alive(self) -> None:
+        """Raises SGLangError with the end of its log where the server has ended."""
+        if (ended := self.ended()) is not None:
+            raise SGLangError(f"the server {ended}", where=self.url)
+
+    def ended(self) -> str | None:
+        """How it ended, with the end of its log; None: it has not."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        # SGLang goes on for a while without its port, so that this is not among the last words
+        why = f" ({TAKEN}: another process took its port)" if TAKEN in self._said().lower() else ""
+        return f"ended with {code}{why}; its last words:\n{self.last_words()}"
+
+    def lost_rank(self) -> str | None:
+        """As `ended`, of a rank that was killed and whose end SGLang's launcher has not taken notice of."""
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(self._process.pid).children():
+                if child.status() == psutil.STATUS_ZOMBIE and child.name().startswith(RANKS):
+                    return f"lost the process of a rank, {child.pid}; the last words there:\n{self.last_words()}"
+        return None
+
+    def last_words(self) -> str:
+        """The end of the server's log, which names its key, without it."""
+        return self._said().replace(self.api_key, "<key>")[-LOG_TAIL_BYTES:]
+
+    def _said(self) -> str:
+        with contextlib.suppress(OSError):
+            return self._log.read_bytes().decode(errors="replace")
+        return ""
+
+    def kill(self) -> None:
+        """Ends the server's process group at once, and keeps its log."""
+        remove_shared_memory(self.process_group)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process_group, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Ends the server's process group and removes what it wrote. Closing twice is allowed."""
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            self._process.stdin.close()  # the order to go, see serve.py
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(LEAVE_S)
+            self.kill()  # ranks that outlived their launcher
+            self._process.wait()
+        shutil.rmtree(self._scratch, ignore_errors=True)

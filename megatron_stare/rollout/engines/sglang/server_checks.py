@@ -1,0 +1,210 @@
+"""What can be known to be wrong with a run's servers before one is started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from megatron_stare.config.schema import Config, SGLangConfig
+from megatron_stare.errors import ConfigError
+from megatron_stare.models.shape import ModelShape
+from megatron_stare.rollout.engines.sglang.flag_check import refused_flag
+from megatron_stare.rollout.engines.sglang.protocol import check_precision
+from megatron_stare.rollout.engines.sglang.server_engine import NEVER_FILLED
+from megatron_stare.rollout.engines.sglang.server_layout import CPU_WIDTHS, ServerLayout
+from megatron_stare.rollout.engines.sglang.server_options import CPU_ATTENTION, ServerOptions
+from megatron_stare.rollout.engines.sglang.transport import on_loopback
+
+API_KEY_VARIABLE = "SGLANG_API_KEY"  # of servers that are attached to
+# how servers are started; sglang.dtype is what others compute in too
+LAUNCH_SETTINGS = (
+    *("host", "python", "device", "tensor_parallel", "expert_parallel", "attention_data_parallel", "nodes"),
+    *("memory_fraction", "context_length"),
+    *("attention_backend", "cuda_graph_batch_sizes", "flags", "environment", "cache_tokens", "start_timeout_s"),
+)
+
+
+def server_device(config: Config) -> str:
+    """Where servers that are started here compute: cpu or cuda."""
+    if config.sglang.device != "auto":
+        return config.sglang.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_lengths(config: Config, shape: ModelShape, *bounds: int | None) -> None:
+    """Raises ConfigError where prompt and response do not fit a server's context.
+
+    Args:
+        bounds: of the context, beside the model's; None: no bound.
+    """
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    held = min(bound for bound in (shape.max_positions, *bounds) if bound is not None)
+    filled = held - NEVER_FILLED
+    if config.rollout.max_prompt_tokens >= filled:
+        raise ConfigError(
+            f"prompts of {config.rollout.max_prompt_tokens} tokens leave no room for a response in the {filled} that a "
+            f"server fills of its context of {held}",
+            where="rollout.max_prompt_tokens",
+            fix=f"at most {max(1, filled - 1)}, less the tokens of a response, or raise sglang.cache_tokens",
+        )
+    if longest > filled:
+        raise ConfigError(
+            f"prompt and response of up to {longest} tokens exceed the {filled} that a server fills of "
+            f"its context of {held}",
+            where="rollout.max_new_tokens",
+            fix=f"at most {filled - config.rollout.max_prompt_tokens}, or raise sglang.cache_tokens",
+        )
+
+
+def check_attached(config: Config) -> None:
+    """Raises ConfigError where servers that are attached to cannot be synced as configured."""
+    elsewhere = [url for url in config.sglang.urls if not on_loopback(url)]
+    if elsewhere and not os.environ.get(API_KEY_VARIABLE):
+        raise ConfigError(
+            f"{elsewhere[0]} is not on loopback, so it must ask for a key: who can reach it could replace its weights",
+            where="sglang.urls",
+            fix=f"start it with --api-key, and set {API_KEY_VARIABLE} to the same",
+        )
+    for name in LAUNCH_SETTINGS:
+        if getattr(config.sglang, name) != SGLangConfig.model_fields[name].default:
+            raise ConfigError(
+                "it says how servers are started, and the run attaches to running ones (sglang.urls)",
+                where=f"sglang.{name}",
+                fix="leave it out, and start your servers so",
+            )
+    if config.rollout.engines not in (1, len(config.sglang.urls)):
+        raise ConfigError(
+            f"{config.rollout.engines} engines are asked for, and {len(config.sglang.urls)} servers are named in "
+            "sglang.urls",
+            where="rollout.engines",
+            fix="leave it out: the servers are the engines",
+        )
+
+
+def check_started(config: Config, shape: ModelShape, options: ServerOptions) -> None:
+    """Raises ConfigError for servers that could not start, or not hold this model as it is compared."""
+    _check_cuts(config, shape, options)
+    _check_nodes(config, options)
+    if options.device == "cpu":
+        for where, message, fix in _beyond_a_cpu(config, shape, options):
+            raise ConfigError(message, where=where, fix=fix)
+    if not Path(options.python).exists():
+        raise ConfigError(
+            f"there is no Python at {options.python}",
+            where="sglang.python",
+            fix="bash scripts/setup_sglang.sh builds SGLang's environment",
+        )
+    check_precision(_by_name(options.flags), "sglang.flags")
+    if options.flags and (refused := refused_flag(options.python, options.own_arguments(0), options.flags)):
+        raise ConfigError(
+            refused, where="sglang.flags", fix="python -m sglang.launch_server --help lists what it takes"
+        )
+
+
+def _by_name(flags: Sequence[str]) -> dict[str, str]:
+    """Values of arguments that are given as --name=value, or as --name and value."""
+    found: dict[str, str] = {}
+    name = ""
+    for flag in flags:
+        if flag.startswith("--"):
+            name, _, value = flag[2:].partition("=")
+            found[name] = value
+        elif name:
+            found[name] = flag
+    return found
+
+
+def _check_cuts(config: Config, shape: ModelShape, options: ServerOptions) -> None:
+    tensor, expert, data = options.tensor, options.expert, options.data
+    if tensor % data:
+        raise ConfigError(
+            f"{tensor} ranks of a server cannot be cut into {data} groups with requests of their own",
+            where="sglang.attention_data_parallel",
+            fix="use a divisor of sglang.tensor_parallel",
+        )
+    ServerLayout(options.device, tensor, expert, data).require_family(shape, "sglang.attention_data_parallel")
+    if data > 1 and config.moe.routing_replay:
+        raise ConfigError(
+            "the experts that a server names were never held against the trainer's where its groups of ranks have "
+            "requests of their own (sglang.attention_data_parallel)",
+            where="moe.routing_replay",
+            fix="set it to false, or use tensor and expert parallelism alone",
+        )
+    attending = tensor // data  # ranks, to the same requests
+    if shape.heads % attending:
+        raise ConfigError(
+            f"{shape.heads} attention heads cannot be cut over {attending} ranks of a server",
+            where="sglang.tensor_parallel",
+            fix="use a divisor",
+        )
+    if shape.feed_forward * expert % tensor:
+        raise ConfigError(
+            f"{shape.feed_forward} columns of its feed-forward layers cannot be cut over {tensor} ranks of a server",
+            where="sglang.tensor_parallel",
+            fix="use a divisor",
+        )
+    if shape.kv_heads % attending and attending % shape.kv_heads:
+        raise ConfigError(
+            f"{shape.kv_heads} key-value heads can be neither cut over nor shared by {attending} ranks of a server",
+            where="sglang.tensor_parallel",
+            fix="use a divisor or a multiple",
+        )
+    if tensor % expert or (expert > 1 and (not shape.experts or shape.experts % expert)):
+        raise ConfigError(
+            f"{shape.experts} experts cannot be held whole by {expert} groups of {tensor} ranks",
+            where="sglang.expert_parallel",
+            fix="use a divisor of sglang.tensor_parallel and of the model's experts, 1 for a dense model",
+        )
+
+
+def _check_nodes(config: Config, options: ServerOptions) -> None:
+    """Raises ConfigError for servers of several nodes whose ranks cannot be dealt to them, or not be sent weights."""
+    asked = config.sglang
+    if options.tensor % options.nodes:
+        raise ConfigError(
+            f"{options.tensor} ranks of a server cannot be dealt to {options.nodes} nodes in equal parts",
+            where="sglang.nodes",
+            fix="use a divisor of sglang.tensor_parallel",
+        )
+    if options.nodes == 1:
+        return
+    if asked.sync == "tensor" and options.device == "cuda":
+        raise ConfigError(
+            "a tensor on a GPU is sent as a handle of CUDA's inter-process memory, which ranks of another node cannot "
+            f"open, and servers are on {options.nodes} nodes",
+            where="sglang.sync",
+            fix="use distributed, or disk with sglang.sync_folder",
+        )
+    if asked.sync == "disk" and asked.sync_folder is None:
+        raise ConfigError(
+            f"the ranks on each of a server's {options.nodes} nodes load the weights from there, and the folder for "
+            "them would be one of this machine's temporary files",
+            where="sglang.sync_folder",
+            fix="name a folder that all nodes see, or use sglang.sync=distributed",
+        )
+
+
+def _beyond_a_cpu(config: Config, shape: ModelShape, options: ServerOptions) -> Iterator[tuple[str, str, str]]:
+    """The settings that a CPU server cannot have: each with what is wrong and what to do."""
+    set_here, leave = config.sglang, "leave it out, or sglang.device=cuda"
+    if options.attention_backend not in (None, CPU_ATTENTION):
+        message = f"on a CPU SGLang has the attention backend {CPU_ATTENTION} alone, not {options.attention_backend}"
+        yield "sglang.attention_backend", message, leave
+    if set_here.memory_fraction is not None:
+        yield "sglang.memory_fraction", "it is a share of a GPU's memory, and servers run on the CPU", leave
+    if set_here.cuda_graph_batch_sizes:
+        yield "sglang.cuda_graph_batch_sizes", "a CPU has no CUDA graphs", leave
+    if options.expert > 1:
+        message = "on a CPU SGLang's layer of experts cannot take a token whose expert another rank holds"
+        yield "sglang.expert_parallel", message, "leave it out: experts are cut over the ranks then"
+    if shape.kv_heads % (attending := options.tensor // options.data):
+        message = f"on a CPU SGLang pads {shape.kv_heads} key-value heads for {attending} ranks, so that weights "
+        yield "sglang.tensor_parallel", message + "could not be compared", f"use a divisor of {shape.kv_heads}"
+    widths = CPU_WIDTHS * options.tensor
+    if shape.feed_forward % widths:
+        message = f"SGLang pads feed-forward layers {shape.feed_forward} wide on a CPU, so their weights could not be "
+        fix = f"a model whose feed-forward layers are a multiple of {widths} wide, or rollout.engine=local"
+        yield "model.path", message + "compared", fix

@@ -1,0 +1,167 @@
+"""How the ranks of one SGLang server cut the model: which part of a Hugging Face tensor each of them holds. Pure.
+
+As the layers of the supported releases are written: `layers/linear.py`, `layers/vocab_parallel_embedding.py` and
+`layers/moe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_stare.errors import ConfigError
+from megatron_stare.models import FAMILIES, family_of
+from megatron_stare.models.rules import Rule, numbered
+from megatron_stare.models.shape import ModelShape
+from megatron_stare.rollout.engines.sglang.protocol import SGLangError
+
+_HEAD = "output_layer.weight"  # Megatron's name; a tied model's head is its embedding
+VOCAB_MULTIPLE = 64  # SGLang pads embedding and head with rows of zeros up to a multiple
+CPU_WIDTHS = 32  # columns of a rank's feed-forward layers, on CPUs: SGLang pads them to a multiple
+
+
+@dataclass(frozen=True)
+class ServerLayout:
+    """Of one server: the device it computes on, and its tensor-parallel ranks, which it also cuts experts over.
+
+    Groups of ranks may attend to requests of their own (SGLang's attention DP): attention and the embedding are then
+    cut over the ranks of a group, alike in each.
+    """
+
+    device: str = "cpu"
+    tensor: int = 1
+    expert: int = 1  # groups of ranks that hold whole experts, a divisor of `tensor`
+    data: int = 1  # groups with requests of their own, likewise
+    head_by_group: bool = False  # the head is cut as the embedding is
+
+    @classmethod
+    def of(cls, info: Mapping[str, Any], where: str) -> ServerLayout:
+        """Of a server's /server_info. Raises SGLangError for ways of cutting a model that are not known here."""
+        data, copies = int(info.get("attn_dp_size") or 1), int(info.get("dp_size") or 1)
+        if data == 1 and info.get("enable_dp_attention"):
+            data, copies = copies, 1  # 0.5.21 has one number for both
+        for ranks, what in (
+            (int(info.get("pp_size") or 1), "pipeline stages"),
+            (int(info.get("attn_cp_size") or 1), "context-parallel ranks of attention"),
+            (copies, "data-parallel ranks"),
+        ):
+            if ranks > 1:
+                raise SGLangError(
+                    f"the server cuts the model over {ranks} {what}, and what each of them holds is not known here",
+                    where=where,
+                    fix="start it with tensor parallelism alone, and more servers instead",
+                )
+        tensor, expert = int(info.get("tp_size") or 1), int(info.get("ep_size") or 1)
+        return cls(str(info["device"]), tensor, expert, data, data > 1 and bool(info.get("enable_dp_lm_head")))
+
+    def require_family(self, shape: ModelShape, where: str) -> None:
+        """Raises ConfigError for a model that SGLang does not serve so, without saying it: tokens would be wrong."""
+        if self.data > 1 and not family_of(shape).served_by_groups:
+            can = ", ".join(name for name, family in sorted(FAMILIES.items()) if family.served_by_groups)
+            raise ConfigError(
+                f"SGLang cuts the attention of {shape.family} over all ranks of a server, whose groups cannot have "
+                f"requests of their own then; it does otherwise for {can}",
+                where=where,
+                fix="use tensor parallelism alone, and more servers instead",
+            )
+
+    @property
+    def group(self) -> int:
+        """Ranks that attend to the same requests."""
+        return self.tensor // self.data
+
+    def parts(self, name: str, tensor: Tensor, shape: ModelShape, rank: int) -> Sequence[Tensor]:
+        """What a rank holds of a Hugging Face tensor, to be laid end to end; views where it can be. Nothing of an
+        expert that another rank owns.
+
+        Args:
+            name: of the tensor; one that the family does not know counts as replicated.
+            tensor: whole, its padding left out.
+        """
+        rule = _rule(name, shape)
+        ranks = self.tensor
+        if _is_expert(name):
+            if rank // self._ranks_an_expert != _expert(name) // (shape.experts // self.expert):
+                return []
+            rank, ranks = rank % self._ranks_an_expert, self._ranks_an_expert
+        elif rule is not None and self._by_group(rule):
+            rank, ranks = rank % self.group, self.group
+        match rule.layout if rule else "replicated":
+            case "vocab":
+                return [_padded_rows(tensor, _vocab_rows(len(tensor), ranks), rank)]
+            case "row":
+                return [_share(tensor, 1, rank, ranks)]
+            case "column" | "gated" | "qkv":
+                assert rule is not None
+                return [self._rows(part, kind, shape, rank, ranks) for kind, part in _split(rule, name, tensor, shape)]
+        return [tensor]
+
+    def cut_over(self, name: str, shape: ModelShape) -> int:
+        """How many ranks a tensor is cut over, counting those that are not cut as the others."""
+        rule = _rule(name, shape)
+        return self.group if rule is not None and self._by_group(rule) else self.tensor
+
+    def first_expert(self, shape: ModelShape, rank: int) -> int:
+        """The first of the experts that a rank holds; 0 without experts."""
+        return rank // self._ranks_an_expert * (shape.experts // self.expert)
+
+    @property
+    def _ranks_an_expert(self) -> int:
+        return self.tensor // self.expert
+
+    def _by_group(self, rule: Rule) -> bool:
+        """Whether a tensor is cut over the ranks of a group, not over all."""
+        if rule.megatron == _HEAD:
+            return self.head_by_group
+        return rule.layout == "vocab" or "self_attention" in rule.megatron
+
+    @staticmethod
+    def _rows(part: Tensor, kind: str, shape: ModelShape, rank: int, ranks: int) -> Tensor:
+        if kind == "kv" and shape.kv_heads < ranks:  # several ranks hold the same head
+            rank, ranks = rank // (ranks // shape.kv_heads), shape.kv_heads
+        return _share(part, 0, rank, ranks)
+
+
+def _vocab_rows(rows: int, ranks: int) -> int:
+    """Rows of the vocabulary that each rank holds."""
+    multiple = VOCAB_MULTIPLE
+    if -(-rows // multiple) * multiple % ranks:
+        multiple *= ranks
+    return -(-rows // multiple) * multiple // ranks
+
+
+def _rule(name: str, shape: ModelShape) -> Rule | None:
+    _, pattern = numbered(name)
+    return next((rule for rule in family_of(shape).rules if pattern in rule.hf), None)
+
+
+def _is_expert(name: str) -> bool:
+    return len(numbered(name)[0]) == 2
+
+
+def _expert(name: str) -> int:
+    return int(numbered(name)[0][1])
+
+
+def _split(rule: Rule, name: str, tensor: Tensor, shape: ModelShape) -> list[tuple[str, Tensor]]:
+    """A tensor's parts that are cut by themselves: a fused one's, or itself; keys and values apart from the others."""
+    kinds = ("q", "kv", "kv") if rule.layout == "qkv" else ("rows",) * len(rule.sources)
+    if len(rule.hf) == len(kinds):
+        return [(kinds[rule.hf.index(numbered(name)[1])], tensor)]
+    return [(kind, tensor[a:b]) for kind, (a, b) in zip(kinds, rule.spans([len(tensor)], shape), strict=True)]
+
+
+def _share(tensor: Tensor, dim: int, rank: int, ranks: int) -> Tensor:
+    size = tensor.shape[dim] // ranks
+    return tensor.narrow(dim, rank * size, size)
+
+
+def _padded_rows(tensor: Tensor, rows: int, rank: int) -> Tensor:
+    mine = tensor[rank * rows : (rank + 1) * rows]
+    if len(mine) == rows:
+        return mine
+    return torch.cat([mine, mine.new_zeros(rows - len(mine), *mine.shape[1:])])

@@ -1,0 +1,149 @@
+"""One weight update of servers: pause, take what is sent, compare names and checksums, publish the version, resume.
+
+Weights are changed in place, so there is no way back: whoever sees an error must count every server as holding a
+mixture, and leave them paused until another update has gone through to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from megatron_stare.models.shape import ModelShape
+from megatron_stare.rollout.engines.engine import WeightUpdateError
+from megatron_stare.rollout.engines.sglang.client import PauseMode, SGLangClient, everywhere
+from megatron_stare.rollout.engines.sglang.fingerprint import checksums_of, differences
+from megatron_stare.rollout.engines.sglang.sender import Sender, Sent
+from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
+from megatron_stare.rollout.engines.sglang.sync import Bucket, WeightSync
+from megatron_stare.weights.sync.checksum import tensor_checksum
+
+
+class ServersUpdate:
+    """The servers' end of an update to one version; each method waits for every server, and for nothing else.
+
+    Args:
+        mode: what becomes of responses under way. `abort` ends them; `retract` goes on with them, their cache computed
+            anew with the new weights.
+        proven: the sizes, by name, of the tensors that the servers were proven to consist of. What is sent is then held
+            against it, and nothing is hashed; None: every server proves what it holds.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[SGLangClient],
+        sync: WeightSync,
+        version: int,
+        mode: PauseMode = "abort",
+        proven: Mapping[str, torch.Size] | None = None,
+    ) -> None:
+        self._clients, self._sync, self._proven = list(clients), sync, proven
+        self.version, self._mode = version, mode
+        self.layouts: list[ServerLayout] = []  # of each server
+        self.sizes: Mapping[str, torch.Size] = {}  # of what was sent
+
+    @property
+    def proves(self) -> bool:
+        """Whether values are compared."""
+        return self._proven is None
+
+    async def begin(self) -> None:
+        """The servers may be sent weights when this returns."""
+        # what they are is asked meanwhile: a server that was started anew may be cut otherwise
+        _, *infos = await everywhere(self._opened(), *(client.server_info() for client in self._clients))
+        self.layouts = [ServerLayout.of(info, c.url) for info, c in zip(infos, self._clients, strict=True)]
+
+    async def _opened(self) -> None:
+        await everywhere(*(client.pause(self._mode) for client in self._clients))
+        await self._sync.open()
+
+    async def end(self, sent: Sent) -> None:
+        """Returns once every server holds what was sent, and samples with it.
+
+        Raises:
+            WeightUpdateError: a server lacks a tensor, or has other values.
+        """
+        self.sizes = sent.sizes
+        await self._sync.load(sent.folder)
+        if self._proven is not None and (wrong := _other_sizes(sent.sizes, self._proven)):
+            raise _not_held(wrong, ", ".join(client.url for client in self._clients))
+        # the old weights' cache goes while the new ones are hashed
+        proof = [self._prove(sent)] if self._proven is None else []
+        await everywhere(*proof, *(client.flush() for client in self._clients))
+        await everywhere(*(client.publish_version(str(self.version)) for client in self._clients))
+        await everywhere(*(client.resume() for client in self._clients))
+
+    async def _prove(self, sent: Sent) -> None:
+        held_by = await everywhere(*(client.checksums() for client in self._clients))
+        for client, layout, held in zip(self._clients, self.layouts, held_by, strict=True):
+            if layout not in sent.hashed:
+                raise WeightUpdateError("nobody hashed what this server's ranks must hold", where=client.url)
+            if wrong := differences(checksums_of(sent.hashed[layout]), held):
+                raise _not_held(wrong, client.url)
+
+
+class WeightUpdate:
+    """Both ends of an update, of whoever has the whole model's tensors: its buckets, in order.
+
+    Args:
+        shape: of the model.
+        dtype: that the servers compute in.
+        mode, proven: see ServersUpdate.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[SGLangClient],
+        sync: WeightSync,
+        version: int,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        mode: PauseMode = "abort",
+        proven: Mapping[str, torch.Size] | None = None,
+    ) -> None:
+        self.servers = ServersUpdate(clients, sync, version, mode, proven)
+        self._sync, self._shape, self._dtype = sync, shape, dtype
+        self._sender: Sender | None = None
+        self._checksums: dict[str, str] = {}
+
+    async def begin(self) -> None:
+        await self.servers.begin()
+
+    async def send(self, bucket: Bucket) -> None:
+        """Raises WeightUpdateError for a name that was sent before."""
+        if self._sender is None:
+            self._sender = Sender(self._sync, self._shape, self._dtype, self.servers.layouts, self.servers.proves)
+            await self._sender.begin()
+        await self._sender.send(bucket)
+        self._checksums |= {name: tensor_checksum(t) if self.servers.proves else "" for name, t in bucket}
+
+    async def end(self) -> dict[str, str]:
+        """Checksums (weights/sync/checksum.py) of the tensors that were sent, by name, once every server is proven to
+        hold them; "" where nothing is proven.
+
+        Raises:
+            WeightUpdateError: a server lacks a tensor, or has other values.
+        """
+        sent = self._sender.sent() if self._sender is not None else Sent()
+        try:
+            await self.servers.end(sent)
+        finally:
+            self._sync.forget()
+        return self._checksums
+
+
+def _other_sizes(sent: Mapping[str, torch.Size], proven: Mapping[str, torch.Size]) -> list[str]:
+    lines = [f"{name} was not sent" for name in sorted(proven.keys() - sent.keys())]
+    lines += [f"{name} does not exist there" for name in sorted(sent.keys() - proven.keys())]
+    both = sorted(sent.keys() & proven.keys())
+    return lines + [f"{n} was sent as {list(sent[n])}, not {list(proven[n])}" for n in both if sent[n] != proven[n]]
+
+
+def _not_held(wrong: Sequence[str], where: str) -> WeightUpdateError:
+    more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    return WeightUpdateError(
+        f"the server does not hold the weights that were sent: {'; '.join(wrong[:3])}{more}",
+        where=where,
+        fix="sync again; if it lasts, the server's memory or its loading of this model is at fault",
+    )

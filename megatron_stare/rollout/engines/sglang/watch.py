@@ -1,0 +1,116 @@
+"""Whether a server is still there, with the weights that it was given: asked where a call of it failed, and again and
+again while one is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection
+from typing import Any
+
+from megatron_stare.rollout.engines.engine import EngineLostError
+from megatron_stare.rollout.engines.sglang.client import SGLangClient
+from megatron_stare.rollout.engines.sglang.protocol import SGLangError
+from megatron_stare.rollout.engines.sglang.server import ServerProcess
+
+# An event loop that stood still while an answer came takes it for late; twice in a row it does not.
+ATTEMPTS, PAUSE_S = 2, 0.2
+
+
+class ServerGoneError(EngineLostError, SGLangError):
+    """A server is lost.
+
+    late: it is there, and does not answer.
+    """
+
+    late = False
+
+
+class Watch:
+    """Of one server; lives in its client's loop.
+
+    Args:
+        process: of a server that was started here; None: it is someone else's.
+        held: the version of the weights that it must hold now; None: any.
+        limit_s: in which it must say that it is there.
+    """
+
+    def __init__(
+        self, client: SGLangClient, process: ServerProcess | None, held: Callable[[], int | None], limit_s: float
+    ) -> None:
+        self._client, self._process, self._held, self._limit_s = client, process, held, limit_s
+        self.gone = False  # it was found to be
+        self._looking: asyncio.Task[None] | None = None  # shared by all who ask at the same time
+        self._watching: asyncio.Task[None] | None = None
+
+    async def require(self) -> None:
+        """Waits for the server's word, `limit_s` twice at most. Raises ServerGoneError."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look())
+        await asyncio.shield(self._looking)
+
+    async def first_of(self, tasks: Collection[asyncio.Task[Any]], limit_s: float | None = None) -> set[Any]:
+        """Those that are done, once one is or the limit has passed. Raises ServerGoneError where the server is lost
+        before; it is asked every `limit_s` of the watch."""
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+        done, _ = await asyncio.wait({*tasks, self._watching}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        if done == {self._watching}:
+            self._watching.result()
+        return done - {self._watching}
+
+    async def _watch(self) -> None:
+        """Ends by an error alone."""
+        while True:
+            await asyncio.sleep(self._limit_s)
+            await self.require()
+
+    async def _look(self) -> None:
+        try:
+            await self._ask()
+        except ServerGoneError:
+            self.gone = True
+            raise
+
+    async def _ask(self) -> None:
+        self.require_process()
+        last: ServerGoneError | None = None
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(PAUSE_S)
+            held = self._held()
+            try:
+                info = await asyncio.wait_for(self._client.model_info(), self._limit_s)
+            except asyncio.TimeoutError:
+                last = ServerGoneError(f"the server says nothing for {self._limit_s:g} s", where=self._client.url)
+                last.late = True
+                continue
+            except SGLangError as error:
+                last = ServerGoneError(error.what, where=self._client.url)
+                continue
+            told = info.get("weight_version")
+            if None in (held, told) or held != self._held() or told == str(held):
+                return
+            raise ServerGoneError(
+                f"the server holds weights of version {told}, not {held} that it was given: it was started anew",
+                where=self._client.url,
+            )
+        self.require_process()
+        assert last is not None
+        raise last
+
+    def require_process(self) -> None:
+        """Raises ServerGoneError, with the end of its log, where a server that was started here has ended."""
+        try:
+            if self._process is not None:
+                self._process.require_alive()
+        except SGLangError as error:
+            raise ServerGoneError(error.what, where=error.where) from error
+
+    async def close(self) -> None:
+        """Ends what still asks."""
+        tasks = [task for task in (self._looking, self._watching) if task is not None]
+        for task in tasks:
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,1 @@
+"""Rollout sources: from prompts to batches, in step with training or ahead of it, whole or partial."""

@@ -1,0 +1,291 @@
+"""Where training gets its rollout batches from, and takes its new weights to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from megatron_stare.environments.environment import WHERE, Environment
+from megatron_stare.errors import DataError
+from megatron_stare.process.interruption import run_whole
+from megatron_stare.records.batch import Prompt, SamplingParams
+from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.records.trajectory import NOT_SAMPLED, RewardStatus, Trajectory
+from megatron_stare.rollout.engines.model_folder import sampled_text
+from megatron_stare.rollout.fleet.dispatch import Serving
+from megatron_stare.rollout.fleet.engine_pool import EnginePool, Exported
+from megatron_stare.rollout.sources.calls import CallJournal
+from megatron_stare.rollout.sources.turns import Turns, covered
+from megatron_stare.rollout.sources.turns import (
+    check_result as check_result,  # for who looks for the contracts' checks here
+)
+from megatron_stare.rollout.sources.turns import check_versions as check_versions
+from megatron_stare.rollout.sources.under_way import ResponseCut, ResponseGivenUp, UnderWay
+
+Progress = Callable[[int, int], None]  # is told trajectories finished and wanted
+Enough = Callable[
+    [Sequence[Trajectory]], bool
+]  # is told a prompt's trajectories, all verified; True: no more is needed
+
+
+class Verdict(Protocol):
+    """What became of one answer; see rewards.verifier_pool.Verdict."""
+
+    @property
+    def reward(self) -> float | None: ...
+    @property
+    def status(self) -> RewardStatus: ...
+    @property
+    def answer_at(self) -> int | None: ...
+    @property
+    def answer(self) -> str | None: ...
+
+
+class Judge(Protocol):
+    """Verifies answers as they come; see rewards.verdicts.Verdicts."""
+
+    async def of(self, response: str, answer: str) -> Verdict: ...
+
+
+class PromptStream(Protocol):
+    """Prompts in order; see data.source.PromptSource."""
+
+    def take(self, n: int) -> list[Prompt]: ...
+
+
+class RolloutSource(ABC):
+    """Rollout batches, one a training step, from weights that training publishes.
+
+    What the synchronous source gives for nothing, an asynchronous one must keep:
+    - every prompt of the stream is used exactly once, in the order of its cursor, also over a save and a resume;
+    - a token's weight version is that of the weights that sampled it, and none is older than the bound that was asked
+      for; at a bound of 0 every batch is the synchronous source's, bit for bit;
+    - `publish` never leaves a replica with a mixture of weights that goes on sampling;
+    - trajectories in flight, and those that wait for their step, are of prompts that `state` counts as not used, or are
+      kept beside it (see group_sampling.Groups.kept).
+    """
+
+    @abstractmethod
+    def next(self, step: int) -> RolloutBatch:
+        """The batch that this step trains on, verified. Waits until it is whole."""
+
+    @abstractmethod
+    def publish(self, weights: Exported, version: int) -> None:
+        """Hands over new weights; when it returns, `next` samples from none older than the source allows."""
+
+    @abstractmethod
+    def state(self) -> dict[str, int]:
+        """Of the stream of prompts, before the first one that no batch was made of yet: a source that begins from it
+        uses each prompt once."""
+
+    def quiet(self) -> contextlib.AbstractContextManager[None]:
+        """While open, the engines are the caller's. Waits until they have nothing of this source to do."""
+        return contextlib.nullcontext()
+
+    def close(self) -> None:  # noqa: B027 - most sources have nothing to give up
+        """Gives up what is under way. Closing twice is allowed."""
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """What makes trajectories: engines, environment and verifier.
+
+    verify: opens the verifier for a number of answers; see rewards/verdicts.py.
+    calls: of the environment's tools; by default they are known to this process alone.
+    """
+
+    pool: EnginePool
+    environment: Environment
+    verify: Callable[[int], contextlib.AbstractAsyncContextManager[Judge]]
+    calls: CallJournal = field(default_factory=CallJournal)
+
+    def make(
+        self,
+        prompts: Sequence[Prompt],
+        samples: int,
+        params: SamplingParams,
+        progress: Progress = lambda *_: None,
+        wanted: Sequence[tuple[Prompt, int]] | None = None,
+        verified: Callable[[Trajectory], None] = lambda _: None,
+    ) -> list[Trajectory]:
+        """See `made`; in an event loop of its own."""
+        return run_whole(lambda: self.made(prompts, samples, params, progress, wanted=wanted, verified=verified))
+
+    async def made(
+        self,
+        prompts: Sequence[Prompt],
+        samples: int,
+        params: SamplingParams,
+        progress: Progress = lambda *_: None,
+        enough: Enough = lambda _: False,
+        wanted: Sequence[tuple[Prompt, int]] | None = None,
+        verified: Callable[[Trajectory], None] = lambda _: None,
+    ) -> list[Trajectory]:
+        """`samples` trajectories a prompt, in canonical order, verified as they come.
+
+        Waits for the last verdict; unblocked by it, or by the first error of an engine, an environment or the
+        verifier.
+
+        Args:
+            enough: once it says so, what is still being sampled is given up, and missing from what is returned.
+            wanted: prompt and sample number of every trajectory that is made; None: all of them.
+            verified: is told each trajectory as it gets its verdict.
+
+        Raises:
+            DataError: an engine or an environment broke its contract.
+        """
+        asked = wanted or [(prompt, index) for prompt in prompts for index in range(samples)]
+        begun = [UnderWay(prompt, index, params.step) for prompt, index in asked]
+        await self.carry_on(begun, params, progress, enough, verified=verified)
+        made = [each.trajectory for each in begun if each.trajectory is not None]
+        return sorted(made, key=lambda t: (t.prompt.cursor, t.sample_index))
+
+    async def carry_on(
+        self,
+        responses: Sequence[UnderWay],
+        params: SamplingParams,
+        progress: Progress = lambda *_: None,
+        enough: Enough = lambda _: False,
+        tokens: int | None = None,
+        verified: Callable[[Trajectory], None] = lambda _: None,
+    ) -> None:
+        """Makes responses that are under way, or have not been begun, to their end and their verdict, or until each has
+        grown by so many tokens.
+
+        Waits for the last verdict, and the last token of those that are cut; unblocked as `made` is.
+
+        Args:
+            responses: of whole groups, where `enough` is given.
+            enough: as in `made`.
+            tokens: that are sampled of a response; what is not finished then is cut. None: to its end.
+            verified: is told each trajectory as it gets its verdict.
+
+        Raises:
+            DataError: an engine or an environment broke its contract.
+            WeightVersionError: responses are cut, and a token is not of the weights that `params.step` trains.
+        """
+        wanted = Counter(response.prompt.cursor for response in responses)
+        groups: dict[int, list[Trajectory]] = {cursor: [] for cursor in wanted}  # those that are verified
+        sampling: dict[int, asyncio.Task[None]] = {}
+        made, given_up = 0, False
+
+        async def judged(response: UnderWay, turns: Turns, trajectory: Trajectory, judge: Judge) -> None:
+            """Checks what an environment made, and has it verified. Waits for the verifier."""
+            turns.check_repeated()
+            trajectory.prompt, trajectory.sample_index = response.prompt, response.sample_index
+            check_trajectory(trajectory, params.max_new_tokens)
+            self._set_sampled_text(trajectory, response, params)
+            verdict = await judge.of(trajectory.said, response.prompt.answer)
+            trajectory.reward, trajectory.reward_status = verdict.reward, verdict.status
+            trajectory.answer_at, trajectory.answer = verdict.answer_at, verdict.answer
+            response.finish(trajectory)
+
+        async def one(number: int, serving: Serving, judge: Judge) -> None:
+            """One trajectory, from its prompt to its verdict. Waits for its environment, which waits for tokens, and
+            then for the verifier; unblocked by them, by a cut, or by cancellation once there is enough."""
+            nonlocal made, given_up
+            response = responses[number]
+            prompt = response.prompt
+            turns = Turns(serving, response, params, tokens, self.environment.tokenizer, self.calls)
+            try:
+                trajectory = await self.environment.run(prompt, turns)
+            except ResponseCut:
+                return
+            except ResponseGivenUp:
+                trajectory = response.give_up()
+            except Exception:
+                await turns.take_back_failures()
+                raise
+            except asyncio.CancelledError:
+                if given_up:
+                    return
+                raise
+            finally:
+                del sampling[number]
+                serving.leave()
+            made += 1
+            progress(made, len(responses))
+            if trajectory is not response.trajectory:
+                await judged(response, turns, trajectory, judge)
+            self.calls.forget(response.key)
+            verified(trajectory)
+            group = groups[prompt.cursor]
+            group.append(trajectory)
+            if len(group) == wanted[prompt.cursor] and not given_up and enough(group):
+                given_up = True
+                for task in sampling.values():
+                    task.cancel()
+
+        progress(0, len(responses))
+        async with self.verify(len(responses)) as judge, self.pool.serving(params, len(responses)) as serving:
+            for number in range(len(responses)):
+                sampling[number] = asyncio.create_task(one(number, serving, judge))
+            await serving.finished(list(sampling.values()))
+
+    def _set_sampled_text(self, trajectory: Trajectory, response: UnderWay, params: SamplingParams) -> None:
+        """Sets what a verifier reads: it is made of the tokens, so that no word of an environment is in it whatever the
+        environment calls the response's text. That of a single turn is there already."""
+        answers = response.answers
+        if len(answers) == 1 and torch.equal(answers[0].tokens, trajectory.tokens):
+            said = answers[0].text
+        else:
+            said = sampled_text(trajectory, params.stop_token_ids, self.environment.tokenizer)
+        trajectory.sampled_text = None if said == trajectory.text else said
+
+
+@dataclass(frozen=True)
+class Collected:
+    """A step's trajectories, in canonical order, and what there is to say of how they were chosen."""
+
+    trajectories: list[Trajectory]
+    metrics: Mapping[str, float]
+
+
+class GroupSampling(Protocol):
+    """Which prompt groups a step trains on; see rollout/sources/group_sampling.py."""
+
+    async def collect(
+        self, rollouts: Rollouts, params: SamplingParams, progress: Progress, settled: Callable[[], None]
+    ) -> Collected: ...
+
+
+def training_params(params: SamplingParams) -> SamplingParams:
+    """`params`. Raises ValueError where they do not sample from the whole distribution."""
+    if params.greedy or params.top_p != 1:
+        raise ValueError(f"training samples from the whole distribution, not with {params}")
+    return params
+
+
+def check_trajectory(trajectory: Trajectory, max_new_tokens: int) -> None:
+    """Raises DataError where an environment breaks its contract: columns of different lengths, a token that carries
+    loss though nothing sampled it, or a response longer than the run allows."""
+    where = f"{WHERE}, prompt {trajectory.prompt.id}"
+    n = len(trajectory)
+    if trajectory.experts is not None and len(trajectory.experts) > len(trajectory.prompt.token_ids) + n:
+        raise DataError(f"a trajectory of {n} tokens names the experts of more", where=where)
+    columns = {
+        "log-probs": trajectory.log_probs.numel(),
+        "loss mask": trajectory.loss_mask.numel(),
+        "weight versions": covered(trajectory.versions),
+    }
+    for name, length in columns.items():
+        if length != n:
+            raise DataError(f"a trajectory of {n} tokens has {name} of {length}", where=where)
+    if n > max_new_tokens:
+        raise DataError(
+            f"a response of {n} tokens, what the environment says included; the run allows {max_new_tokens}",
+            where=where,
+            fix="let the environment say less, or raise rollout.max_new_tokens",
+        )
+    end = 0
+    for version, tokens in trajectory.versions:
+        if version == NOT_SAMPLED and bool(trajectory.loss_mask[end : end + tokens].any()):
+            raise DataError("a token carries loss that no weights sampled", where=where)
+        end += tokens

@@ -1,0 +1,277 @@
+"""What the environment of one response is given: tokens of the policy turn by turn, and answers of its tools.
+
+Requests go to the engines through Serving; what comes back is kept in UnderWay, and what tools answer in the journal of
+calls, so that an environment that is run again is answered as before.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import uuid
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_stare.environments.environment import WHERE, CallFailedError, Tool, Turn
+from megatron_stare.errors import DataError, WeightVersionError
+from megatron_stare.records.batch import SamplingParams
+from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory, VersionRuns
+from megatron_stare.rollout.engines.engine import GenerateRequest, GenerateResult
+from megatron_stare.rollout.engines.model_folder import text_of
+from megatron_stare.rollout.fleet.dispatch import Serving
+from megatron_stare.rollout.sources.calls import Call, CallJournal
+from megatron_stare.rollout.sources.under_way import Answer, ResponseGivenUp, UnderWay
+
+TOKENS_A_CHARACTER = 4  # at most: a character has up to four bytes, and a token may be one of them
+
+
+class Turns:
+    """See environments.environment.Generate.
+
+    Args:
+        tokens: that are sampled of the response until it is cut; None: it is not.
+        tokenizer: a transformers tokenizer.
+        journal: of the calls of tools.
+    """
+
+    def __init__(
+        self,
+        serving: Serving,
+        response: UnderWay,
+        params: SamplingParams,
+        tokens: int | None,
+        tokenizer: Any,
+        journal: CallJournal,
+    ) -> None:
+        self._serving, self._response, self._params, self._tokens = serving, response, params, tokens
+        self._left = tokens
+        self._tokenizer, self._journal = tokenizer, journal
+        self._turns, self._calls = itertools.count(), itertools.count()
+        self._failed: list[Call] = []
+
+    async def __call__(
+        self, context: Sequence[int], max_new_tokens: int | None = None, stop: str | Sequence[str] = ()
+    ) -> Turn:
+        """See Generate."""
+        response, prompt, params = self._response, self._response.prompt, self._params
+        start = len(context) - len(prompt.token_ids)
+        if tuple(context[: len(prompt.token_ids)]) != prompt.token_ids:
+            raise DataError("what is to be continued does not begin with the prompt", where=f"prompt {prompt.id}")
+        stops = _checked((stop,) if isinstance(stop, str) else tuple(stop), self._tokenizer, prompt.id)
+        left = params.max_new_tokens - start
+        if left < 1:
+            return Turn(torch.zeros(0, dtype=torch.int32), torch.zeros(0), (), "length", "")
+        call, limit = next(self._turns), min(left, max_new_tokens or left)
+        pauses = may_complete(stops, self._tokenizer) if stops else ()
+        answer = response.answer(call, context)
+        while answer.finish_reason is None:
+            asked = limit - len(answer)
+            if asked < 1:
+                raise response.not_repeated()
+            if self._left is not None:
+                asked = min(asked, self._left)
+                self._left -= asked
+                if not asked:
+                    raise response.cut(context)
+            result = await self._serving.generate(
+                GenerateRequest(
+                    rid=f"{prompt.cursor}:{response.sample_index}:{call}",
+                    input_ids=(*context, *answer.tokens.tolist()) if len(answer) else tuple(context),
+                    prompt_cursor=prompt.cursor,
+                    sample_index=response.sample_index,
+                    start=start + len(answer),
+                    max_new_tokens=asked,
+                    noise_step=response.step,
+                    replica=response.replica,
+                    stop_token_ids=pauses,
+                )
+            )
+            check_result(result, {*params.stop_token_ids, *pauses})
+            if self._tokens is not None:
+                check_versions([result], params.step - 1)
+            if self._left is not None:
+                self._left += asked - result.output_ids.numel()
+            response.replica = result.replica
+            self._add(answer, result, asked, limit, stops)
+        return answer.turn()
+
+    def _add(self, answer: Answer, result: GenerateResult, asked: int, limit: int, stops: tuple[str, ...]) -> None:
+        """Appends what an engine said next, and ends the answer where it ends."""
+        first, reason = not len(answer), result.finish_reason
+        answer.add(result)
+        paused = reason == "stop" and int(result.output_ids[-1]) not in self._params.stop_token_ids
+        if paused:
+            answer.stop = completed(answer.tokens, stops, self._tokenizer)
+            if answer.stop is None and len(answer) < limit:
+                return
+            reason = "length" if answer.stop is None else "stop"
+        # one that ends by its length before it was told to has no room left in the engine's context
+        elif reason == "length" and result.output_ids.numel() == asked and len(answer) < limit:
+            return
+        answer.finish_reason = reason
+        ends = "length" if paused else reason  # whether the last token is a stop token, which is not of the text
+        answer.text = result.text if first and not paused else text_of(answer.tokens, ends, self._tokenizer)
+
+    async def call(self, tool: Tool, request: Any, *, idempotent: bool = False) -> Any:
+        """See Generate. Waits for the journal and the tool.
+
+        Raises:
+            ResponseGivenUp: nobody knows what became of the call when it was made before.
+        """
+        response, name = self._response, str(getattr(tool, "__name__", type(tool).__name__))
+        where = f"{WHERE}, prompt {response.prompt.id}, tool {name}"
+        asked = _json([name, request], "a tool is asked", where)
+        number, key = next(self._calls), response.key
+        before = response.called(number, asked)
+        call = self._journal.find(key, number, asked)
+        made = before or (call.id if call is not None else uuid.uuid4().hex)
+        response.begin_call(number, asked, made)
+        if call is not None and call.outcome is not None:
+            return self._said(call, where)
+        if (before or call is not None) and not idempotent:
+            raise ResponseGivenUp
+        if call is None:  # never made, or the journal is another one than that of the checkpoint
+            call = await self._journal.begin(key, number, asked, made)
+        try:
+            outcome = {"answer": await tool(request, call.id)}
+        except Exception as error:
+            outcome = {"error": f"{type(error).__name__}: {error}"}
+        text = _json(outcome, "a tool answered", where)
+        await self._journal.end(key, call, json.loads(text))
+        return self._said(call, where)
+
+    def _said(self, call: Call, where: str) -> Any:
+        """The answer of a call, anew each time. Raises CallFailedError where that was an error."""
+        assert call.outcome is not None
+        if "error" in call.outcome:
+            self._failed.append(call)
+            raise CallFailedError(
+                f"the tool failed: {call.outcome['error']}",
+                where=where,
+                fix="mend it, or let the environment catch CallFailedError",
+            )
+        return json.loads(json.dumps(call.outcome["answer"]))
+
+    async def take_back_failures(self) -> None:
+        """The environment has ended by an error, and may have by those of its tools: a run that is resumed must not be
+        answered with them for ever."""
+        for call in self._failed:
+            if call.outcome is not None:
+                await self._journal.take_back(self._response.key, call)
+
+    def check_repeated(self) -> None:
+        """Raises DataError where the environment was run again, and asked for less than before."""
+        if next(self._turns) < len(self._response.answers) or next(self._calls) < len(self._response.calls):
+            raise self._response.not_repeated()
+
+
+def _json(value: Any, what: str, where: str) -> str:
+    try:
+        return json.dumps(value, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{what} what JSON cannot hold: {error}",
+            where=where,
+            fix="use text, finite numbers, true, false, None, and lists and dictionaries of these",
+        ) from error
+
+
+def _checked(stops: tuple[str, ...], tokenizer: Any, prompt: str) -> tuple[str, ...]:
+    """Raises DataError where text of a turn cannot be looked through for one of the stop strings."""
+    for stop in stops:
+        special = next((token for token in tokenizer.all_special_tokens if token in stop), None)
+        if not stop or not stop[-1].isascii():
+            what, fix = "ends in no ASCII character", "no single token completes it for certain; cut it before that one"
+        elif special is not None:
+            what, fix = f"has the special token {special!r} in it, which no turn's text has", "leave that out"
+        else:
+            continue
+        raise DataError(f"the stop string {stop!r} {what}", where=f"{WHERE}, prompt {prompt}", fix=fix)
+    return stops
+
+
+def completed(tokens: Tensor, stops: tuple[str, ...], tokenizer: Any) -> str | None:
+    """The stop string that the last of the tokens [n] completes, none before it having done so; None: it completes
+    none."""
+    longest = TOKENS_A_CHARACTER * (max(map(len, stops)) + 1)
+    text = text_of(tokens[-longest:], "length", tokenizer)
+    return next((stop for stop in stops if stop in text), None)
+
+
+@functools.lru_cache(maxsize=64)
+def may_complete(stops: tuple[str, ...], tokenizer: Any) -> tuple[int, ...]:
+    """Ascending ids of the tokens in which one of the stop strings may end: those that begin with its end or have it in
+    them, and, where a token begins within a character, those that have its last one."""
+
+    def may(text: str, stop: str) -> bool:
+        if stop[-1] not in text:
+            return False
+        return stop in text or "\ufffd" in text or any(text.startswith(stop[i:]) for i in range(1, len(stop)))
+
+    return tuple(token for token, text in _texts(tokenizer) if any(may(text, stop) for stop in stops))
+
+
+@functools.lru_cache(maxsize=4)
+def _texts(tokenizer: Any) -> list[tuple[int, str]]:
+    """Id and text of every token that has one, as it reads behind another: alone some lose the space before them."""
+    before = tokenizer("0", add_special_tokens=False).input_ids[-1:]
+    length = len(tokenizer.decode(before))
+    ids = sorted(set(tokenizer.get_vocab().values()))
+    texts = tokenizer.batch_decode([[*before, token] for token in ids], skip_special_tokens=True)
+    return [(token, text[length:]) for token, text in zip(ids, texts, strict=True) if text[length:]]
+
+
+def check_result(result: GenerateResult, stop_token_ids: Collection[int]) -> None:
+    """Raises DataError where an engine breaks its contract: columns of different lengths, or a finish reason that its
+    tokens contradict.
+
+    Args:
+        stop_token_ids: those that end a response, and those that the request named.
+    """
+    where = f"request {result.rid}"
+    ids, log_probs = result.output_ids.numel(), result.output_log_probs.numel()
+    versions = covered(result.versions)
+    if not ids == log_probs == versions:
+        raise DataError(
+            f"the engine returned {ids} tokens, {log_probs} log-probs and weight versions of {versions}", where=where
+        )
+    if early := set(result.output_ids[:-1].tolist()) & set(stop_token_ids):
+        raise DataError(
+            f"the response goes on behind the tokens {sorted(early)}, which end it",
+            where=where,
+            fix="the engine must heed the request's stop_token_ids beside those of the sampling parameters",
+        )
+    if result.finish_reason == "stop" and (not ids or int(result.output_ids[-1]) not in stop_token_ids):
+        raise DataError(
+            f"the response stopped, but its last token {result.output_ids[-1:].tolist()} is no stop token "
+            f"({', '.join(map(str, sorted(stop_token_ids)[:9]))}{', ...' * (len(stop_token_ids) > 9)})",
+            where=where,
+            fix="the engine must return the stop token with its log-prob, and stop at no other",
+        )
+
+
+def covered(versions: VersionRuns) -> int:
+    """Tokens that the runs cover."""
+    return sum(tokens for _, tokens in versions)
+
+
+def check_versions(responses: Sequence[Trajectory | GenerateResult], expected_version: int) -> None:
+    """Raises WeightVersionError unless every sampled token was sampled by the weights of `expected_version`."""
+    found: Counter[int] = Counter()
+    for response in responses:
+        for version, tokens in response.versions:
+            found[version] += tokens
+    del found[NOT_SAMPLED]
+    if set(found) <= {expected_version}:
+        return
+    counts = ", ".join(f"version {version}: {count} tokens" for version, count in sorted(found.items()))
+    raise WeightVersionError(
+        f"the trainer holds version {expected_version}, but the rollout was sampled by {counts}",
+        where="rollout",
+        fix="sync the weights to every engine before generating, and drop the samples of other versions",
+    )

@@ -1,0 +1,178 @@
+"""Sampled responses as files, `rollouts/step_000010.jsonl`: written from trajectories, read back as `SampledResponse`.
+
+docs/rollouts.md is the format. Reading needs neither torch nor a tokenizer, so the report does it. Shape legend: n
+tokens of a response.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_stare.errors import DataError
+from megatron_stare.run_dir.json_lines import Record, read_jsonl
+
+if TYPE_CHECKING:  # the report reads what is written here, and does without torch
+    from megatron_stare.records.trajectory import Trajectory
+
+DIGITS = 5  # significant digits of a number of a token
+_SELECTED = {1: "+", -1: "-", 2: "p", -2: "m", 0: "."}
+_RARE = {1: "r", 0: "c", -1: "?"}
+NOT_TRAINED = " "  # in both of these: a token that an environment wrote
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token of a response, as it was trained on. Numbers are NaN where there is none.
+
+    text: what it adds to the response; special tokens, as the stop token, included.
+    surprisal, entropy: nats, under the policy of the log-prob pass, at the temperature of the run.
+    advantage: of its response.
+    weight: what the loss multiplied the advantage by, all of the method's doing included; NaN where the advantage is 0.
+    selected: "+" in L+, the rarest of positive advantage that a method picks, "-" in L-, of negative advantage; "p" in
+        U+, "m" in U-, the common ones; "." in none; " " for a token that an environment wrote.
+    rare: "r" past the critical surprisal of its position, "c" not, "?" where the run had no forecast; " " as above.
+    """
+
+    text: str
+    surprisal: float
+    entropy: float
+    advantage: float
+    weight: float
+    selected: str
+    rare: str
+
+
+@dataclass(frozen=True)
+class SampledResponse:
+    """A response of a rollout file. `tokens` is empty where it was written without the numbers of its tokens.
+
+    record: the line as it stands in the file.
+    """
+
+    step: int
+    prompt: str
+    response: str
+    answer: str
+    reward: float | None
+    tokens: Sequence[Token]
+    record: Mapping[str, Any]
+
+
+def rollout_file(folder: Path, step: int) -> Path:
+    """The file of a step in a run's `rollouts`."""
+    return folder / f"step_{step:06d}.jsonl"
+
+
+def rollout_files(folder: Path) -> list[Path]:
+    """Those of a run's `rollouts`, oldest first; [] where there is none."""
+    return sorted(folder.glob("step_*.jsonl"), key=lambda path: int(path.stem.removeprefix("step_")))
+
+
+def read_rollouts(path: Path) -> list[SampledResponse]:
+    """The responses of one rollout file, in canonical order (prompt, then sample), with the numbers of their tokens.
+
+    Raises:
+        DataError: a line is damaged, or its columns are not of one length; [] where there is no file.
+    """
+    return [_response(record, f"{path}:{number}") for number, record in enumerate(read_jsonl(Path(path)), start=1)]
+
+
+def rollout_rows(step: int, trajectories: Sequence[Trajectory], limit: int) -> list[dict[str, Any]]:
+    """Up to `limit` of a step's trajectories, in canonical order and spread evenly over the batch, a record each."""
+    from megatron_stare.records.token_numbers import spread  # torch, which who reads does not need
+
+    ordered = sorted(trajectories, key=lambda t: (t.prompt.cursor, t.sample_index))
+    return [_row(step, ordered[i]) for i in spread(len(ordered), limit)]
+
+
+def _row(step: int, trajectory: Trajectory) -> dict[str, Any]:
+    prompt = trajectory.prompt
+    row = {
+        "step": step,
+        "cursor": prompt.cursor,
+        "id": prompt.id,
+        "sample": trajectory.sample_index,
+        "prompt": prompt.text,
+        "response": trajectory.text,
+        "answer": prompt.answer,
+        "reward": trajectory.reward,
+        "reward_status": trajectory.reward_status,
+        "finish_reason": trajectory.finish_reason,
+        "tokens": len(trajectory),
+    }
+    numbers, trained = trajectory.numbers, trajectory.loss_mask.tolist()
+    if numbers is None:
+        return row
+    known = [a for a, here in zip(numbers.advantage.tolist(), trained, strict=True) if here]
+    return row | {
+        "by_token": {
+            "text": list(trajectory.pieces),
+            "surprisal": [_rounded(max(-x, 0.0)) for x in numbers.log_prob.tolist()],
+            "entropy": [_rounded(x) for x in numbers.entropy.tolist()],
+            "advantage": _rounded(known[0]) if known else None,
+            "weight": _runs(_rounded(x) for x in numbers.weight.tolist()),
+            "selected": _letters(numbers.selected.tolist(), _SELECTED, trained),
+            "rare": _letters(numbers.rare.tolist(), _RARE, trained),
+        }
+    }
+
+
+def _response(record: Record, where: str) -> SampledResponse:
+    try:
+        return SampledResponse(
+            step=int(record["step"]),
+            prompt=str(record["prompt"]),
+            response=str(record["response"]),
+            answer=str(record["answer"]),
+            reward=record["reward"],
+            tokens=tuple(_tokens(record["by_token"])) if "by_token" in record else (),
+            record=record,
+        )
+    except (LookupError, TypeError, ValueError) as error:
+        raise DataError(f"not a sampled response: {error}", where=where, fix="delete the line") from error
+
+
+def _tokens(columns: Mapping[str, Any]) -> Iterator[Token]:
+    weights = [value for value, count in columns["weight"] for _ in range(count)]
+    advantage = _number(columns["advantage"])
+    for text, surprisal, entropy, weight, selected, rare in zip(
+        columns["text"],
+        columns["surprisal"],
+        columns["entropy"],
+        weights,
+        columns["selected"],
+        columns["rare"],
+        strict=True,
+    ):
+        trained = selected != NOT_TRAINED
+        yield Token(
+            text=str(text),
+            surprisal=_number(surprisal),
+            entropy=_number(entropy),
+            advantage=advantage if trained else math.nan,
+            weight=_number(weight),
+            selected=selected,
+            rare=rare,
+        )
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+
+
+def _runs(values: Iterable[float | None]) -> list[list[float | int | None]]:
+    """As [value, how often], for columns in which most are equal."""
+    return [[value, sum(1 for _ in same)] for value, same in groupby(values)]
+
+
+def _letters(values: Sequence[int], names: Mapping[int, str], trained: Sequence[bool]) -> str:
+    return "".join(names[value] if here else NOT_TRAINED for value, here in zip(values, trained, strict=True))

@@ -1,0 +1,166 @@
+"""The files of a run's record, by name, and a run directory read back.
+
+metrics.jsonl and eval.jsonl are written by `sinks/jsonl_files.py`; read by a resume and by anyone with `jq`, and with
+config.yaml by `figures.py` and `report/`. A run that is still going, was killed, or never evaluated is as welcome as a
+finished one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_stare.errors import DataError
+from megatron_stare.run_dir.json_lines import Record, read_jsonl
+
+METRICS_FILE = "metrics.jsonl"
+EVAL_FILE = "eval.jsonl"
+ROLLOUTS_DIR = "rollouts"
+TENSORBOARD_DIR = "tensorboard"
+CONFIG_FILE = "config.yaml"
+LOCK_FILE = ".lock"  # held by the driver while it lives
+_FIGURES = ("full_solve", "length_mean", "truncated", "distinct_answers", "distinct_solutions")
+STARTS_FILE = "starts.jsonl"  # when, where and from which commit the run was started, and resumed
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What one run directory says."""
+
+    name: str
+    directory: Path
+    config_text: str
+    config: Mapping[str, Any]
+    metrics: Sequence[Mapping[str, Any]]
+    evals: Sequence[Record]
+    starts: Sequence[Record] = ()
+
+    @property
+    def method(self) -> str | None:
+        """The name of its method."""
+        algorithm = self.config.get("algorithm")
+        name = algorithm.get("name") if isinstance(algorithm, Mapping) else algorithm  # the short form, written by hand
+        return None if name is None else str(name)
+
+    def setting(self, dotted: str) -> Any:
+        """A value of the configuration by dotted key; None where it is absent."""
+        node: Any = self.config
+        for part in dotted.split("."):
+            node = node.get(part) if isinstance(node, Mapping) else None
+        return node
+
+    def series(self, key: str) -> tuple[list[float], list[float]]:
+        """Steps and values of one metric, NaN where a step lacks it; empty lists where no step has it."""
+        if not any(math.isfinite(row.get(key, math.nan)) for row in self.metrics):
+            return [], []
+        return [float(row["step"]) for row in self.metrics], [row.get(key, math.nan) for row in self.metrics]
+
+    @property
+    def tasks(self) -> list[str | None]:
+        """What was evaluated, by name, as it came; None: the run's own task, which is there where nothing was."""
+        return list(dict.fromkeys(record.get("task") for record in self.evals)) or [None]
+
+    def on_task(self, task: str | None) -> RunRecord:
+        """This run with the evaluations on one task alone."""
+        return replace(self, evals=[record for record in self.evals if record.get("task") == task])
+
+    @property
+    def before(self) -> Record | None:
+        """The evaluation of the weights the run started from."""
+        return _last(self.evals, "base")
+
+    @property
+    def after(self) -> Record | None:
+        """The last evaluation of trained weights."""
+        return _last(self.evals, "trained")
+
+
+def read_run(directory: Path) -> RunRecord:
+    """Raises DataError where `directory` holds nothing a run writes, or config.yaml is not readable."""
+    directory = Path(directory)
+    config_path = directory / CONFIG_FILE
+    if not any((directory / name).exists() for name in (CONFIG_FILE, METRICS_FILE, EVAL_FILE)):
+        raise DataError(
+            f"not a run directory: it holds none of {CONFIG_FILE}, {METRICS_FILE}, {EVAL_FILE}", where=str(directory)
+        )
+    text = config_path.read_text(encoding="utf-8") if config_path.exists() else ""
+    try:
+        config = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise DataError("not valid YAML", where=str(config_path)) from error
+    config = config if isinstance(config, dict) else {}
+    run = config.get("run")
+    name = run.get("name") if isinstance(run, dict) else None
+    return RunRecord(
+        name=str(name or directory.resolve().name),
+        directory=directory,
+        config_text=text,
+        config=config,
+        metrics=_by_step(read_metrics(directory / METRICS_FILE)),
+        evals=_once(read_jsonl(directory / EVAL_FILE)),
+        starts=read_jsonl(directory / STARTS_FILE),
+    )
+
+
+def read_runs(directories: Sequence[Path]) -> list[RunRecord]:
+    """Several runs, named by their methods; runs of one method also by the run's name, and of one name by directory."""
+    runs = [read_run(directory) for directory in directories]
+    if len(runs) == 1:
+        return runs
+    names = [[run.method or run.name] for run in runs]
+    for more in (lambda run: f", {run.name}", lambda run: f" ({run.directory.resolve().name})"):
+        shared = Counter(name[-1] for name in names)
+        for name, run in zip(names, runs, strict=True):
+            name.append(name[-1] + (more(run) if shared[name[-1]] > 1 else ""))
+    return [replace(run, name=name[-1]) for run, name in zip(runs, names, strict=True)]
+
+
+def _by_step(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    # One row a step: where a step was done twice, the later row belongs to the run that went on.
+    return [row for _, row in sorted({row["step"]: row for row in rows}.items())]
+
+
+def _once(evals: Sequence[Record]) -> list[Record]:
+    # A run killed after an evaluation and before a checkpoint repeats it; the later one counts.
+    return list({tuple(record.get(key) for key in ("step", "weights", "task")): record for record in evals}.values())
+
+
+def result_name(record: Record) -> str:
+    """What the mean result of an evaluation is called: pass@1, or avg@k of k responses a problem."""
+    samples = record.get("decoding", {}).get("samples", 1)
+    return "pass@1" if samples == 1 else f"avg@{samples}"
+
+
+def evaluation_figures(record: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of an evaluation by name, without intervals; what it does not have is left out."""
+    found: dict[str, Any] = {name: record.get(name) for name in ("pass1", "greedy", *_FIGURES)}
+    found |= {name: each["value"] for name, each in record.get("results", {}).items()}
+    found |= {f"reflection/{category}": mean for category, mean in record.get("reflection", {}).items()}
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def _last(evals: Sequence[Record], weights: str) -> Record | None:
+    return next((record for record in reversed(evals) if record.get("weights") == weights), None)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The steps of a metrics.jsonl, oldest first; [] where there is no file. A torn last line is left out.
+
+    "step" is an int; every other value a float, NaN where the run logged something that is not finite.
+    """
+    return [
+        {"step": int(record["step"])}
+        | {key: float("nan") if value is None else float(value) for key, value in record.items() if key != "step"}
+        for record in read_jsonl(Path(path))
+    ]
+
+
+def evaluated_steps(run_dir: Path, task: str | None) -> set[int]:
+    """The steps whose weights were evaluated on a task (None: the run's own); empty where there is no eval.jsonl."""
+    return {int(record["step"]) for record in read_jsonl(run_dir / EVAL_FILE) if record.get("task") == task}

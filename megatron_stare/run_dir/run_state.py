@@ -1,0 +1,400 @@
+"""The run directory, and all a run needs to continue: one object, written as one.
+
+A checkpoint is a folder `checkpoints/step_000050` that holds the ranks' distributed checkpoint, run_state.json and the
+checksums of all its files. It is written under another name and renamed when everything in it is on disk, so one that
+has this name is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import itertools
+import json
+import os
+import re
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import IO, Any
+
+from megatron_stare.config.formats import FIRST_WITH_CHECKSUMS, FORMAT, KEY, run_state_up_to_date
+from megatron_stare.config.load import dump_yaml
+from megatron_stare.config.schema import Config
+from megatron_stare.errors import DataError, RollBack, UserError
+from megatron_stare.run_dir.run_files import LOCK_FILE
+from megatron_stare.weights.files import manifest
+from megatron_stare.weights.files.manifest import Sum
+from megatron_stare.weights.files.staging import sync_entry
+
+CONFIG = "config.yaml"
+PLACEMENT = "placement.txt"
+ROLLBACKS = "rollbacks.json"
+RUN_STATE = "run_state.json"  # of a checkpoint
+KEPT = "kept_responses.safetensors"  # likewise, where responses were under way
+
+LOCK_TRIES, LOCK_WAIT_S = 5, 0.02
+_NAME = re.compile(r"^step_(\d+)$")
+
+
+@dataclass
+class RunState:
+    """Where a run stands after `step` steps. The weight version is the step: each step makes one."""
+
+    step: int = 0
+    data: dict[str, int] = field(default_factory=dict)  # of the prompt source
+    method: dict[str, float] = field(default_factory=dict)  # of the algorithm: gate, controllers
+    skipped: int = 0  # consecutive updates that were not taken, because loss or gradient was not finite
+    rollbacks: list[dict[str, Any]] = field(default_factory=list)  # of the run, oldest first; see RunDir.note_rollback
+    inputs: dict[str, str] = field(default_factory=dict)  # digests of what prompts are made with; {}: not known
+    kept: bytes = b""  # responses under way, of prompts that `data` counts as taken; a file of its own in a checkpoint
+
+    @property
+    def left_out(self) -> frozenset[int]:
+        """Cursors of the prompts that rollbacks took out of the data."""
+        return frozenset(cursor for each in self.rollbacks for cursor in each["prompts"])
+
+    def to_json(self) -> str:
+        """All but `kept`."""
+        return json.dumps(
+            {KEY: FORMAT, **{name: value for name, value in vars(self).items() if name != "kept"}}, indent=2
+        )
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> RunState:
+        """The state in a complete checkpoint, of whatever format.
+
+        Raises:
+            DataError: it is damaged, or a newer release wrote it.
+        """
+        file = checkpoint / RUN_STATE
+        try:
+            tree = run_state_up_to_date(json.loads(file.read_text()), file)
+            kept = checkpoint / KEPT
+            tree["kept"] = kept.read_bytes() if kept.exists() else b""
+            return cls(**{each.name: tree.pop(each.name) for each in dataclasses.fields(cls)}, **tree)
+        except (OSError, ValueError, TypeError, LookupError) as error:
+            raise DataError(
+                f"not the state of a run: {error}", where=str(file), fix="remove this checkpoint to use the one before"
+            ) from error
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A checkpoint that is being written: its place, the folder that is written until then, its run state, and what the
+    driver puts beside it, by file name."""
+
+    final: Path
+    folder: Path
+    state: str
+    beside: Mapping[str, bytes]
+
+
+class RunDir:
+    """One run's directory, held by one process at a time."""
+
+    def __init__(self, path: Path, lock: IO[str], made: Sequence[Path], found: Sequence[str]) -> None:
+        """`made` are the folders that were not there before, innermost first; `found` is what was in `path`."""
+        self.path = path
+        self._lock = lock
+        self._made, self._found = made, frozenset(found)
+
+    @classmethod
+    def create(cls, config: Config) -> RunDir:
+        """A new run's directory, with the resolved configuration in it.
+
+        Raises:
+            UserError: it cannot be written, or a run is in it.
+        """
+        run = cls._hold(_place(config))
+        try:
+            refuse_taken(run.path)
+            run.record(config)
+        except BaseException:
+            run.discard()
+            run.close()
+            raise
+        return run
+
+    @classmethod
+    def reopen(cls, path: Path) -> RunDir:
+        """The directory of a run to be continued. Raises UserError where another process holds it."""
+        run = cls._hold(path)
+        run.forget_unfinished()  # of a run that was killed
+        return run
+
+    @classmethod
+    def _hold(cls, path: Path) -> RunDir:
+        made = [folder for folder in (path, *path.parents) if not folder.exists()]
+        try:
+            found = [entry.name for entry in path.iterdir()] if path.exists() else []
+            path.mkdir(parents=True, exist_ok=True)
+            lock = (path / LOCK_FILE).open("w")
+        except OSError as error:
+            _remove_empty(made)
+            raise _unwritable(path, error) from error
+        _lock(lock, path)
+        return cls(path, lock, made, found)
+
+    def close(self) -> None:
+        self._lock.close()
+
+    def forget_unfinished(self) -> None:
+        """Removes checkpoints that were begun and not completed."""
+        for leftover in (self.path / "checkpoints").glob("*.tmp"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def discard(self) -> None:
+        """Removes all that was not there before. For a start that failed: what it left would be taken for a run."""
+        for entry in self.path.iterdir():
+            if entry.name not in self._found:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        _remove_empty(self._made)
+
+    def record(self, config: Config) -> None:
+        """Writes the resolved configuration; whoever reads it meanwhile, or after a crash, sees the old or the new."""
+        temporary = self.path / f".{CONFIG}.tmp"
+        temporary.write_text(dump_yaml(config))
+        sync_entry(temporary)
+        os.replace(temporary, self.path / CONFIG)
+
+    def note_rollback(self, before: Sequence[dict[str, Any]], back: RollBack) -> None:
+        """Adds one to those of the run: its step, why, and the cursors of the prompts that are left out from then on.
+        A checkpoint holds those before it; this file holds them until the next one does.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        rows = [*before, {"step": back.step, "why": back.why, "prompts": list(back.prompts)}]
+        temporary = self.path / f".{ROLLBACKS}.tmp"
+        try:
+            temporary.write_text(json.dumps(rows, indent=2))
+            sync_entry(temporary)
+            os.replace(temporary, self.path / ROLLBACKS)
+        except OSError as error:
+            raise UserError(
+                f"a rollback could not be noted ({error.strerror})", where=str(self.path / ROLLBACKS)
+            ) from error
+
+    def rollbacks(self) -> list[dict[str, Any]]:
+        """Those of the run, oldest first. Raises DataError where the file is damaged."""
+        file = self.path / ROLLBACKS
+        try:
+            return json.loads(file.read_text()) if file.exists() else []
+        except ValueError as error:
+            raise DataError(
+                "not the rollbacks of a run", where=str(file), fix="remove it; the newest checkpoint may hold them"
+            ) from error
+
+    def record_placement(self, lines: Sequence[str]) -> None:
+        """Keeps where ranks and engines were placed; nothing, where there was nothing to choose."""
+        if lines:
+            (self.path / PLACEMENT).write_text("".join(f"{line}\n" for line in lines))
+
+    def checkpoints(self) -> list[Path]:
+        """Complete checkpoints, oldest first."""
+        return complete_checkpoints(self.path)
+
+    def newest_step(self) -> int | None:
+        """The step of the newest complete checkpoint; None where there is none."""
+        found = self.checkpoints()
+        return step_of(found[-1]) if found else None
+
+    def stage(self, state: RunState, beside: Mapping[str, bytes] = MappingProxyType({})) -> Staged:
+        """A folder for the ranks' part of a checkpoint of this state, which may change as soon as this returns.
+
+        Args:
+            beside: small files of the driver's that belong to it, by name.
+
+        Raises:
+            UserError: the disk is full or not writable.
+        """
+        final = self.path / "checkpoints" / f"step_{state.step:06d}"
+        try:
+            folder = _unfinished(final)
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise _not_written(final, error) from error
+        kept = {KEPT: state.kept} if state.kept else {}
+        return Staged(final, folder.resolve(), state.to_json(), {**beside, **kept})
+
+    def complete(self, staged: Staged, written: Mapping[str, Sum]) -> Path:
+        """Makes a checkpoint of what was staged, once all ranks have written their part.
+
+        Args:
+            written: length and checksum of every file of the ranks.
+
+        Raises:
+            UserError: the disk is full or not writable, or a file is not as it was written; earlier checkpoints are
+                untouched.
+        """
+        try:
+            sums = {**written, RUN_STATE: manifest.put(staged.folder / RUN_STATE, staged.state.encode())}
+            for name, content in staged.beside.items():
+                sums[name] = manifest.put(staged.folder / name, content)
+            manifest.check_lengths(staged.folder, sums)
+            manifest.write_manifest(staged.folder, sums)
+            _sync(staged.folder)
+            if staged.final.exists():
+                _forget(staged.final)
+            os.replace(staged.folder, staged.final)
+            sync_entry(staged.final.parent)
+        except OSError as error:
+            raise _not_written(staged.final, error) from error
+        return staged.final
+
+    def forget(self, steps: Collection[int]) -> None:
+        """Removes checkpoints, the oldest first; whoever is killed meanwhile leaves each whole or nameless."""
+        for checkpoint in self.checkpoints():
+            if step_of(checkpoint) in steps:
+                _forget(checkpoint)
+
+    def set_aside(self, after: int) -> list[Path]:
+        """Takes the names of checkpoints from those of later steps, which the run is continued before. Nothing of them
+        is removed; where they are now."""
+        moved = []
+        for checkpoint in self.checkpoints():
+            if step_of(checkpoint) > after:
+                places = (checkpoint.with_name(f"{checkpoint.name}.aside-{n}") for n in itertools.count(1))
+                moved.append(checkpoint.rename(next(place for place in places if not place.exists())))
+        return moved
+
+
+def _forget(checkpoint: Path) -> None:
+    """Removes it. It loses its name first: whoever is killed meanwhile leaves no part of it that is taken for it."""
+    unnamed = _unfinished(checkpoint)
+    checkpoint.rename(unnamed)
+    shutil.rmtree(unnamed)
+
+
+def _unfinished(final: Path) -> Path:
+    """A name of its own for what is no checkpoint: a writer that outlived another run by a moment must not write into
+    this one."""
+    return final.with_name(f"{final.name}.{secrets.token_hex(4)}.tmp")
+
+
+def _not_written(final: Path, error: OSError) -> UserError:
+    return UserError(f"the checkpoint could not be written ({error.strerror})", where=str(final))
+
+
+def check_place(config: Config) -> None:
+    """Raises UserError where a new run's directory could not be made, or is not free. Leaves nothing behind."""
+    path = _place(config)
+    refuse_taken(path)
+    refuse_busy(path)
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    try:
+        Path(tempfile.mkdtemp(prefix=".probe-", dir=existing)).rmdir()
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def refuse_taken(path: Path) -> None:
+    """Raises UserError where a run is in this directory."""
+    if (path / CONFIG).exists():
+        raise UserError(
+            "there is a run in this directory already",
+            where=str(path),
+            fix="continue it with --resume, or give another run.dir",
+        )
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that a complete checkpoint is of, which its name says."""
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def check_whole(checkpoint: Path) -> None:
+    """Holds names and lengths of a checkpoint's files against what was written, and the bytes of all but those that
+    hold tensors, which the ranks read.
+
+    Raises:
+        DataError: naming the first that is not as it was written.
+    """
+    sums = manifest.read_manifest(checkpoint)
+    if sums is None:
+        _refuse_without_sums(checkpoint)
+    else:
+        manifest.check_lengths(checkpoint, sums)
+        tensors = manifest.tensors_of(sums)
+        manifest.check_bytes(checkpoint, {name: each for name, each in sums.items() if name not in tensors})
+    from megatron_stare.weights.files.torch_dist import check_files  # imports torch, which looking at a run needs not
+
+    check_files(checkpoint)
+
+
+def _refuse_without_sums(checkpoint: Path) -> None:
+    """Of earlier releases alone; what the state says is read elsewhere, and complained of there."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        if FIRST_WITH_CHECKSUMS <= int(json.loads((checkpoint / RUN_STATE).read_text()).get(KEY, 1)) <= FORMAT:
+            raise DataError(
+                "the list of checksums is missing", where=str(checkpoint / manifest.MANIFEST), fix=manifest.FIX
+            )
+
+
+def complete_checkpoints(path: Path) -> list[Path]:
+    """Those of a run directory, oldest first."""
+    found = [p for p in (path / "checkpoints").glob("step_*") if _NAME.search(p.name)]
+    return sorted(found, key=step_of)
+
+
+def _place(config: Config) -> Path:
+    return Path(config.run.dir or f"runs/{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def _lock(lock: IO[str], path: Path) -> None:
+    for left in reversed(range(LOCK_TRIES)):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by the kernel when the process ends, however
+            return
+        except OSError as error:
+            if not left:
+                lock.close()
+                raise UserError(
+                    f"another process is running in this directory{_holder(path)}",
+                    where=str(path),
+                    fix=f"megatron-stare status {path} says how it stands; end it, or give another run.dir",
+                ) from error
+            time.sleep(LOCK_WAIT_S)  # `megatron-stare status` holds it for microseconds
+
+
+def _holder(path: Path) -> str:
+    """Who holds a run's lock, in brackets: its pid, where it is on this machine."""
+    try:
+        inode = (path / LOCK_FILE).stat().st_ino
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return ""
+    fields = (line.replace("-> ", "").split() for line in lines)
+    pids = [each[4] for each in fields if len(each) > 5 and each[5].rpartition(":")[2] == str(inode)]
+    return f" (pid {pids[0]})" if pids and pids[0] != "-1" else ""
+
+
+def refuse_busy(path: Path) -> None:
+    """Raises UserError where another process is running in this directory. Changes nothing."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), (path / LOCK_FILE).open() as lock:
+        _lock(lock, path)
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # somebody else's files are in it by now
+            folder.rmdir()
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(f"the run directory cannot be written ({error.strerror})", where=str(path), fix="set run.dir")
+
+
+def _sync(folder: Path) -> None:
+    """Everything below `folder` is on disk when this returns."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            sync_entry(file)
+    sync_entry(folder)

@@ -1,0 +1,1 @@
+"""Weights in files: Hugging Face folders, distributed checkpoints, conversion, checksums."""

@@ -1,0 +1,143 @@
+"""A model cut into blocks of rows: the unit in which weights are converted offline, and compared.
+
+A block is a few MB of one Megatron tensor of the whole model and the rows of Hugging Face tensors it is made of, so
+that converting, in either direction, never holds more than a block.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from megatron_stare.models import rules as layouts
+from megatron_stare.models.rules import Rule
+from megatron_stare.models.shape import ModelShape
+from megatron_stare.weights.files.check import expected, rules
+
+BLOCK_BYTES = 16 << 20
+_WIDEST = 4  # bytes an element
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows [start, stop) of a Hugging Face tensor."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows [start, stop) of the Megatron tensor that `rule` names, and what they are made of, in order."""
+
+    rule: Rule
+    start: int
+    stop: int
+    size: tuple[int, ...]  # of the whole Megatron tensor, [rows, columns] or [rows]
+    hf: tuple[Rows, ...]
+
+    @property
+    def elements(self) -> int:
+        return (self.stop - self.start) * math.prod(self.size[1:])
+
+
+def cut(shape: ModelShape, block_bytes: int = BLOCK_BYTES) -> list[Block]:
+    """All blocks of a model; every row of every Hugging Face tensor is in exactly one."""
+    sizes = expected(shape)
+    return [block for rule in rules(shape) for block in _cut(rule, sizes, shape, block_bytes)]
+
+
+def _cut(rule: Rule, sizes: dict[str, tuple[int, ...]], shape: ModelShape, block_bytes: int) -> Iterator[Block]:
+    rows = [sizes[name][0] for name in rule.hf]
+    parts = list(zip(rule.sources, rule.spans(rows, shape), strict=True))
+    rest = sizes[rule.hf[0]][1:]
+    step = max(1, block_bytes // (math.prod(rest) * _WIDEST))
+    size = (sum(rows), *rest)
+    if rule.layout == "qkv":  # whole query groups
+        heads = [(stop - start) // (shape.kv_heads * shape.head_dim) for _, (start, stop) in parts]  # a group has
+        unit = sum(heads) * shape.head_dim
+        for group, end in _spans(shape.kv_heads, max(1, step // unit)):
+            hf = [
+                Rows(name, start + group * n * shape.head_dim, start + end * n * shape.head_dim)
+                for (name, (start, _)), n in zip(parts, heads, strict=True)
+            ]
+            yield Block(rule, group * unit, end * unit, size, tuple(hf))
+        return
+    first = 0  # gated: the rows of gate, then those of up
+    for name, (low, high) in parts:
+        for start, stop in _spans(high - low, step):
+            yield Block(rule, first + start, first + stop, size, (Rows(name, low + start, low + stop),))
+        first += high - low
+
+
+def _spans(n: int, step: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + step, n)) for start in range(0, n, step))
+
+
+def to_megatron(block: Block, parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
+    """The block's Megatron rows from its Hugging Face rows, in order."""
+    return layouts.shard(block.rule, parts, _of(block, shape), 0, 1) if block.rule.layout == "qkv" else parts[0]
+
+
+def to_hf(block: Block, rows: Tensor, shape: ModelShape) -> list[Tensor]:
+    """The block's Hugging Face rows, in order, from its Megatron rows."""
+    if block.rule.layout != "qkv":
+        return [rows]
+    return [p.reshape(-1, *rows.shape[1:]) for p in layouts.blocks(block.rule, rows, _of(block, shape), 0, 1)]
+
+
+def _of(block: Block, shape: ModelShape) -> ModelShape:
+    """The shape of a model that has the block's query groups only."""
+    groups = (block.hf[1].stop - block.hf[1].start) // shape.head_dim
+    return replace(shape, kv_heads=groups, heads=groups * (shape.heads // shape.kv_heads))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter lies in a checkpoint: a tensor, and the indices of its leading dimensions (layer, expert)."""
+
+    key: str
+    lead: tuple[int, ...] = ()
+    dims: tuple[str, ...] = ()  # what the leading dimensions count: layers, experts
+
+
+# Megatron's local layers save their norms under the names of Transformer Engine's fused ones
+_FUSED = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+
+
+def places(megatron: str) -> list[Place]:
+    """Everywhere a checkpoint may hold a parameter: layers and experts stacked, as is usual, or named one by one."""
+    in_layer = _LAYER.fullmatch(megatron)
+    if not in_layer:
+        return [Place(megatron)]
+    layer, rest = int(in_layer[1]), in_layer[2]
+    if in_expert := _EXPERT.fullmatch(rest):
+        expert, rest, inside = int(in_expert[1]), in_expert[2], "mlp.experts.experts"
+        return [
+            Place(f"decoder.layers.{inside}.{rest}", (layer, expert), ("layers", "experts")),
+            Place(f"decoder.layers.{layer}.{inside}.{rest}", (expert,), ("experts",)),
+            Place(f"decoder.layers.{layer}.{inside}.{expert}.{rest}"),
+        ]
+    names = [_FUSED[rest], rest] if rest in _FUSED else [rest]
+    stacked = [Place(f"decoder.layers.{name}", (layer,), ("layers",)) for name in names]
+    return stacked + [Place(f"decoder.layers.{layer}.{name}") for name in names]
+
+
+def written_places(megatron: str, shape: ModelShape) -> list[Place]:
+    """Where a converted checkpoint holds a parameter.
+
+    The norm before experts has one name in local layers and another in Transformer Engine's: it is written under both,
+    so that both load it.
+    """
+    both = shape.experts > 0 and megatron.endswith(".pre_mlp_layernorm.weight")
+    return places(megatron)[: 2 if both else 1]

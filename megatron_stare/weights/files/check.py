@@ -1,0 +1,128 @@
+"""Holds a Hugging Face folder's weights against its config.json, by the files' headers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatron_stare.errors import DataError
+from megatron_stare.models import family_of
+from megatron_stare.models.rules import Rule
+from megatron_stare.models.shape import ModelShape
+from megatron_stare.weights.files.hf_folder import locate
+from megatron_stare.weights.files.safetensors_file import DTYPES, Entry, read_header
+
+# tensors that old checkpoints hold although they follow from config.json
+_DERIVED = (".rotary_emb.inv_freq",)
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_PIECE = 1 << 24  # bytes that are compared at a time
+
+
+def rules(shape: ModelShape) -> list[Rule]:
+    """The rules of every parameter this model has, with numbers filled in; a parameter of two names comes once."""
+    family = family_of(shape)
+    found: dict[tuple[str, ...], Rule] = {}
+    for rule in family.rules:
+        counts = (range(shape.layers), range(shape.experts))[: rule.megatron.count("{}")]
+        for at in itertools.product(*counts):
+            hf = tuple(name.format(*at) for name in rule.hf)
+            if all(family.has(name, shape) for name in hf):
+                found.setdefault(hf, Rule(rule.megatron.format(*at), hf, rule.layout))
+    return list(found.values())
+
+
+def expected(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor that a Hugging Face folder of this model holds, by name."""
+    return {name: family_of(shape).size(name, shape) for rule in rules(shape) for name in rule.hf}
+
+
+def left_out(names: Iterable[str], shape: ModelShape) -> set[str]:
+    """The names of tensors that a folder may hold and no model is given: what follows from config.json, and a tied
+    head, which is the embedding."""
+    return {name for name in names if name.endswith(_DERIVED) or (shape.tied and name == _HEAD)}
+
+
+def check_folder(path: str | Path, shape: ModelShape) -> dict[str, Entry]:
+    """Where every tensor of the model lies. Names, shapes, dtypes and the files' lengths are those expected.
+
+    A tied head that is stored beside the embedding is compared with it, byte by byte; nothing else is read.
+
+    Raises:
+        DataError: the first thing that is not so.
+    """
+    path = Path(path)
+    where = locate(path)
+    headers = {file: read_header(file) for file in sorted(set(where.values()))}
+    wanted, entries = expected(shape), {}
+    for name, file in where.items():
+        if name not in headers[file]:
+            raise DataError(
+                f"the index says that {file.name} holds {name!r}, but it does not",
+                where=str(path / "model.safetensors.index.json"),
+                fix="the index and the files are not of one checkpoint: download or copy the folder again",
+            )
+        if name in wanted:
+            entries[name] = headers[file][name]
+        elif name not in left_out([name], shape):
+            raise DataError(
+                f"the tensor {name!r} is not one of a {shape.family} model as config.json describes it",
+                where=str(file),
+                fix="config.json and the weights do not belong together",
+            )
+    _refuse_missing([name for name in wanted if name not in entries], path)
+    if shape.tied and _HEAD in where:
+        _check_tied(headers[where[_HEAD]][_HEAD], entries[_EMBEDDING])
+    for name, entry in entries.items():
+        _check_entry(name, entry, wanted[name])
+    return entries
+
+
+def _refuse_missing(names: list[str], path: Path) -> None:
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise DataError(
+            f"missing: the tensor {names[0]!r}{more}",
+            where=str(path),
+            fix="config.json and the weights do not belong together, or the folder is not complete",
+        )
+
+
+def _check_tied(head: Entry, embedding: Entry) -> None:
+    """Raises DataError where a stored head is not the embedding that it is tied to: which of the two a model then
+    computes with differs between transformers and all others."""
+    same = (head.dtype, head.shape, head.nbytes) == (embedding.dtype, embedding.shape, embedding.nbytes)
+    if same:
+        with head.file.open("rb") as one, embedding.file.open("rb") as other:
+            one.seek(head.start)
+            other.seek(embedding.start)
+            left = head.nbytes
+            while left and same:
+                piece = min(left, _PIECE)
+                same = one.read(piece) == other.read(piece)
+                left -= piece
+    if not same:
+        raise DataError(
+            "config.json ties the embedding and the head (tie_word_embeddings), and the folder holds a head of its own",
+            where=f"{head.file}: {_HEAD}",
+            fix="if the model was trained with its own head, set tie_word_embeddings to false; else take "
+            "lm_head.weight out of the folder",
+        )
+
+
+def _check_entry(name: str, entry: Entry, wanted: tuple[int, ...]) -> None:
+    if entry.shape != wanted:
+        raise DataError(
+            f"{name!r} has the shape {entry.shape}, config.json makes it {wanted}",
+            where=str(entry.file),
+            fix="config.json and the weights do not belong together",
+        )
+    if entry.dtype not in DTYPES:
+        raise DataError(
+            f"{name!r} is of dtype {entry.dtype}; weights must be {', '.join(DTYPES)}",
+            where=str(entry.file),
+            fix="use the checkpoint that was not quantised",
+        )
+    if entry.nbytes != math.prod(entry.shape) * DTYPES[entry.dtype].itemsize:
+        raise DataError(f"{name!r} has {entry.nbytes:,} bytes, which its shape does not make", where=str(entry.file))

@@ -1,0 +1,124 @@
+"""The safetensors format, as far as files are read and written piece by piece: headers, and where each tensor lies.
+
+A file is the length of its header (8 bytes), the header (JSON: name, dtype, shape, first and last byte) and the data.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_stare.errors import DataError
+from megatron_stare.weights.files.buffer import Buffer
+
+# dtypes that weights may have, as safetensors spells them
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LONGEST_HEADER = 100_000_000  # bytes, as the library has it
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file."""
+
+    file: Path
+    dtype: str  # as safetensors spells it
+    shape: tuple[int, ...]
+    start: int  # its first byte in the file
+    nbytes: int
+
+
+def read_header(file: Path) -> dict[str, Entry]:
+    """Every tensor of a file, by name. Only the header is read.
+
+    Raises:
+        DataError: the file is missing, is no safetensors file, or ends before its last tensor does.
+    """
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            size = os.fstat(stream.fileno()).st_size
+            if not 2 <= length <= min(_LONGEST_HEADER, size - 8):
+                raise DataError("not a safetensors file, or cut short within its header", where=str(file), fix=_FIX)
+            header = json.loads(stream.read(length))
+    except OSError as error:
+        raise DataError(f"cannot read the weights ({error.strerror})", where=str(file), fix=_FIX) from error
+    except ValueError as error:  # of JSON, or of its encoding
+        raise DataError(f"not a safetensors file: {error}", where=str(file), fix=_FIX) from error
+    header.pop("__metadata__", None)
+    entries = {}
+    for name, entry in header.items():
+        first, last = entry["data_offsets"]
+        entries[name] = Entry(file, entry["dtype"], tuple(entry["shape"]), 8 + length + first, last - first)
+        if 8 + length + last > size:
+            raise DataError(
+                f"cut short: {size:,} bytes are there, the tensor {name!r} ends at byte {8 + length + last:,}",
+                where=str(file),
+                fix=_FIX,
+            )
+    return entries
+
+
+_FIX = "download or copy the file again"
+
+
+def lay_out(
+    file: Path, tensors: dict[str, tuple[int, ...]], dtype: torch.dtype, metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, Entry]]:
+    """The first bytes of a file that is to hold tensors of these shapes, and where each of them goes.
+
+    Args:
+        metadata: text that goes into the header.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    position, places = 0, {}
+    for name, shape in tensors.items():
+        nbytes = math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [position, position + nbytes]}
+        places[name] = (position, nbytes)
+        position += nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors start at multiples of 8 bytes
+    entries = {
+        name: Entry(file, NAMES[dtype], tensors[name], 8 + len(text) + start, nbytes)
+        for name, (start, nbytes) in places.items()
+    }
+    return len(text).to_bytes(8, "little") + text, entries
+
+
+def read_bytes(descriptor: int, start: int, nbytes: int, file: Path, buffer: Buffer | None = None) -> Tensor:
+    """A part of an open file as a uint8 tensor [nbytes], in the buffer or in memory of its own.
+
+    Raises:
+        DataError: the file ends before.
+    """
+    part = torch.empty(nbytes, dtype=torch.uint8) if buffer is None else buffer.take(nbytes)
+    view, done = part.numpy().data, 0
+    while done < nbytes:
+        got = os.preadv(descriptor, [view[done:]], start + done)
+        if got == 0:
+            raise DataError(f"cut short: there are no bytes after {start + done:,}", where=str(file), fix=_FIX)
+        done += got
+    return part
+
+
+def read_rows(descriptor: int, entry: Entry, start: int, stop: int, buffer: Buffer | None = None) -> Tensor:
+    """Rows [start, stop) of a tensor, in the buffer or in memory of their own."""
+    width = entry.nbytes // entry.shape[0]
+    part = read_bytes(descriptor, entry.start + start * width, (stop - start) * width, entry.file, buffer)
+    return part.view(DTYPES[entry.dtype]).view(stop - start, *entry.shape[1:])
+
+
+def write_rows(descriptor: int, entry: Entry, start: int, rows: Tensor) -> None:
+    """Puts contiguous rows of the entry's dtype into its file, from row `start` on. Raises OSError."""
+    view = rows.reshape(-1).view(torch.uint8).numpy().data
+    position, done = entry.start + start * (entry.nbytes // entry.shape[0]), 0
+    while done < len(view):
+        done += os.pwrite(descriptor, view[done:], position + done)

@@ -1,0 +1,221 @@
+"""Reads megatron-core's distributed checkpoints (format torch_dist) in rows, without a process group.
+
+The format is torch.distributed.checkpoint's: `.metadata` says which tensors there are and which part of which file each
+of their chunks is; a chunk is what torch.save writes of one tensor. Megatron adds `metadata.json` and `common.pt`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import pickle
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from megatron_stare.errors import DataError
+from megatron_stare.weights.files.blocks import Block, Place, places
+from megatron_stare.weights.files.buffer import Buffer
+from megatron_stare.weights.files.open_files import OpenFiles
+from megatron_stare.weights.files.safetensors_file import read_bytes
+
+_STEP = re.compile(r"step_\d+$")
+_FIX = "copy the checkpoint again, or use an earlier one"
+
+
+def find(path: Path) -> Path:
+    """The checkpoint folder meant by `path`: itself, the newest of a run directory, or the latest of a Megatron-LM one.
+
+    Raises:
+        DataError: there is none.
+    """
+    latest = path / "latest_checkpointed_iteration.txt"
+    if latest.exists():
+        name = latest.read_text().strip()
+        path = path / (name if name == "release" else f"iter_{int(name):07d}")
+    elif (path / "checkpoints").is_dir():
+        found = sorted(p for p in (path / "checkpoints").iterdir() if _STEP.match(p.name))
+        path = found[-1] if found else path
+    if not is_checkpoint(path):
+        raise DataError(
+            "neither a Hugging Face folder (config.json) nor a distributed checkpoint (.metadata and metadata.json)",
+            where=str(path),
+        )
+    return path
+
+
+def is_checkpoint(path: Path) -> bool:
+    return (path / ".metadata").exists() and (path / "metadata.json").exists()
+
+
+def check_files(path: str | Path) -> None:
+    """Raises DataError where a file of a checkpoint is missing, or shorter than its metadata says."""
+    TorchDist(path)  # which looks as it reads the metadata
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor, and the part of a file that holds it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    nbytes: int
+
+
+class TorchDist:
+    """A checkpoint opened for reading. A context manager: files stay open between reads."""
+
+    def __init__(self, path: str | Path, buffer: Buffer | None = None) -> None:
+        """Reads the metadata.
+
+        Args:
+            buffer: that rows are read into; None: they get memory of their own.
+
+        Raises:
+            DataError: it cannot be read, or a file is missing or shorter than it says.
+        """
+        self.path, self._buffer = Path(path), buffer
+        try:
+            metadata = FileSystemReader(self.path).read_metadata()
+        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError) as error:
+            raise DataError(f"the metadata cannot be read: {error}", where=str(self.path), fix=_FIX) from error
+        tensors = {k: m for k, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
+        self.sizes = {key: tuple(m.size) for key, m in tensors.items()}
+        self.dtypes: dict[str, torch.dtype] = {key: m.properties.dtype for key, m in tensors.items()}
+        self.chunks: dict[str, list[Chunk]] = defaultdict(list)
+        sizes = {(key, c.offsets): tuple(c.sizes) for key, m in tensors.items() for c in m.chunks}
+        ends: dict[str, int] = defaultdict(int)
+        for index, at in metadata.storage_data.items():
+            ends[at.relative_path] = max(ends[at.relative_path], at.offset + at.length)
+            if index.fqn in tensors:
+                chunk = Chunk(
+                    tuple(index.offset), sizes[index.fqn, index.offset], at.relative_path, at.offset, at.length
+                )
+                self.chunks[index.fqn].append(chunk)
+        for file, end in ends.items():
+            self._check_file(self.path / file, end)
+        self._files = OpenFiles(os.O_RDONLY)
+        self._by_lead: dict[tuple[str, int], dict[tuple[int, ...], list[Chunk]]] = {}
+        self._stored: dict[Chunk, tuple[Tensor, int]] = {}
+
+    def __enter__(self) -> TorchDist:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._files.close()
+
+    def _check_file(self, file: Path, end: int) -> None:
+        if not file.exists():
+            raise DataError("a file of the checkpoint is missing", where=str(file), fix=_FIX)
+        if (size := file.stat().st_size) < end:
+            raise DataError(f"cut short: {size:,} of {end:,} bytes are there", where=str(file), fix=_FIX)
+
+    def place(self, megatron: str) -> Place:
+        """Where this checkpoint holds a parameter. Raises DataError where it does not."""
+        for place in places(megatron):
+            if place.key in self.sizes:
+                return place
+        raise DataError(
+            f"the parameter {megatron!r} is missing",
+            where=str(self.path),
+            fix="config.json and the checkpoint do not belong together",
+        )
+
+    def position(self, block: Block) -> tuple[str, int]:
+        """Where a block starts: blocks read in this order are read from front to back."""
+        place = self.place(block.rule.megatron)
+        dims = len(place.lead)
+        for chunk in self._chunks_at(place):
+            if 0 <= (row := block.start - chunk.offsets[dims]) < chunk.sizes[dims]:
+                return chunk.file, chunk.start + row
+        return "", 0
+
+    def _chunks_at(self, place: Place) -> list[Chunk]:
+        """The chunks that hold something at a place's leading indices."""
+        dims = len(place.lead)
+        if (place.key, dims) not in self._by_lead:
+            by_lead: dict[tuple[int, ...], list[Chunk]] = defaultdict(list)
+            for chunk in self.chunks[place.key]:
+                spans = (range(o, o + n) for o, n in zip(chunk.offsets[:dims], chunk.sizes[:dims], strict=True))
+                for lead in itertools.product(*spans):
+                    by_lead[lead].append(chunk)
+            self._by_lead[place.key, dims] = by_lead
+        return self._by_lead[place.key, dims][place.lead]
+
+    def rows(self, place: Place, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of a tensor, or of the matrix or vector at its leading indices.
+
+        Raises:
+            DataError: some of them are not there.
+        """
+        dims = len(place.lead)
+        size = (stop - start, *self.sizes[place.key][dims + 1 :])
+        whole: Tensor | None = None
+        missing = math.prod(size)
+        for chunk in self._chunks_at(place):
+            first, rows = chunk.offsets[dims], chunk.sizes[dims]
+            low, high = max(start, first), min(stop, first + rows)
+            if low >= high:
+                continue
+            index = tuple(i - o for i, o in zip(place.lead, chunk.offsets, strict=False))
+            part = self._read(chunk, index, low - first, high - first)
+            missing -= part.numel()
+            if part.shape == size:
+                return part
+            if whole is None:
+                whole = torch.empty(size, dtype=part.dtype)
+            columns = tuple(slice(o, o + n) for o, n in zip(chunk.offsets[dims + 1 :], part.shape[1:], strict=True))
+            whole[(slice(low - start, high - start), *columns)] = part
+        if whole is None or missing:
+            raise DataError(f"{place.key!r} is not complete", where=str(self.path), fix=_FIX)
+        return whole
+
+    def span(self, place: Place, start: int, stop: int) -> tuple[int, int] | None:
+        """File descriptor and position of what `rows` would read, where it is one stretch of a file; else None."""
+        dims = len(place.lead)
+        columns = self.sizes[place.key][dims + 1 :]
+        for chunk in self._chunks_at(place):
+            first, rows = chunk.offsets[dims], chunk.sizes[dims]
+            if first <= start and stop <= first + rows and chunk.sizes[dims + 1 :] == columns:
+                index = tuple(i - o for i, o in zip(place.lead, chunk.offsets, strict=False))
+                return self._files[self.path / chunk.file], self._find(chunk, index, start - first, stop - first)[0]
+        return None
+
+    def _read(self, chunk: Chunk, index: tuple[int, ...], start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of the matrix at `index` of a chunk; only these are read."""
+        at, part = self._find(chunk, index, start, stop)
+        file = self.path / chunk.file
+        data = read_bytes(self._files[file], at, part.numel() * part.itemsize, file, self._buffer)
+        return data.view(part.dtype).view(part.shape)
+
+    def _find(self, chunk: Chunk, index: tuple[int, ...], start: int, stop: int) -> tuple[int, Tensor]:
+        """Where these rows begin in the chunk's file, and they themselves without data."""
+        like, first = self._skeleton(chunk)
+        part = like[index][start:stop]
+        if not part.is_contiguous():  # neither Megatron nor torch writes such
+            raise DataError("a tensor's elements are not stored in order", where=str(self.path / chunk.file))
+        return first + int(part.storage_offset()) * part.itemsize, part
+
+    def _skeleton(self, chunk: Chunk) -> tuple[Tensor, int]:
+        """The chunk as a tensor without data, and the byte of the file at which its data starts."""
+        if chunk not in self._stored:
+            with (self.path / chunk.file).open("rb") as stream:
+                view = cast(IO[bytes], _create_file_view(stream, chunk.start, chunk.nbytes))
+                try:
+                    like = torch.load(view, map_location="meta", weights_only=True)
+                except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+                    reason = str(error).splitlines()[0]
+                    raise DataError(f"a tensor cannot be read: {reason}", where=str(stream.name), fix=_FIX) from error
+            # torch.load notes where a storage lies when it loads it without data
+            self._stored[chunk] = like, chunk.start + like.untyped_storage()._checkpoint_offset
+        return self._stored[chunk]

@@ -1,0 +1,141 @@
+"""Writes a distributed checkpoint from a Hugging Face folder, through torch.distributed.checkpoint's own writer.
+
+The writer asks for each tensor when it writes it, and gets it from the folder's files then.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, Metadata, SavePlan, WriteItem
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron_stare.models.shape import ModelShape
+from megatron_stare.weights.files.blocks import Block, Place, to_megatron, written_places
+from megatron_stare.weights.files.open_files import OpenFiles
+from megatron_stare.weights.files.processes import Advance
+from megatron_stare.weights.files.safetensors_file import Entry, read_rows
+
+
+@dataclass(frozen=True)
+class MegatronPart:
+    """What one process writes, and where from and to."""
+
+    folder: Path
+    plan: SavePlan
+    blocks: dict[MetadataIndex, Block]
+    entries: dict[str, Entry]
+    shape: ModelShape
+    dtype: torch.dtype
+
+
+def plan_parts(
+    folder: Path, blocks: Sequence[list[Block]], entries: dict[str, Entry], shape: ModelShape, dtype: torch.dtype
+) -> tuple[list[MegatronPart], Metadata]:
+    """What each process writes of its blocks, and the metadata of the whole."""
+    items = [
+        [
+            (_item(block, place, shape, dtype), block)
+            for block in part
+            for place in written_places(block.rule.megatron, shape)
+        ]
+        for part in blocks
+    ]
+    plans = [SavePlan([item for item, _ in part]) for part in items]
+    plans[0].items.extend(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in _extra_states(blocks, shape))
+    plans, metadata = create_default_global_save_plan(plans)
+    plans = _writer(folder).prepare_global_plan(plans)
+    parts = [
+        MegatronPart(folder, plan, {item.index: block for item, block in part}, entries, shape, dtype)
+        for plan, part in zip(plans, items, strict=True)
+    ]
+    return parts, metadata
+
+
+def _extra_states(blocks: Sequence[list[Block]], shape: ModelShape) -> list[str]:
+    """The objects that Megatron's linear layers save beside their weights (Transformer Engine's scaling factors; here
+    nothing) and ask for when they load."""
+    keys: dict[str, None] = {}  # in order
+    for rule in (block.rule for part in blocks for block in part):
+        if rule.layout in _LINEAR and rule.megatron.endswith(".weight"):
+            place = written_places(rule.megatron, shape)[0]
+            at, of = (".".join(map(str, numbers)) for numbers in (place.lead, _counts(place, shape)))
+            keys[f"{place.key.removesuffix('weight')}_extra_state/shard_{at}_{of}"] = None
+    return list(keys)
+
+
+_LINEAR = ("qkv", "gated", "row", "column")
+
+
+def _counts(place: Place, shape: ModelShape) -> tuple[int, ...]:
+    return tuple(shape.experts if what == "experts" else shape.layers for what in place.dims)
+
+
+def _item(block: Block, place: Place, shape: ModelShape, dtype: torch.dtype) -> WriteItem:
+    counts, columns = _counts(place, shape), block.size[1:]
+    offsets = torch.Size((*place.lead, block.start, *(0 for _ in columns)))
+    sizes = torch.Size((*(1 for _ in counts), block.stop - block.start, *columns))
+    chunk = ChunkStorageMetadata(offsets, sizes)
+    data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size((*counts, *block.size)))
+    return WriteItem(MetadataIndex(place.key, offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+class _Planner(DefaultSavePlanner):
+    """Gives the writer a block, or an extra state, when it asks for it."""
+
+    def __init__(self, part: MegatronPart, files: OpenFiles, advance: Advance) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._part, self._files, self._advance = part, files, advance
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        if write_item.type == WriteItemType.BYTE_IO:
+            torch.save([None], nothing := io.BytesIO())
+            return nothing
+        part, block = self._part, self._part.blocks[write_item.index]
+        rows = [
+            read_rows(self._files[part.entries[at.name].file], part.entries[at.name], at.start, at.stop)
+            for at in block.hf
+        ]
+        tensor = to_megatron(block, rows, part.shape).to(part.dtype)
+        self._advance(tensor.nbytes)
+        assert write_item.tensor_data is not None
+        return tensor.view(write_item.tensor_data.chunk.sizes)
+
+
+def write_checkpoint_part(part: MegatronPart, advance: Advance) -> list[WriteResult]:
+    """Converts the part's blocks and writes them into a file, which is on disk when this returns."""
+    with OpenFiles(os.O_RDONLY) as files:
+        try:
+            return _writer(part.folder).write_data(part.plan, _Planner(part, files, advance)).value()
+        except RuntimeError as error:  # of torch.save, which closes its archive after a write that failed
+            raise _first(error) from error
+
+
+def _first(error: BaseException) -> BaseException:
+    """The error that an error came of."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
+
+
+def finish_checkpoint(folder: Path, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    """Writes what makes the files a checkpoint of megatron-core, which it reads as Megatron-LM does: of step 0."""
+    _writer(folder).finish(metadata, results)
+    torch.save({"checkpoint_version": 3.0, "iteration": 0}, folder / "common.pt")
+    backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
+    versions = {"sharded_backend_version": 1, "common_backend_version": 1}
+    (folder / "metadata.json").write_text(json.dumps(backends | versions))
+
+
+def _writer(folder: Path) -> FileSystemWriter:
+    return FileSystemWriter(folder, per_thread_copy_ahead=0)  # copying ahead is for tensors on a GPU

@@ -1,0 +1,172 @@
+"""The live policy as a stream of whole Hugging Face tensors, gathered over tensor, pipeline and expert parallel ranks.
+
+Tensors come in flat buckets of bounded size (stream_plan.py). Every bucket ends on one rank, the sender, because
+engines take weights from one process; no rank holds more than a few buckets besides its own shards. The other ranks
+send their pieces of a bucket in one message each, and those of the next bucket travel while a bucket is consumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_stare.models import rule_for
+from megatron_stare.models.rules import blocks
+from megatron_stare.models.shape import ModelShape
+from megatron_stare.weights.sync.checksum import tensor_checksum
+from megatron_stare.weights.sync.stream_plan import SENDER, BucketLayout, Piece, PlannedBucket, Shard, StreamPlan
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Whole tensors of one dtype, end to end in one flat tensor."""
+
+    layout: BucketLayout
+    flat: Tensor
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """By name, as views of the bucket."""
+        return self.layout.tensors(self.flat)
+
+    def checksums(self) -> dict[str, str]:
+        """By name, what an engine that holds these tensors computes as well."""
+        return {name: tensor_checksum(tensor) for name, tensor in self.tensors()}
+
+
+Rooms = Callable[[int, torch.dtype, torch.device], Tensor]  # memory for a bucket: elements, dtype, device
+
+
+def new_room(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory of the bucket's own."""
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+class RoomsByTurns:
+    """The same two pieces of host memory, by turns: who asks for a bucket is done with the one before the last. On a
+    GPU new memory costs nothing."""
+
+    def __init__(self) -> None:
+        self._rooms = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
+
+    def __call__(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if device.type != "cpu":
+            return new_room(numel, dtype, device)
+        room = self._rooms.pop(0)
+        if room.numel() < numel * dtype.itemsize:
+            room = torch.empty(numel * dtype.itemsize, dtype=torch.uint8)
+        self._rooms.append(room)
+        return room[: numel * dtype.itemsize].view(dtype)
+
+
+def stream(
+    plan: StreamPlan, shards: Sequence[Shard], group: ProcessGroup | None = None, rooms: Rooms = new_room
+) -> Iterator[Bucket | None]:
+    """The buckets of the plan, in order, on the sender; None for each of them on the other ranks.
+
+    All ranks of the group must go through it to its end, but need not go in step; a rank that gives pieces keeps at
+    most two messages under way. Shards must keep their values until then. What is yielded is the caller's; who drops it
+    before asking for the next one holds two buckets' bytes at a time.
+
+    Args:
+        shards: those of the plan, with the values to send.
+        group: of the plan.
+        rooms: gives the sender memory for a bucket.
+    """
+    mine = {shard.name: shard for shard in shards}
+    if group is None or dist.get_rank(group) == SENDER:
+        return _gather(plan, mine, group, rooms)
+    return _give(plan, mine, group)
+
+
+def _gather(plan: StreamPlan, mine: Mapping[str, Shard], group: ProcessGroup | None, rooms: Rooms) -> Iterator[Bucket]:
+    device = next(iter(mine.values())).tensor.device
+    coming = [_Parcels(plan.buckets[0], group, device)]
+    for number, bucket in enumerate(plan.buckets):
+        # popped: messages are let go before the next ones are received
+        room = rooms(bucket.layout.numel, bucket.layout.dtype, device)
+        gathered = Bucket(bucket.layout, _filled(room, bucket, coming.pop(), mine, plan.shape))
+        coming += [_Parcels(following, group, device) for following in plan.buckets[number + 1 : number + 2]]
+        yield gathered
+        del gathered  # the caller may have dropped it: the next one takes its memory
+
+
+def _filled(
+    flat: Tensor, bucket: PlannedBucket, parcels: _Parcels, mine: Mapping[str, Shard], shape: ModelShape
+) -> Tensor:
+    """The flat bucket: own pieces from their shards, those of other ranks from their parcels, each copied once."""
+    parcels.wait()
+    for tensor, (_, whole) in zip(bucket.tensors, bucket.layout.tensors(flat), strict=True):
+        rooms = whole.split([piece.shape[tensor.cut] for piece in tensor.pieces], dim=tensor.cut)
+        for piece, room in zip(tensor.pieces, rooms, strict=True):
+            held = _values(piece, mine, shape) if piece.rank == SENDER else parcels.take(piece)
+            room.view(held.shape).copy_(held)
+    return flat
+
+
+def _give(plan: StreamPlan, mine: Mapping[str, Shard], group: ProcessGroup) -> Iterator[None]:
+    rank = dist.get_rank(group)
+    under_way: list[_Sent] = []
+    for bucket in plan.buckets:
+        if given := bucket.pieces(rank):
+            if len(under_way) == 2:
+                under_way.pop(0).wait()
+            under_way.append(_Sent(given, mine, plan.shape, group))
+        yield None
+    for sent in under_way:
+        sent.wait()
+
+
+class _Parcels:
+    """What the other ranks send for a bucket, one message each; receiving starts at once."""
+
+    def __init__(self, bucket: PlannedBucket, group: ProcessGroup | None, device: torch.device) -> None:
+        ranks = sorted({piece.rank for tensor in bucket.tensors for piece in tensor.pieces} - {SENDER})
+        sizes = {rank: [piece.numel for piece in bucket.pieces(rank)] for rank in ranks}
+        buffers = {r: torch.empty(sum(s), dtype=bucket.layout.dtype, device=device) for r, s in sizes.items()}
+        self._works = _post(dist.irecv, buffers, group)
+        self._pieces = {rank: iter(buffers[rank].split(sizes[rank])) for rank in ranks}
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def take(self, piece: Piece) -> Tensor:
+        """The values of the next piece of its rank: they are taken in the order in which they were sent."""
+        return next(self._pieces[piece.rank]).view(piece.shape)
+
+
+class _Sent:
+    """A rank's pieces of a bucket on their way to the sender, copied into one message."""
+
+    def __init__(
+        self, given: Sequence[Piece], mine: Mapping[str, Shard], shape: ModelShape, group: ProcessGroup
+    ) -> None:
+        one = mine[given[0].parameter].tensor
+        message = torch.empty(sum(piece.numel for piece in given), dtype=one.dtype, device=one.device)
+        for piece, room in zip(given, message.split([piece.numel for piece in given]), strict=True):
+            held = _values(piece, mine, shape)
+            room.view(held.shape).copy_(held)
+        self._message = message  # lives until it is sent
+        self._works = _post(dist.isend, {SENDER: message}, group)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def _post(operation: Callable[..., Any], buffers: Mapping[int, Tensor], group: ProcessGroup | None) -> list[dist.Work]:
+    """Starts to send or receive a buffer a rank."""
+    operations = [dist.P2POp(operation, buffer, group=group, group_peer=rank) for rank, buffer in buffers.items()]
+    return dist.batch_isend_irecv(operations) if operations else []
+
+
+def _values(piece: Piece, mine: Mapping[str, Shard], shape: ModelShape) -> Tensor:
+    """A piece of this rank, a view of its shard; its rows may be spread over several dimensions."""
+    shard = mine[piece.parameter]
+    return blocks(rule_for(shard.name, shape), shard.tensor, shape, shard.part, shard.parts)[piece.number]

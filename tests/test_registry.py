@@ -1,0 +1,46 @@
+"""Names of earlier releases still work in YAML, and a file that imports such a module is told where it is now."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from megatron_stare.errors import ConfigError
+from megatron_stare.registry import MOVED, resolve
+from megatron_stare.rollout.engines.local import LocalEngine
+
+
+def test_a_former_path_names_the_same_object() -> None:
+    former = resolve("megatron_stare.rollout.local.LocalEngine", {}, "rollout.engine")
+    assert former is LocalEngine
+
+
+@pytest.mark.parametrize("former", MOVED)
+def test_what_has_moved_is_where_the_table_says(former: str) -> None:
+    importlib.import_module(MOVED[former])
+    package = former.rpartition(".")[0]
+    assert importlib.util.find_spec(package) is None or importlib.util.find_spec(former) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "from megatron_stare.batch import Prompt",
+            "import megatron_stare.records.batch instead of megatron_stare.batch",
+        ),
+        (
+            "from megatron_stare.orchestration.guarded_batches import Kept",
+            "import megatron_stare.driver.guarded_batches instead of megatron_stare.orchestration.guarded_batches",
+        ),
+    ],
+)
+def test_a_user_s_file_is_told_where_its_import_is_now(tmp_path: Path, line: str, said: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"{line}\n\n\ndef verify(answer, reference):\n    return 1.0\n")
+    with pytest.raises(ConfigError) as raised:
+        resolve(f"{file}:verify", {}, "reward.verifier")
+    assert said in str(raised.value) and str(file) in str(raised.value)
