@@ -180,38 +180,3 @@ def test_a_run_in_16_bits(tmp_path: Path, dtype: str) -> None:
         assert row.get("optimizer/loss_scale") == (2.0**16 if dtype == "float16" else None)
     assert {str(t.dtype) for t in load_file(run_dir / "hf/model.safetensors").values()} == {f"torch.{dtype}"}
     assert json.loads((run_dir / "hf/config.json").read_text())["dtype"] == dtype
-
-
-@pytest.mark.slow
-def test_a_loss_scale_is_killed_and_resumed(tmp_path: Path) -> None:
-    """Killed past the checkpoint of step 10 of 20, with overflows before and after: every metric to its last bit."""
-    settings = {
-        **{"runtime.runner": "inline", "parallel.tensor": 1, "eval.prompts": 0, "model.dtype": "float16"},
-        **{"run.steps": 20, "run.checkpoint_every": 10, "model.head": "gradient_in_forward"},
-        **{"optimizer.initial_loss_scale": 2.0**32, "optimizer.loss_scale_window": 3, "optimizer.growth_factor": 2**16},
-        **{"optimizer.backoff_factor": 2.0**-4},
-    }
-    whole = train(model(), f"run.dir={tmp_path / 'whole'}", cwd=tmp_path, **settings)
-    assert whole.returncode == 0, whole.stderr
-    cut = tmp_path / "cut"
-    arguments = [model(), f"run.dir={cut}"]
-    process = subprocess.Popen(
-        command(*arguments, **settings), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.lstrip().startswith("step 12/20"):
-            break
-    else:
-        pytest.fail("it ended before step 12")
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    resumed = train(*arguments, "--resume", cwd=tmp_path, **settings)
-    assert resumed.returncode == 0, resumed.stderr
-    assert "continuing after step 10" in resumed.stdout
-    rows = metrics(cut)
-    assert len(rows) == 20 and rows == metrics(tmp_path / "whole")
-    for half in (rows[:10], rows[10:]):
-        assert 0 < sum(row["update/skipped"] for row in half) < 10
-    scales = {row["optimizer/loss_scale"] for row in rows[10:]}
-    assert len(scales) > 1 and rows[10]["optimizer/loss_scale"] != 2.0**32

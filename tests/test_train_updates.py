@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -268,45 +267,6 @@ INLINE = {
     "run.steps": 3,
     "run.checkpoint_every": 2,
 }
-SEVERAL = (
-    "batch.mini_batch_prompts=2",
-    "batch.epochs=2",
-    "statistics.surprisal=current",
-    "model.reference_refresh_every=2",
-    "algorithm.reference_kl={coef: 0.1}",
-)
-LAGGED = (
-    "statistics={surprisal: rollout, gate: lagged, scope: micro_batch}",
-    "observability.entropy_forecast=false",
-    "batch.micro_batch_tokens=64",
-    "algorithm={name: stare, entropy_target: 0.3, adaptive: true}",
-)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    "settings", [SEVERAL, pytest.param(LAGGED, marks=pytest.mark.slow)], ids=["several-updates", "lagged-gate"]
-)
-def test_resumed_equals_uninterrupted(tmp_path: Path, settings: tuple[str, ...]) -> None:
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    done = train(model(), f"run.dir={whole}", *settings, cwd=tmp_path, **INLINE)
-    assert done.returncode == 0, done.stderr
-    shutil.copytree(whole, cut)
-    shutil.rmtree(cut / "checkpoints" / "step_000003")
-    resumed = train(model(), f"run.dir={cut}", *settings, "--resume", cwd=tmp_path, **INLINE)
-    assert (resumed.returncode, resumed.stderr) == (0, "")
-    assert "continuing after step 2" in resumed.stdout
-    rows = metrics(whole)
-    assert metrics(cut) == rows
-    if settings == SEVERAL:
-        assert [row["update/count"] for row in rows] == [4.0] * 3
-        assert all(row["ratio/first_max_abs_log"] == 0.0 < row["ratio/max_abs_log"] for row in rows)
-    else:
-        assert "warning: statistics.scope=micro_batch" in done.stdout
-        # the first step has the initial weights; the second those that the first one's training pass led to
-        assert rows[0]["stare/amplify"] == 1.1
-        moved = 0.01 if rows[0]["entropy/mean"] < 0.3 else -0.01
-        assert rows[1]["stare/amplify"] == pytest.approx(1.1 + moved)
 
 
 @pytest.mark.distributed

@@ -1,10 +1,9 @@
-"""Runs whose engines sample ahead of training: the synchronous run at a bound of 0, and killed and continued."""
+"""Runs whose engines sample ahead of training, or until enough groups differ: what is equal, and what is refused."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from safetensors.torch import load_file
 from support.runs import metrics, model, train
 
 INLINE = {"runtime.runner": "inline", "parallel.tensor": 1, "eval.prompts": 8, "eval.greedy": "false"}
-CORRECTED = "algorithm.correction={mode: truncate}"
 
 
 def same_numbers(a: Path, b: Path) -> None:
@@ -45,37 +43,6 @@ def test_thirty_steps_at_a_bound_of_0_are_the_synchronous_ones(tmp_path: Path, r
     assert all(step["staleness/max_age"] == 0 for step in metrics(tmp_path / "at_0"))
 
 
-def test_killed_while_steps_are_sampled_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every prompt is trained on once, in its step, whatever had been sampled of it before."""
-    order = tmp_path / "kill"
-    monkeypatch.setenv("KILL_AT", str(order))
-    ahead = {
-        **INLINE,
-        "run.steps": 6,
-        "run.checkpoint_every": 2,
-        "rollout.staleness": 2,
-        "rollout.environment": "support.deadly.Deadly",
-        "observability.sinks": "[jsonl,support.cursors_sink.Cursors]",
-    }
-    order.write_text("26")  # of step 7, which there is not
-    done = train(model(), CORRECTED, "run.dir=whole", cwd=tmp_path, **ahead)
-    assert done.returncode == 0, done.stderr
-    expected = {str(step): list(range(4 * step - 4, 4 * step)) for step in range(1, 7)}
-    assert json.loads((tmp_path / "whole/cursors.json").read_text()) == expected
-    assert {step["staleness/max_age"] for step in metrics(tmp_path / "whole")} >= {0, 1}
-    assert all(step["staleness/max_age"] <= 2 for step in metrics(tmp_path / "whole"))
-
-    order.write_text("18")  # of step 5, sampled while step 3 or 4 is trained
-    killed = train(model(), CORRECTED, "run.dir=killed", cwd=tmp_path, **ahead)
-    assert killed.returncode == -signal.SIGKILL and not order.exists()
-    seen = {*json.loads((tmp_path / "killed/cursors.json").read_text())}
-    assert "5" not in seen
-    resumed = train(model(), CORRECTED, "run.dir=killed", "--resume", cwd=tmp_path, **ahead)
-    assert resumed.returncode == 0, resumed.stderr
-    assert json.loads((tmp_path / "killed/cursors.json").read_text()) == expected
-    assert [step["step"] for step in metrics(tmp_path / "killed")] == [1, 2, 3, 4, 5, 6]
-
-
 def test_what_staleness_does_not_go_with(tmp_path: Path) -> None:
     done = train(model(), "rollout.staleness=1", "--dry-run", cwd=tmp_path)
     assert done.returncode == 2
@@ -86,3 +53,10 @@ def test_what_staleness_does_not_go_with(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "cannot sample ahead of it" in done.stderr
     assert os.listdir(tmp_path) == []
+
+
+def test_rounds_that_cannot_fill_a_step_are_refused(tmp_path: Path) -> None:
+    done = train(model(), "batch.generate_prompts=1", "batch.max_rounds=3", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "batch.generate_prompts: 3 rounds of 1 prompt groups cannot give the step's 4" in done.stderr
+    assert "at least 2" in done.stderr
