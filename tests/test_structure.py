@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,18 @@ def test_upstreams_are_imported_where_they_may_be() -> None:
 
 def test_at_top_level_is_nothing_new() -> None:
     assert {file.stem for file in PACKAGE.glob("*.py")} == TOP
+
+
+def test_what_is_no_module_is_part_of_a_wheel() -> None:
+    """A file that moves takes its line of package-data along."""
+    lines = (house.ROOT / "pyproject.toml").read_text().partition("[tool.setuptools.package-data]")[2]
+    patterns = re.findall(r'^"megatron_stare\.([\w.]+)" = \[(.+)\]$', lines.partition("\n\n")[0], re.MULTILINE)
+    packed = {
+        file for folder, globs in patterns for glob in re.findall('"(.+?)"', globs)
+        for file in (PACKAGE / folder.replace(".", "/")).glob(glob)
+    }  # fmt: skip
+    left = {file for file in PACKAGE.rglob("*") if file.is_file() and file.suffix not in {".py", ".pyc"}}
+    assert packed == left - {*(PACKAGE / "share").rglob("*")}
 
 
 def test_imports_run_downwards() -> None:
