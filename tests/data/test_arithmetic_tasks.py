@@ -144,6 +144,15 @@ def test_a_limit_too_low_is_refused_before_the_run():
         make_source(config(rollout={"max_prompt_tokens": 8}), char_tokenizer(), "train")
 
 
+def test_the_first_prompt_is_the_one_that_a_limit_is_tried_on():
+    """Of the signs, whose prompts differ in length: of this seed the first is the longer."""
+    signs = {"data": {"source": "signs"}, "run": {"seed": 337}}
+    first, second = make_source(config(**signs), char_tokenizer(), "train").take(2)
+    assert (first.text, second.text) == ("30 2 5 8 = 25 :", "25 8 1 7 = 9 :")
+    with pytest.raises(DataError, match="has 15 tokens"):
+        make_source(config(**signs, rollout={"max_prompt_tokens": 14}), char_tokenizer(), "train")
+
+
 def test_unknown_source_is_refused_with_a_suggestion():
     with pytest.raises(ConfigError, match="did you mean 'arithmetic'"):
         make_source(config(data={"source": "arithmetics"}), char_tokenizer(), "train")

@@ -6,6 +6,7 @@ import json
 import sys
 from collections import Counter
 from fractions import Fraction
+from types import SimpleNamespace
 
 import hypothesis
 import pytest
@@ -116,6 +117,25 @@ def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch, module, name)
     with pytest.raises(ConfigError, match=f"pip install {module}") as error:
         source(path=name)
     assert error.value.where == name
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("hf:owner/name", ("owner/name", None, "train")),
+        ("hf:owner/name:test", ("owner/name", None, "test")),
+        ("hf:owner/name:main:test", ("owner/name", "main", "test")),
+    ],
+)
+def test_a_dataset_is_named_with_its_configuration_and_its_split(monkeypatch, name, asked):
+    """Of a stand-in for the library, which gives back what it is asked for."""
+
+    def load_dataset(path, configuration, split):
+        return [{"prompt": f"{(path, configuration, split)}", "answer": 1}]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    (record,), _ = read_records(name)
+    assert (record.prompt, record.where) == (str(asked), f"{name}, row 1")
 
 
 def test_mixed_by_weight_and_each_file_walked_through(tmp_path):
@@ -374,3 +394,11 @@ def test_files_are_named_from_the_root_and_datasets_are_not(tmp_path, monkeypatc
     data = with_absolute_paths(config).data
     assert [file.path for file in data.mixture] == [str(tmp_path / "a.jsonl"), "hf:o/n"]
     assert data.decontaminate == [str(tmp_path / "e.jsonl")]
+
+
+def test_prompts_that_stay_and_come_twice_are_remarked_on(tmp_path):
+    rows = ({"prompt": text, "answer": answer} for text, answer in (("1=", 1), ("2=", 2), ("1=", 1), ("2=", 3)))
+    twice = source(path=lines(tmp_path / "p.jsonl", *rows, {"prompt": "4=", "answer": 4}))
+    (remark,) = twice.remarks
+    assert remark.startswith("2 prompts come more than once, 1 of them with different answers; ")
+    assert source(path=lines(tmp_path / "q.jsonl", {"prompt": "1=", "answer": 1})).remarks == []

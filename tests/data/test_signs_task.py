@@ -78,6 +78,7 @@ def test_how_many_problems_there_are():
 def test_a_guess_has_all_signs_alike():
     assert demonstration(EXAMPLE, 1, 1.0, 0.5) == "+8 +5 +2"
     assert demonstration(Problem(33, (8, 5, 2), 28), 1, 1.0, 0.5) == "-8 -5 -2"
+    assert demonstration(Problem(33, (7, 5, 2), 33), 1, 1.0, 0.5) == "-7 -5 -2"  # of a total that is the start itself
 
 
 def test_a_search_reckons_right_and_ends_at_the_first_attempt_that_hits():

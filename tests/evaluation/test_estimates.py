@@ -78,6 +78,8 @@ def test_the_majority_of_many_stays_a_probability() -> None:
     """512 responses, half of them alone with their answer: nothing overflows, and 32 of 512 nearly always agree."""
     lone = [(1, 0.0)] * 256
     assert majority_at_k([(256, 1.0), *lone], 512, 32) == pytest.approx(1.0, abs=1e-6)
+    for half, k in ((256, 32), (50, 95)):
+        assert majority_at_k([(half, 1.0), (half, 0.0)], 2 * half, k) == pytest.approx(0.5, abs=1e-9)  # by symmetry
     assert majority_at_k([(256, 1.0), *lone], 512, 1) == pytest.approx(0.5, abs=1e-9)
     assert 0.0 < majority_at_k([(200, 1.0), (312, 0.0)], 512, 255) < 1e-3
 
@@ -182,6 +184,8 @@ def test_few_problems_that_have_most_prompts_are_the_effective_number() -> None:
         (0.5, 3, 0.764892),
         (0.95, 1e7, 1.959964),
         (0.95, 0.3, 12.706205),
+        (0.999, 1, 636.619249),
+        (0.999, 2, 31.599055),
     ],
 )
 def test_students_quantile(level: float, degrees: float, quantile: float) -> None:

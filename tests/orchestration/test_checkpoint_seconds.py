@@ -1,7 +1,9 @@
-"""What the metric perf/save_s counts, by a clock that only calls move, each by a power of two."""
+"""What the metric perf/save_s counts, by a clock that only calls move, each by a power of two, and what is said."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,13 +60,15 @@ class Folder:
         pass
 
 
-def of(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[checkpoints.Checkpoints, Ranks, Any]:
+def of(
+    monkeypatch: pytest.MonkeyPatch, note: Callable[[str], None] = print, **settings: Any
+) -> tuple[checkpoints.Checkpoints, Ranks, Any]:
     clock = SimpleNamespace(now=0)
     monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: clock.now))
     config = Config.model_validate({"model": {"path": "x"}, "algorithm": "grpo", "checkpoint": settings})
     ranks: Any = Ranks(clock)
     folder: Any = Folder(clock)
-    return checkpoints.Checkpoints(config, ranks, folder), ranks, clock
+    return checkpoints.Checkpoints(config, ranks, folder, note), ranks, clock
 
 
 def waited(saves: checkpoints.Checkpoints) -> float:
@@ -102,3 +106,25 @@ def test_a_save_in_the_foreground(monkeypatch: pytest.MonkeyPatch) -> None:
     saves, _, _ = of(monkeypatch, background=False)
     saves.save(RunState(step=1))
     assert waited(saves) == STAGE + SAVE + WAITED + FINISH + COMPLETE
+
+
+@pytest.mark.parametrize(
+    ("settings", "logged", "told"),
+    [
+        ({}, {}, False),
+        ({"best_by": "reward/mean", "keep_best": 1}, {"reward/mean": 0.5}, False),
+        ({"best_by": "reward/mean", "keep_best": 1}, {}, True),
+    ],
+    ids=["by nothing", "by what is logged", "by what is not"],
+)
+def test_who_keeps_the_best_by_what_nothing_logs_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: dict[str, Any], logged: dict[str, float], told: bool
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, **logged}) + "\n")
+    monkeypatch.setattr(Folder, "path", tmp_path)
+    notes: list[str] = []
+    saves, _, _ = of(monkeypatch, notes.append, background=False, **settings)
+    for step in (1, 2):
+        saves.save(RunState(step=step))
+    wanted = "checkpoint.best_by: nothing was logged as reward/mean so far, so no checkpoint is kept for it"
+    assert notes == [wanted] * told

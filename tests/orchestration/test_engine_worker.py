@@ -16,6 +16,7 @@ from megatron_stare.errors import UserError
 from megatron_stare.records.batch import SamplingParams
 from megatron_stare.rollout.engines.engine import GenerateRequest
 from megatron_stare.rollout.engines.engine_worker import EngineWorker
+from megatron_stare.rollout.engines.state import EngineState
 from megatron_stare.weights.sync.stream_plan import BucketLayout, Slot
 
 ADDER = Path(__file__).parents[2] / "assets" / "tiny-adder"
@@ -34,6 +35,16 @@ def test_an_engine_in_process_says_that_it_has_no_servers(tmp_path: Path) -> Non
         with pytest.raises(UserError, match="LocalEngine has no server"):
             call()
     worker.close()
+
+
+def test_a_worker_closes_the_engine_that_it_brought_up_and_none_before() -> None:
+    for brought_up in (True, False):
+        worker = EngineWorker(Config.model_validate({"model": {"path": str(ADDER)}}), 0)
+        if brought_up:
+            assert worker.bring_up().state is not EngineState.DEAD
+        worker.close()
+        if brought_up:
+            assert worker.model_info().state is EngineState.DEAD
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["stop token said", "stop token left out"])

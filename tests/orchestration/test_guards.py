@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
+from support.models import random_batch
 
 from megatron_stare.config.guards_section import GuardsConfig
 from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_queue import PromptQueue
-from megatron_stare.driver.guarded_batches import origin
+from megatron_stare.driver.guarded_batches import origin, read_guarded, step_folder, write_guarded
 from megatron_stare.driver.guards import Baseline, Guards
 from megatron_stare.errors import DataError, GuardError, RollBack
 from megatron_stare.megatron.step.not_finite import NotFinite
@@ -173,11 +176,26 @@ def test_what_was_first_not_to_be_finite() -> None:
 
     ranks = [rank(0), rank(1), rank(2), rank(3, own_gradient=True, gradient="layers.3")]
     assert origin(ranks) == "the gradient of layers.3 on rank 3 (data 1, tensor 0, stage 1)"
+    assert origin(ranks[:3]) == "the gradient of w on rank 2 (data 0, tensor 0, stage 1)"
+    both = [rank(2, own_gradient=True), rank(3, own_gradient=True)]  # of one stage the first rank
+    assert origin(both) == origin(both[::-1]) == "the gradient of w on rank 2 (data 0, tensor 0, stage 1)"
     ranks[2] = rank(2, samples=(4, 7))
     assert origin(ranks) == "log-prob, advantage or loss of sample 4, 7, on rank 2 (data 0, tensor 0, stage 1)"
     ranks[1] = rank(1, weights="embedding")
     assert origin(ranks) == "the weight embedding on rank 1 (data 1, tensor 0, stage 0)"
     assert origin([rank(0, gradient=None)]) == ""
+
+
+def test_of_a_batch_that_was_left_out_are_named_the_ranks_that_found_something(tmp_path: Path) -> None:
+    found: list[dict[str, Any]] = [{}, {"own_gradient": True}, {"weights": "w"}, {"gradient": "w"}, {"samples": (1,)}]
+    nothing = {"own_gradient": False, "weights": None, "gradient": None, "samples": ()}
+    ranks = [NotFinite(number, 0, 0, 0, **{**nothing, **each}) for number, each in enumerate(found)]
+    batch = replace(random_batch(3, size=4), step=5)
+    write_guarded(tmp_path, batch, torch.zeros(len(batch.loss_mask)), "why not", ranks)
+    event = read_guarded(step_folder(tmp_path, 5))
+    assert [rank["rank"] for rank in event.ranks] == [1, 2, 3, 4]
+    assert (event.step, event.why, event.first) == (5, "why not", origin(ranks))
+    assert [response.cursor for response in event.responses] == [0, 0, 1, 1]
 
 
 class Numbered:

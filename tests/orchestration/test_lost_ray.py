@@ -17,13 +17,17 @@ import psutil
 import pytest
 import ray
 from support.cluster import QUICK
-from support.runs import ROOT
+from support.runs import ROOT, model
 from support.waiting_worker import WaitingWorker
 
 from megatron_stare.cluster import ray as on_ray
 from megatron_stare.cluster.ray_processes import loss_behind
-from megatron_stare.config.load import validate
+from megatron_stare.cluster.ray_runner import RayRunner, preview
+from megatron_stare.config.load import load_config, validate
+from megatron_stare.config.resolved import resolve_run
+from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
+from megatron_stare.process.network import LOOPBACK, free_port
 from megatron_stare.process.workers import WorkerLostError
 
 LONG_S = 300.0  # that calls would wait
@@ -197,3 +201,11 @@ def test_what_is_behind_an_error(error: Exception, node: Any, died: Any, said: s
     else:
         with pytest.raises(WorkerLostError, match=said):
             raise found
+
+
+@pytest.mark.parametrize("begun", [preview, lambda config: RayRunner(resolve_run(config))], ids=["preview", "run"])
+def test_a_cluster_is_joined_before_anything_is_placed(begun: Callable[[Config], object]) -> None:
+    address = f"{LOOPBACK}:{free_port(LOOPBACK, [0])}"
+    config = load_config(str(ROOT / "configs/quickstart.yaml"), [model(), f"runtime.ray_address={address}"])
+    with pytest.raises(UserError, match=f"no Ray cluster can be reached at {address}"):
+        begun(config)

@@ -42,3 +42,11 @@ def test_its_control_store_keeps_no_record_of_calls(monkeypatch: pytest.MonkeyPa
     assert seconds is not None
     monkeypatch.delenv(RECORDED)
     assert seconds_until_calls_are_kept(3 * seconds) is None
+
+
+def test_its_object_store_is_as_large_as_it_is_told_to_be() -> None:
+    on_ray.start_ray(validate({"model": {"path": "m"}, "runtime": {"object_store_mb": 100}}, "a.yaml"))
+    try:
+        assert ray.cluster_resources()["object_store_memory"] == 100 * 2**20
+    finally:
+        on_ray.leave_ray()

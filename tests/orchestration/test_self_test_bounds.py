@@ -11,6 +11,9 @@ from support.models import random_batch
 from megatron_stare.cluster.trainer_group import StateProof
 from megatron_stare.driver.checkpoint_proof import FILE, LONGEST, SEQUENCES, SelfTest, canary_of, differences
 from megatron_stare.errors import DataError
+from megatron_stare.records.batch import Prompt
+from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.records.trajectory import sampled_trajectory
 
 SAVED = StateProof({"policy": [-1.0, -2.0, -0.5]}, {"optimizer: m": [3.0, 2.0]}, {"steps of Adam": 4.0})
 
@@ -69,6 +72,20 @@ def test_the_canary_is_small_and_of_different_prompts() -> None:
     assert 1 < len(found) <= SEQUENCES and all(1 < len(each) <= LONGEST for each in found)
     whole = [part.tolist() for part in batch.tokens.split(batch.lengths.tolist())]
     assert [each in whole for each in found] == [True] * len(found)
+
+
+def test_the_canary_has_half_its_length_of_a_long_prompt_and_all_of_a_short_one() -> None:
+    samples = []
+    for cursor, tokens in enumerate((100, 64, 10)):
+        prompt = Prompt(cursor, str(cursor), "", "", tuple(range(tokens)))
+        samples.append(sampled_trajectory(prompt, 0, range(1000, 1090), [-1.0] * 90))
+        samples[-1].reward, samples[-1].reward_status = 1.0, "ok"
+    response = list(range(1000, 1090))
+    assert canary_of(RolloutBatch.from_trajectories(samples)) == [
+        [*range(36, 100), *response[:64]],
+        [*range(64), *response[:64]],
+        [*range(10), *response],
+    ]
 
 
 def test_what_is_no_self_test_is_named(tmp_path) -> None:

@@ -20,6 +20,7 @@ from megatron_stare.ops.plan import PlanRules, plan_mini_batches
 from megatron_stare.records.batch import Prompt
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory, sampled_trajectory
+from megatron_stare.rollout.agreement.agreement import canary_batch
 
 CPU = torch.device("cpu")
 GROUP = 2
@@ -64,6 +65,18 @@ def test_columns_in_canonical_order() -> None:
     assert batch.runs.tolist() == [3, 1, 3]
     assert batch.groups.tolist() == [0, 0, 1] and batch.rewards.tolist() == [0.0, 1.0, 0.0]
     assert (batch.size, batch.step) == (3, 3)
+
+
+def test_what_has_no_reward_counts_as_0_and_is_not_verified() -> None:
+    one, other = (two_turns(Prompt(0, "p", "", "", (1,)), index, 3) for index in (0, 1))
+    one.reward, one.reward_status = None, "crash"
+    batch = RolloutBatch.from_trajectories([one, other])
+    assert batch.rewards.tolist() == [0.0, 1.0] and batch.verified.tolist() == [False, True]
+
+
+def test_a_batch_that_is_of_no_step_is_of_step_0() -> None:
+    assert RolloutBatch.from_trajectories([two_turns(Prompt(0, "p", "", "", (1,)), 0, 3)]).step == 0
+    assert canary_batch([[1, 2, 3]]).step == 0
 
 
 @pytest.mark.parametrize("column", ["log_probs", "loss_mask", "versions"])

@@ -38,6 +38,8 @@ def test_an_answer_is_equal_to_itself_and_a_reference_in_a_box_too() -> None:
         ("7", "7", None, 1),
         (r"7\text{ km}", "7", "length", 1000),
         (r"7\,\mathrm{kPa}", "7", "pressure", 1000),
+        (r"7\,\mathrm{mF}", "7", "farad", Fraction(1, 1000)),
+        (r"7\,\mathrm{mH}", "7", "henry", Fraction(1, 1000)),
         (r"7\text{ cm}^2", "7", "length^2", Fraction(1, 10**4)),
         ("7 square feet", "7", "length^2", Fraction(3048, 10**4) ** 2),
         (r"7\text{ m/s}", "7", "length / time", 1),
@@ -107,3 +109,18 @@ def test_times_of_day() -> None:
     assert answer_parts.clock("3 PM") == clock(3, 0, 0, "p")
     assert answer_parts.clock("3:4") is None and answer_parts.clock("3") is None
     assert equal("7:30", "7:30 PM") and not equal("7:30 PM", "7:30")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("(1, {2})", ["1", "{2}"]),
+        (r"(\{1\}, 2)", [r"\{1\}", "2"]),
+        ("(1, 2})", None),  # not opened
+        ("(1, 2{)", None),  # not closed
+        (r"(\(1, 2)", None),
+    ],
+)
+def test_a_tuple_has_brackets_that_open_and_close(text: str, parts: list[str] | None) -> None:
+    found = answer_parts.bracketed(text)
+    assert (found.parts if found else None) == parts

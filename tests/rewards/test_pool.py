@@ -75,22 +75,22 @@ def test_several_hangs_in_one_share(pool):
     assert [verdict.status for verdict in verdicts] == ["ok", "timeout", "timeout", "ok"] * 2
 
 
-@pytest.mark.parametrize(
-    ("how", "detail"),
-    [
-        ("exit", "the worker exited with code 3"),
-        ("kill", "the worker was killed by SIGKILL"),
-        ("sys.exit", f"SystemExit: leaving ({LINES}:{line_of('sys.exit(')}, in obey)"),
-        ("raise", f"ValueError: no such unit: furlong ({LINES}:{line_of('raise ValueError')}, in obey)"),
-        ("nan", "the verifier returned nan"),
-        ("inf", "the verifier returned inf"),
-        ("text", "the verifier returned str, not a number"),
-        ("none", "the verifier returned NoneType, not a number"),
-    ],
-)
-def test_a_crash_costs_itself_alone(pool, how, detail):
+CRASHES = {  # by what the verifier does, what is said of it
+    "exit": "the worker exited with code 3",
+    "kill": "the worker was killed by SIGKILL",
+    "sys.exit": f"SystemExit: leaving ({LINES}:{line_of('sys.exit(')}, in obey)",
+    "raise": f"ValueError: no such unit: furlong ({LINES}:{line_of('raise ValueError')}, in obey)",
+    "nan": "the verifier returned nan",
+    "inf": "the verifier returned inf",
+    "text": "the verifier returned str, not a number",
+    "none": "the verifier returned NoneType, not a number",
+}
+
+
+@pytest.mark.parametrize("how", CRASHES)
+def test_a_crash_costs_itself_alone(pool, how):
     verdicts = pool.verify([RIGHT] * 40 + [(how, "")] + [WRONG] * 40)
-    assert verdicts == [OK] * 40 + [Verdict(None, "crash", detail)] + [ZERO] * 40
+    assert verdicts == [OK] * 40 + [Verdict(None, "crash", CRASHES[how])] + [ZERO] * 40
 
 
 def test_a_crash_inside_a_library_shows_the_users_line(pool):

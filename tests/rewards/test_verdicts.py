@@ -9,7 +9,7 @@ import pytest
 
 from megatron_stare.errors import ConfigError
 from megatron_stare.rewards.verdicts import EARLY, verdicts
-from megatron_stare.rewards.verifier_pool import TooManyFailuresError, VerifierPool
+from megatron_stare.rewards.verifier_pool import Answers, TooManyFailuresError, Verdict, VerifierPool
 
 HERE = "support.verifiers"
 
@@ -97,3 +97,13 @@ def test_a_worker_that_cannot_be_started_again_is_an_error_of_whoever_waits(tmp_
         module.write_text("raise RuntimeError('gone')\n")
         with pytest.raises(ConfigError, match="gone"):
             asyncio.run(all_of(pool, [("a", "")] * answers))
+
+
+def test_of_an_answer_that_was_taken_nothing_is_kept():
+    answers = Answers()
+    right, wrong = answers.add("a", ""), answers.add("b", "")
+    answers.know(right, Verdict(1.0, "ok"))
+    answers.know(wrong, Verdict(None, "crash", "why"))
+    assert answers.failed == [Verdict(None, "crash", "why")]
+    assert answers.take(wrong).status == "crash" and answers.take(right).reward == 1.0
+    assert (answers.texts, answers.verdicts, answers.failed, answers.killed) == ({}, {}, [], set())

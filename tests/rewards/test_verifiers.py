@@ -50,6 +50,8 @@ def test_dapo_looks_at_the_last_300_characters():
     assert dapo_verifier.verify("Answer: 5\n" + "x" * 290, "5") == 1.0
     assert dapo_verifier.verify("Answer: 5\n" + "x" * 291, "5") == 0.0
     assert dapo_verifier.answer_start("x" * 1_000 + "\nAnswer: 5") == 1_001
+    assert dapo_verifier.answer_start("Answer: 5\n" + "x" * 290) == 0
+    assert dapo_verifier.answer_start("Answer: 5\n" + "x" * 291) == -1
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,21 @@ def test_dapo_looks_at_the_last_300_characters():
 )
 def test_where_the_answer_stands_and_what_it_is(name, response, answer, reward):
     assert make_verifier(name)(response, answer) == reward
+
+
+@pytest.mark.parametrize(
+    ("response", "start"),
+    [
+        (r"So \boxed{1} or \boxed{2}", 16),
+        (r"So \boxed{1} or <answer>2</answer>", 16),
+        (r"So <answer>2</answer> or \boxed{1}", 25),
+        ("So <answer>2", -1),
+        ("So <answer> </answer>", -1),
+        ("So 2", -1),
+    ],
+)
+def test_where_a_box_or_a_tag_begins(response, start):
+    assert answer_start_of(make_verifier("exact"))(response) == start
 
 
 @pytest.mark.parametrize("name", ["numeric", "choice"])

@@ -7,12 +7,14 @@ import functools
 import json
 import multiprocessing as mp
 import os
+import re
 import resource
 import signal
 import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,11 @@ from megatron_stare.weights.files.blocks import cut
 from megatron_stare.weights.files.check import check_folder
 from megatron_stare.weights.files.compare import compare
 from megatron_stare.weights.files.convert import Options, convert
-from megatron_stare.weights.files.hf_folder import HfFolder
+from megatron_stare.weights.files.hf_folder import HfFolder, copy_companions, exported_step
+from megatron_stare.weights.files.hf_shards import write_folder
 from megatron_stare.weights.files.processes import Advance, run_parts
+from megatron_stare.weights.files.safetensors_file import lay_out
+from megatron_stare.weights.files.torch_dist import TorchDist
 
 ROOT = Path(__file__).parent.parent.parent
 SHARD_BYTES = 20_000
@@ -104,7 +109,56 @@ def test_several_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert_same(tensors(tmp_path / "hf"), tensors(tmp_path / "back"))
     captured = capsys.readouterr()
     assert "both sides are equal bit for bit" in captured.out
-    assert "100 %" in captured.err and "MB/s" in captured.err
+    assert re.findall(r"(convert|check): .* 100 %, \d+ MB/s", captured.err) == ["convert", "check"] * 2
+
+
+def test_parts_of_processes_are_of_like_size(tmp_path: Path) -> None:
+    """Six elements in blocks of 2, 1 and 3 are two parts of three."""
+    save_model(tmp_path, "qwen2")
+    (norm,) = (block for block in cut(read_shape(tmp_path)) if block.rule.megatron == "decoder.final_layernorm.weight")
+    blocks = [replace(norm, start=start, stop=stop) for start, stop in ((0, 2), (2, 3), (3, 6))]
+    assert conversion._split(blocks, 2) == [blocks[:2], blocks[2:]]
+    assert conversion._split(blocks, 1) == [blocks]
+    assert conversion._split(blocks[:2], 3) == [blocks[:1], blocks[1:2]]
+
+
+def test_blocks_are_read_from_front_to_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor's blocks lie in its file one behind the other."""
+    save_model(tmp_path / "hf", "qwen2")
+    convert(tmp_path / "hf", tmp_path / "megatron", None, Options())
+    with TorchDist(tmp_path / "megatron") as checkpoint:
+        blocks = [each for each in cut(read_shape(tmp_path / "hf"), 3000) if "word_embeddings" in each.rule.megatron]
+        (file, first), *others = [checkpoint.position(block) for block in blocks]
+    assert len(blocks) > 1 and (tmp_path / "megatron" / file).is_file()
+    assert others == [(file, first + block.start) for block in blocks[1:]]
+
+
+def test_the_dtype_is_said_under_the_name_that_config_json_has_for_it(tmp_path: Path) -> None:
+    for name in ("dtype", "torch_dtype"):  # of transformers 5, and from before it
+        source, target = tmp_path / name, tmp_path / f"{name} copied"
+        source.mkdir()
+        target.mkdir()
+        (source / "config.json").write_text(json.dumps({"model_type": "qwen2", name: "float32"}))
+        copy_companions(source, target, "bfloat16")
+        assert json.loads((target / "config.json").read_text()) == {"model_type": "qwen2", name: "bfloat16"}
+
+
+@pytest.mark.parametrize("step", [None, 7])
+def test_a_folder_says_of_which_step_its_weights_are(tmp_path: Path, step: int | None) -> None:
+    save_model(tmp_path / "hf", "qwen2")
+    held = tensors(tmp_path / "hf")
+    write_folder(tmp_path / "out", held, tmp_path / "hf", step)
+    assert exported_step(tmp_path / "out") == step and exported_step(tmp_path / "nowhere") is None
+    assert_same(tensors(tmp_path / "out"), held)
+    assert (tmp_path / "out/config.json").read_text() == (tmp_path / "hf/config.json").read_text()
+
+
+def test_tensors_start_at_multiples_of_8_bytes(tmp_path: Path) -> None:
+    """Whatever the length of the header, which tells it and the first tensor's place."""
+    for length in range(1, 9):
+        header, placed = lay_out(tmp_path / "f", {"x" * length: (3,), "y": (1,)}, torch.float32, {})
+        assert len(header) % 8 == 0 and int.from_bytes(header[:8], "little") == len(header) - 8
+        assert [(entry.start, entry.nbytes) for entry in placed.values()] == [(len(header), 12), (len(header) + 12, 4)]
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
@@ -331,7 +385,13 @@ def test_processes() -> None:
     done: list[int] = []
     assert run_parts(part_that_dies, [1, 4], done.append) == [1, 4]
     assert sum(done) == 5
+    looks: list[int] = []
+
+    def looked(nbytes: int) -> None:
+        looks.append(nbytes)
+        assert len(looks) < 100, "a process that died is not noticed"  # there are five a second
+
     with pytest.raises(UserError, match="a process was killed"):
-        run_parts(part_that_dies, [1, 2], done.append)
+        run_parts(part_that_dies, [1, 2], looked)
     with pytest.raises(DataError, match="it cannot be read"):
         run_parts(part_that_dies, [1, 3], done.append)

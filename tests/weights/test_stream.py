@@ -20,7 +20,7 @@ from megatron_stare.models import read_shape, rule_for
 from megatron_stare.models.rules import blocks, shard
 from megatron_stare.weights.files.check import rules
 from megatron_stare.weights.files.hf_folder import HfFolder
-from megatron_stare.weights.sync.stream import Bucket, stream
+from megatron_stare.weights.sync.stream import Bucket, RoomsByTurns, stream
 from megatron_stare.weights.sync.stream_plan import Shard, held_pieces, plan_of, plan_stream
 
 BOUND = 8 * 2**10  # bytes a bucket: above the largest tensor, far below the model
@@ -134,6 +134,20 @@ def test_a_checksum_sees_any_changed_element(tmp_path: Path, dtype: torch.dtype)
         tensor.view(-1).view(torch.int32 if dtype == torch.float32 else torch.int16)[-1] ^= 1  # one bit
         held = Bucket(bucket.layout, bucket.flat).checksums()
         assert [n for n in sent if sent[n] != held[n]] == [name]
+
+
+def test_two_rooms_take_turns_and_grow() -> None:
+    rooms, cpu = RoomsByTurns(), torch.device("cpu")
+    first, second = rooms(6, torch.float32, cpu), rooms(6, torch.float32, cpu)
+    first.fill_(1.0)
+    second.fill_(2.0)
+    third = rooms(4, torch.bfloat16, cpu)  # in the first one's memory, of which it takes less
+    third.fill_(3.0)
+    assert third.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+    assert second.tolist() == [2.0] * 6 and first.tolist()[2:] == [1.0] * 4
+    larger = rooms(7, torch.float32, cpu)
+    larger.fill_(4.0)
+    assert second.tolist() == [2.0] * 6 and len(larger) == 7
 
 
 def stream_on(rank: int, init: str, path: str, bound: int) -> dict:
