@@ -1,20 +1,33 @@
 #!/usr/bin/env bash
-# Sets up .venv and .venv-sglang, then checks format, lint and types and runs the tests. Arguments go to pytest.
-#   bash scripts/test.sh             everything but the slow tests
-#   bash scripts/test.sh --slow      the slow tests alone
-#   bash scripts/test.sh tests/ops   some of them; -n 0 runs them in one process, for a debugger
+# Sets up .venv, checks format, lint and types, and runs the tests of one tier.
 set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: bash scripts/test.sh [--all | --slow] [pytest's arguments ...]
+
+  (none)     the quick tests: a few minutes, without SGLang
+  --all      the quick tests, the wide ones and those with a real SGLang server, for which it sets up .venv-sglang
+             (3 GB); what CI runs
+  --slow     the slow tests alone, with a real SGLang server; hours
+  tests/ops  some of the tier's tests; -n 0 runs them in one process, for a debugger
+TEXT
+}
+
+tier="not slow and not wide and not sglang"
+served=
+case "${1:-}" in
+-h | --help) usage; exit 0 ;;
+--all) tier="not slow"; served=1; shift ;;
+--slow) tier="slow"; served=1; shift ;;
+esac
+
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
-source "$ROOT/scripts/setup_sglang.sh"
+[ -z "$served" ] || source "$ROOT/scripts/setup_sglang.sh"
 cd "$ROOT"
 
-selection=(-m "not slow")
-if [ "${1:-}" = --slow ]; then
-    selection=(-m slow)
-    shift
-fi
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m ruff check .
 "$PYTHON" -m mypy
 # two workers, each with whole files: most tests are one process, and few use both cores
-exec "$PYTHON" -m pytest -n 2 --dist loadfile "${selection[@]}" "$@"
+exec "$PYTHON" -m pytest -n 2 --dist loadfile -m "$tier" "$@"

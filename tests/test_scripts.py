@@ -98,6 +98,39 @@ def test_ci_runs_the_commands_of_readme_in_their_order(ci: Path) -> None:
     assert [line.split()[0] for line in done.stdout.splitlines()] == in_readme  # the suite's last line comes last
 
 
+def test_ci_runs_all_but_the_slow_tests(ci: Path) -> None:
+    done = subprocess.run(["bash", ci / ".ci/run"], capture_output=True, text=True, check=True)
+    assert "scripts/test.sh --all" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tier", "served"),
+    [
+        ([], "not slow and not wide and not sglang", False),
+        (["--all", "-x"], "not slow", True),
+        (["--slow", "tests/ops"], "slow", True),
+        (["tests/ops", "-n", "0"], "not slow and not wide and not sglang", False),
+    ],
+)
+def test_a_tier_of_tests_is_what_test_sh_says(tmp_path: Path, arguments: list[str], tier: str, served: bool) -> None:
+    """The script as it is, with environments that only say how they were called."""
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    shutil.copy(ROOT / "scripts/test.sh", scripts)
+    (tmp_path / "python").write_text('#!/bin/sh\nprintf "%s|" "$@"; echo\n')
+    (tmp_path / "python").chmod(0o755)
+    (scripts / "setup_env.sh").write_text(f'ROOT="{tmp_path}" PYTHON="{tmp_path}/python"\n')
+    (scripts / "setup_sglang.sh").write_text("echo servers\n")
+    done = subprocess.run(
+        ["bash", scripts / "test.sh", *arguments], cwd="/", capture_output=True, text=True, check=True
+    )
+    assert ("servers" in done.stdout) is served
+    *checks, pytest_line = done.stdout.splitlines()
+    assert [line.split("|")[1] for line in checks if "|" in line] == ["ruff", "ruff", "mypy"]
+    own = [word for word in arguments if word not in {"--all", "--slow"}]
+    assert pytest_line.split("|")[1:-1] == ["pytest", "-n", "2", "--dist", "loadfile", "-m", tier, *own]
+
+
 @pytest.mark.parametrize("script", ["quickstart.sh", "test.sh"])
 def test_ci_fails_where_a_command_does(ci: Path, script: str) -> None:
     (ci / "scripts" / script).write_text("exit 3\n")
