@@ -57,7 +57,7 @@ SUBCLASS = "from megatron.core.a import C\nclass Ours(C):\n    def m(self, x): r
 DATA = "from dataclasses import dataclass\n@dataclass\n"
 MADE_ELSEWHERE = "def config(self): return {'y': 1} | {'z': 2}\n" + CLASS + "C(x=1, **of(shape).config(shape))"
 SUBSTITUTE = (
-    "from megatron.core import a\nfrom megatron_stare.megatron.backend.substitute import substituted\n"
+    "from megatron.core import a\nfrom megatron_stare.megatron.backend.cpu_backend import substituted\n"
     "with substituted(a, 'f', None): pass"
 )
 READ = "def g(): return f()\n"

@@ -20,8 +20,7 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.models import published_shape
 from megatron_stare.observability.metrics.own_metrics import OwnMetric, load_metrics
 from megatron_stare.observability.sink import Sink, make_sinks
-from megatron_stare.planning.activation_memory import activation_memory
-from megatron_stare.planning.memory_check import check_memory
+from megatron_stare.planning.memory import activation_memory, check_memory
 from megatron_stare.planning.preflight import (
     check,
     check_best,

@@ -47,7 +47,7 @@ from megatron_stare.process.interruption import (
     raise_if_received,
     seconds_left,
 )
-from megatron_stare.process.memory_allocator import freeze, frozen_heap
+from megatron_stare.process.memory import freeze, frozen_heap
 from megatron_stare.process.time_limit import TimeLimit
 from megatron_stare.process.workers import WorkerLostError
 from megatron_stare.rewards.known_answers import open_pool

@@ -19,7 +19,6 @@ from megatron_stare.config.device_rules import check_device
 from megatron_stare.config.performance import check_device_performance
 from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.errors import DataError
-from megatron_stare.megatron.backend.computes_on import computes_on
 from megatron_stare.megatron.backend.cpu_backend import device
 from megatron_stare.megatron.backend.layout import join, leave
 from megatron_stare.megatron.batching.microbatch import RankBatch
@@ -46,7 +45,8 @@ from megatron_stare.megatron.step.reference import Reference
 from megatron_stare.megatron.step.state_sums import RankProof, state_sums
 from megatron_stare.megatron.step.step import Policy, Step
 from megatron_stare.models.shape import ModelShape
-from megatron_stare.process.memory_allocator import keep_freed
+from megatron_stare.process.memory import keep_freed
+from megatron_stare.process.versions import computes_on
 from megatron_stare.records.batch import MicroBatchPlan
 from megatron_stare.records.log_prob_difference import LogProbDifference
 from megatron_stare.records.rollout_batch import RankShare

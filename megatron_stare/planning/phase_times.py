@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.config.schema import Config
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.planning.coefficients import Coefficients
-from megatron_stare.planning.flops import body_flops, forward_flops, layer_matrices
 from megatron_stare.planning.gpus import HOST_LINK, NETWORK, Gpu
 from megatron_stare.planning.partial_flow import PartialFlow, partial_flow
 from megatron_stare.rollout.engines.replicas import replica_count, replica_gpus
@@ -33,6 +32,33 @@ ASSUMPTIONS = (
     "partial rollouts: lengths are exponential, cut at the longest; a round lasts as long as a response that grows by "
     "all of it; what is carried over is read again once, after the weight sync",
 )
+
+
+def balanced(shape: ModelShape) -> ModelShape:
+    """The dense model whose tokens are as much work as those of a mixture of experts whose experts get equal shares."""
+    if not shape.experts:
+        return shape
+    return replace(shape, experts=0, ffn=shape.experts_per_token * shape.expert_ffn)
+
+
+def layer_matrices(shape: ModelShape) -> int:
+    """Entries of the matrices of a layer that a token is multiplied with: projections, router, feed-forward."""
+    attention = 2 * shape.hidden * (shape.heads + shape.kv_heads) * shape.head_dim
+    return attention + 3 * shape.hidden * balanced(shape).ffn + shape.hidden * shape.experts
+
+
+def forward_flops(shape: ModelShape, prompt: float, response: float) -> float:
+    """Of one sequence: its layers, causal attention over a mean of half of its tokens, and the output layer at the
+    positions of the response alone."""
+    length = prompt + response
+    matrices = 2 * shape.layers * layer_matrices(shape) * length
+    attention = 2 * shape.layers * shape.heads * shape.head_dim * length * length  # scores and values, half masked
+    return matrices + attention + 2 * shape.hidden * shape.vocab_size * response
+
+
+def body_flops(shape: ModelShape, prompt: float, response: float) -> float:
+    """Of the layers alone, which full recomputation does again."""
+    return forward_flops(shape, prompt, response) - 2 * shape.hidden * shape.vocab_size * response
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A plan as a terminal shows it."""
+"""Shows a plan in a terminal. Apart from command.py, which the command line imports and which imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from megatron_stare.config.schema import ParallelConfig
 from megatron_stare.planning.coefficients import SOURCES
-from megatron_stare.planning.memory_budget import ITEMS, Budget
+from megatron_stare.planning.memory import ITEMS, Budget
 from megatron_stare.planning.phase_times import ASSUMPTIONS
 from megatron_stare.planning.preflight import not_checked
 from megatron_stare.planning.run_plan import Plan, days

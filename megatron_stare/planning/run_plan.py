@@ -12,10 +12,9 @@ from megatron_stare.config.resolved import ResolvedRun, resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.planning.coefficients import SOURCES, Coefficients, Fitted
-from megatron_stare.planning.fit import PlannedFit
 from megatron_stare.planning.gpus import Gpu
 from megatron_stare.planning.layout_search import Candidate, check_nodes, search
-from megatron_stare.planning.memory_budget import Budget
+from megatron_stare.planning.memory import Budget, PlannedFit
 from megatron_stare.planning.phase_times import ASSUMPTIONS, Lengths, Step, step_time
 from megatron_stare.planning.placement import Demand
 from megatron_stare.planning.preflight import check_lengths, not_checked

@@ -33,9 +33,8 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_stare.errors import DataError
-from megatron_stare.megatron.backend.cpu_backend import backend
+from megatron_stare.megatron.backend.cpu_backend import backend, substituted
 from megatron_stare.megatron.backend.layout import Layout
-from megatron_stare.megatron.backend.substitute import substituted
 from megatron_stare.megatron.checkpoint.background_save import BackgroundSave
 from megatron_stare.megatron.model.model import unwrap
 from megatron_stare.megatron.optimizer.loss_scale import loss_scale_of
