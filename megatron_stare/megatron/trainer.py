@@ -25,18 +25,16 @@ from megatron_stare.megatron.batching.microbatch import RankBatch
 from megatron_stare.megatron.batching.sequence_layout import sequence_layout
 from megatron_stare.megatron.checkpoint import checkpoint
 from megatron_stare.megatron.checkpoint.background_save import BackgroundSave
-from megatron_stare.megatron.checkpoint.start import load_start
+from megatron_stare.megatron.checkpoint.checkpoint import load_start
 from megatron_stare.megatron.export.export import PolicyStream, export_hf
 from megatron_stare.megatron.export.hf_export import HfExport
 from megatron_stare.megatron.export.stage_send import StageSend
 from megatron_stare.megatron.model import routing_replay
-from megatron_stare.megatron.model.head import Head
-from megatron_stare.megatron.model.head_choice import HeadChoice, choose_head, free_memory, largest_logits
+from megatron_stare.megatron.model.head import Head, HeadChoice, choose_head, free_memory, largest_logits
 from megatron_stare.megatron.model.model import build_policy, finish_gather
-from megatron_stare.megatron.optimizer.adam_step import adam_name
 from megatron_stare.megatron.optimizer.offload import PARTS, DeviceState
 from megatron_stare.megatron.optimizer.optimizer import build_optimizer
-from megatron_stare.megatron.optimizer.optimizer_state import chain
+from megatron_stare.megatron.optimizer.optimizer_state import adam_name, chain
 from megatron_stare.megatron.step.differences import Compared
 from megatron_stare.megatron.step.not_finite import NotFinite, OwnGradients, look
 from megatron_stare.megatron.step.passes import compute_log_probs

@@ -23,7 +23,7 @@ from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.config.schema import Config, ParallelConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.megatron.dry.planned_rank import Parts, build_parts, plan_rank, stage_bytes
-from megatron_stare.megatron.model.head_choice import largest_logits
+from megatron_stare.megatron.model.head import largest_logits
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.planning.phase_times import balanced
 from megatron_stare.rollout.engines.replicas import served_memory

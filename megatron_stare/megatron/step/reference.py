@@ -10,7 +10,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.megatron.backend.cpu_backend import device
 from megatron_stare.megatron.backend.layout import Layout
 from megatron_stare.megatron.batching.microbatch import RankBatch
-from megatron_stare.megatron.checkpoint.start import load_start
+from megatron_stare.megatron.checkpoint.checkpoint import load_start
 from megatron_stare.megatron.model.head import Head
 from megatron_stare.megatron.model.model import build_model, unwrap
 from megatron_stare.megatron.step.passes import compute_log_probs
