@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_stare.config.load import load_config
-from megatron_stare.evaluation.table import table
+from megatron_stare.evaluation.results import table
 from megatron_stare.process.interruption import interruptible
 
 _PARTS = 20  # lines of progress a task, where there is no terminal
