@@ -16,8 +16,7 @@ from megatron_stare.cluster.trainer_group import Runner
 from megatron_stare.config.engines_alone import evaluation_engines
 from megatron_stare.config.process_settings import port_share
 from megatron_stare.config.resolved import ResolvedRun
-from megatron_stare.data.prompt_queue import PromptQueue
-from megatron_stare.data.prompt_source import dropped
+from megatron_stare.data.prompt_source import PromptQueue, dropped
 from megatron_stare.driver.agreement_watch import AgreementWatch
 from megatron_stare.driver.checkpoints import Checkpoints
 from megatron_stare.driver.evaluator import Evaluator

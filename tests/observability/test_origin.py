@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stare.run_dir import origin as module
-from megatron_stare.run_dir.origin import origin
+from megatron_stare.process import versions as module
+from megatron_stare.process.versions import origin
 
 ROOT = Path(__file__).parents[2]
 

@@ -21,7 +21,7 @@ from megatron_stare.megatron.batching.packing import PackedSequences
 from megatron_stare.megatron.batching.sequence_layout import Grid, SequenceLayout
 from megatron_stare.records.batch import MicroBatchPlan, TokenBatch
 from megatron_stare.records.rollout_batch import RankShare
-from megatron_stare.records.routing import unknown
+from megatron_stare.records.trajectory import unknown
 
 HOST = torch.device("cpu")
 
