@@ -16,7 +16,7 @@ from megatron_stare.cluster.inline import InlineWorkers
 from megatron_stare.cluster.trainer_group import TrainerGroup, plan_rules
 from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
-from megatron_stare.driver.policy_export import export_policy
+from megatron_stare.driver.checkpoints import export_policy
 from megatron_stare.megatron.model.model import named_parameters
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.models import read_shape

@@ -29,8 +29,7 @@ from megatron_stare.weights.files import convert as conversion
 from megatron_stare.weights.files import torch_dist_writer
 from megatron_stare.weights.files.blocks import cut
 from megatron_stare.weights.files.check import check_folder
-from megatron_stare.weights.files.compare import compare
-from megatron_stare.weights.files.convert import Options, convert
+from megatron_stare.weights.files.convert import Options, compare, convert
 from megatron_stare.weights.files.hf_folder import HfFolder
 from megatron_stare.weights.files.processes import Advance, run_parts
 
