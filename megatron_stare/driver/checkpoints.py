@@ -23,8 +23,7 @@ from megatron_stare.records.metric import Metric
 from megatron_stare.run_dir.json_lines import read_jsonl
 from megatron_stare.run_dir.run_files import EVAL_FILE, METRICS_FILE, evaluation_figures, read_metrics
 from megatron_stare.run_dir.run_state import RunDir, RunState, Staged, step_of
-from megatron_stare.weights.files.hf_folder import copy_companions
-from megatron_stare.weights.files.hf_shards import SHARD_BYTES, create_shards, dtype_name
+from megatron_stare.weights.files.hf_folder import SHARD_BYTES, copy_companions, create_shards, dtype_name
 from megatron_stare.weights.files.staging import staging
 
 METRICS = (

@@ -37,9 +37,8 @@ from megatron_stare.megatron.optimizer.optimizer import build_optimizer
 from megatron_stare.megatron.optimizer.optimizer_state import adam_name, chain
 from megatron_stare.megatron.step.differences import Compared
 from megatron_stare.megatron.step.not_finite import NotFinite, OwnGradients, look
-from megatron_stare.megatron.step.passes import compute_log_probs
+from megatron_stare.megatron.step.passes import Reference, compute_log_probs
 from megatron_stare.megatron.step.rank_memory import RankMemory
-from megatron_stare.megatron.step.reference import Reference
 from megatron_stare.megatron.step.state_sums import RankProof, state_sums
 from megatron_stare.megatron.step.step import Policy, Step
 from megatron_stare.models.shape import ModelShape

@@ -13,8 +13,7 @@ import numpy as np
 from megatron_stare.config.load import load_recorded
 from megatron_stare.config.resolved import resolve_run
 from megatron_stare.errors import ConfigError, DataError
-from megatron_stare.planning.coefficients import Coefficients, Fitted, changed
-from megatron_stare.planning.gpus import Gpu
+from megatron_stare.planning.gpus import Coefficients, Fitted, Gpu, changed
 from megatron_stare.planning.memory import PlannedFit
 from megatron_stare.planning.phase_times import (
     Lengths,

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.config.schema import Config
 from megatron_stare.models.shape import ModelShape
-from megatron_stare.planning.coefficients import Coefficients
-from megatron_stare.planning.gpus import HOST_LINK, NETWORK, Gpu
+from megatron_stare.planning.gpus import HOST_LINK, NETWORK, Coefficients, Gpu
 from megatron_stare.planning.partial_flow import PartialFlow, partial_flow
 from megatron_stare.rollout.engines.replicas import replica_count, replica_gpus
 from megatron_stare.rollout.engines.served_memory import ServedMemory

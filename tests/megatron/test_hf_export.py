@@ -21,8 +21,7 @@ from megatron_stare.megatron.model.model import named_parameters
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.models import read_shape
 from megatron_stare.weights.files.check import check_folder, expected
-from megatron_stare.weights.files.hf_folder import exported_step, locate
-from megatron_stare.weights.files.hf_shards import create_shards
+from megatron_stare.weights.files.hf_folder import create_shards, exported_step, locate
 
 SHARD_BYTES = 20_000  # several files a rank
 

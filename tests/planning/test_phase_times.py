@@ -13,8 +13,7 @@ from megatron_stare.config.load import validate
 from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.models import read_shape
 from megatron_stare.models.shape import ModelShape
-from megatron_stare.planning.coefficients import Coefficients
-from megatron_stare.planning.gpus import HOST_LINK, NETWORK, Gpu
+from megatron_stare.planning.gpus import HOST_LINK, NETWORK, Coefficients, Gpu
 from megatron_stare.planning.partial_flow import partial_flow
 from megatron_stare.planning.phase_times import (
     Lengths,

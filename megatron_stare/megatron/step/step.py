@@ -32,8 +32,7 @@ from megatron_stare.megatron.step.diagnostics import forecast, measured_change, 
 from megatron_stare.megatron.step.dump import write_step, write_tensors
 from megatron_stare.megatron.step.measured import Measured, complete, measure_batch
 from megatron_stare.megatron.step.objective import Objective, make_objective
-from megatron_stare.megatron.step.passes import accumulate_gradients, compute_log_probs
-from megatron_stare.megatron.step.reference import Reference
+from megatron_stare.megatron.step.passes import Reference, accumulate_gradients, compute_log_probs
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.ops.statistics_executor import answer
 from megatron_stare.records.batch_statistics import scalar

@@ -26,8 +26,7 @@ from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.files import torch_dist
 from megatron_stare.weights.files.blocks import Block, Place, cut, places, to_hf, to_megatron
 from megatron_stare.weights.files.check import check_folder, expected
-from megatron_stare.weights.files.hf_folder import copy_companions
-from megatron_stare.weights.files.hf_shards import SHARD_BYTES, create_shards, dtype_name
+from megatron_stare.weights.files.hf_folder import SHARD_BYTES, copy_companions, create_shards, dtype_name
 from megatron_stare.weights.files.open_files import OpenFiles, copy_range
 from megatron_stare.weights.files.processes import Advance, run_parts
 from megatron_stare.weights.files.safetensors_file import DTYPES, Buffer, Entry, read_rows, write_rows
