@@ -1,6 +1,6 @@
 """The plan of a run: whether it fits, what a step takes, what near it would fit; as a terminal shows it, and as JSON.
 
-Imports Torch and Megatron, which the command's arguments (command.py) must not.
+Imports torch and Megatron, which the command's arguments (command.py) must not.
 """
 
 from __future__ import annotations
