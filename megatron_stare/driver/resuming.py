@@ -38,9 +38,10 @@ FREE_TO_CHANGE = (
     "performance.share_prompts",
 )
 NOT_FREE = ("run.seed",)
+# names of what prompts are made with
 FIRST_PROMPT = "first prompt"
 CHAT_TEMPLATE = "chat template"
-_FILES = (
+_FILES = (  # of tokenizers
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",

@@ -60,6 +60,7 @@ from megatron_stare.run_dir.run_files import evaluated_steps
 from megatron_stare.run_dir.run_state import RunState
 
 INTERRUPTED_S = 20.0  # for a checkpoint under way when a signal ends the run; Slurm kills 30 s after it sends one
+# phases of a step whose memory is logged, and what of it
 PHASES = ("rollout", "log_probs", "update", "sync", "checkpoint", "eval")
 HELD = {
     "peak_mb": ("the most that a rank of the trainer held in", "below the GPU's size; level over steps"),

@@ -49,7 +49,7 @@ VARIABLES = (
 INFINIBAND, SHARED_MEMORY = Path("/sys/class/infiniband"), Path("/dev/shm")
 NCCL = "libnccl.so.2"  # the soname that PyTorch links to
 TOOL_S = 60
-WRITTEN = 32 * 2**20  # bytes
+WRITTEN = 32 * 2**20  # bytes that a folder is tried with
 _SECOND_LOCK = (
     "import fcntl, sys\n"
     "file = open(sys.argv[1], 'w')\n"

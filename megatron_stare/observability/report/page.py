@@ -50,6 +50,7 @@ _MORE = (  # only where some run recorded them
     ("response/truncated", "Responses cut off", "share, at the length limit"),
     ("optimizer/lr", "Learning rate", "of the schedule"),
 )
+# phases in the order of a step
 _ORDER = ("rollout", "reward", "log_probs", "update", "sync")
 _BESIDE = ("step", "eval", "checkpoint")  # the whole, and what stands between steps
 REST = "the rest"
