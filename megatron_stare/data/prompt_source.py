@@ -1,4 +1,4 @@
-"""Where prompts come from: the protocol every source keeps, and the one that a configuration names.
+"""Sources of prompts: the protocol every source keeps, the one that a configuration names, and a queue over it.
 
 The driver takes prompts here, one batch of groups a step, and saves `state()` with every checkpoint.
 """

@@ -173,7 +173,7 @@ class Retention:
 
 
 def scores(run_dir: Path, metric: str | None) -> dict[int, float]:
-    """What a run's record says of a metric, by step: of steps, or of the evaluations after them."""
+    """Reads a metric from a run's record, by step: of steps, or of the evaluations after them."""
     if metric is None:
         return {}
     if not metric.startswith("eval/"):

@@ -143,7 +143,7 @@ def _is_whole(checkpoint: Path) -> bool:
 
 
 def check_resume(config: Config, from_step: int | None = None) -> tuple[Path | None, RunState | None]:
-    """Where a run would be continued; see resume_point. Changes nothing.
+    """Finds where a run would be continued; see resume_point. Changes nothing.
 
     Raises:
         UserError: it could not be.

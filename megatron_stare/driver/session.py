@@ -314,7 +314,7 @@ class Session:
         self.monitor.progress(done, wanted)
 
     def _tell_news(self) -> None:
-        """What became of engines, to who watches."""
+        """Tells who watches what became of engines."""
         for line in self.engines.news():
             self.monitor.note(line)
 
@@ -332,7 +332,7 @@ class Session:
                 self.checkpoints.save(self._whole_state())
 
     def _whole_state(self) -> RunState:
-        """As it was when the last step was finished, whatever was begun since."""
+        """The state as it was when the last step was finished, whatever was begun since."""
         return replace(self.state, kept=self._kept())
 
     def _evaluate_if_due(self) -> None:

@@ -51,7 +51,7 @@ class Response:
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Response:
-        """What counts of a verified trajectory."""
+        """Takes what counts of a verified trajectory."""
         return cls(
             prompt=trajectory.prompt.cursor,
             sample=trajectory.sample_index,
@@ -64,12 +64,12 @@ class Response:
         )
 
     def record(self) -> dict[str, Any]:
-        """As a line of JSON holds it."""
+        """Returns the response as a line of JSON holds it."""
         return dataclasses.asdict(self)
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> Response:
-        """Of what `record` gave; other keys are passed over. Raises KeyError where one is missing."""
+        """Reads what `record` gave; other keys are passed over. Raises KeyError where one is missing."""
         return cls(**{each.name: record[each.name] for each in dataclasses.fields(cls)})
 
 

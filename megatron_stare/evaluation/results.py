@@ -37,7 +37,7 @@ class Answered:
 
     @property
     def right(self) -> int:
-        """How many are."""
+        """Number of right responses."""
         return sum(response.right for response in self.responses)
 
     @property
@@ -47,7 +47,7 @@ class Answered:
 
     @property
     def votes(self) -> list[tuple[int, float]]:
-        """Of every class, how many responses it has, and the share of them that is right; the first that came first."""
+        """For every class, how many responses it has, and the share that is right; the first that came first."""
         counts = Counter(each for each in self.classes or () if each is not None)
         rights = Counter(
             each for each, response in zip(self.classes or (), self.responses, strict=False) if response.right

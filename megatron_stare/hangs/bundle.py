@@ -87,7 +87,7 @@ def _cut(line: str) -> str:
 
 
 def place(run_dir: Path, beat: Beat) -> Path:
-    """Where the bundle of a phase goes."""
+    """Returns the folder that the bundle of a phase goes to."""
     return run_dir / FOLDER / f"step_{beat.step:06d}_{beat.phase.replace(' ', '_')}"
 
 

@@ -122,7 +122,7 @@ class DriverBeats(Sink):
         self._put(done=0, total=0)
 
     def _between(self) -> None:
-        """What the time between two phases of steps comes to; weights are loaded before the first step."""
+        """Takes the time between two phases of steps; weights are loaded before the first step."""
         if self._stepping and len(self._phases) == 1:
             self._taken[BETWEEN].append(self._clock() - self._phases[0].entered)
 
@@ -287,7 +287,7 @@ class Watched:
             self._box.beats.progress(done, total)
 
     def last_phase(self, name: str) -> None:
-        """What begins now goes on until `close`."""
+        """Begins the last phase, which goes on until `close`."""
         if self._box is not None:
             self._box.beats.last_phase(name)
 

@@ -1,4 +1,4 @@
-"""What is known of a run that does not get on: records that travel as JSON, from node to node and into the bundle."""
+"""Records of a run that does not get on. They travel as JSON, from node to node and into the bundle."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class RequestFacts:
 
 @dataclass(frozen=True)
 class ReplicaFacts:
-    """How the driver sees an engine: its state (docs/fleet.md), how many requests it has, and the oldest of them."""
+    """An engine as the driver sees it: its state (docs/fleet.md), how many requests it has, and the oldest of them."""
 
     number: int
     state: str

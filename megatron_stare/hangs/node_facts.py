@@ -86,7 +86,11 @@ def take_stacks(pid: int, state: str, stuck: bool = False) -> tuple[list[Thread]
 
 
 def parsed_stacks(content: bytes) -> list[Thread]:
-    """What `py-spy dump --json` writes. Raises ValueError, LookupError or TypeError where it is something else."""
+    """Reads what `py-spy dump --json` writes.
+
+    Raises:
+        ValueError, LookupError, TypeError: it is something else.
+    """
     return [
         Thread(
             str(each["thread_name"] or each["thread_id"]),
@@ -117,7 +121,7 @@ def flight_environment(folder: Path) -> dict[str, str]:
 
 
 def dump_flights(folder: Path) -> tuple[dict[str, bytes], str]:
-    """What the ranks of this node have recorded, by file name, and in words what there is."""
+    """Has the ranks of this node dump what NCCL recorded: by file name, and in words what there is."""
     pipes = sorted(folder.glob(f"{PIPES}*.pipe"))
     if not pipes:
         return {}, "NCCL's flight recorder: no rank here has one (their collectives are gloo's)"
@@ -167,7 +171,7 @@ def look(folder: Path, driver: int | None, leave_out: Sequence[int] = (), node: 
 
 
 def here() -> str:
-    """What this node is called, where it is that of the driver."""
+    """Name of this node, where it is that of the driver."""
     return socket.gethostname()
 
 
@@ -239,7 +243,7 @@ def _of_ray_itself(words: Sequence[str], found: dict[str, Any]) -> bool:
 
 
 def _role(process: proc_files.Status, beats: dict[int, Beat], every: dict[int, proc_files.Status]) -> str:
-    """What it is to the run, by itself or by whoever started it."""
+    """Role of a process in the run, by itself or by whoever started it."""
     if process.pid in beats:
         return beats[process.pid].role
     if process.name in NODE_PARTS:

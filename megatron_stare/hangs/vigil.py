@@ -34,11 +34,11 @@ class Vigil:
     starved_s: float = 0.0  # that the run waited for a CPU since then
 
     def near(self, beat: Beat, now: float) -> bool:
-        """Whether the run has been for half of its limit where it is: what it waits for begins to matter."""
+        """Says whether the run has been for half of its limit where it is: what it waits for begins to matter."""
         return beat.limit_s is not None and beat.moved == self._moved and 2 * self.without_s(beat, now) > beat.limit_s
 
     def hangs(self, beat: Beat, now: float, starved_s: float = 0.0) -> bool:
-        """Whether the run hangs and this was not said yet of the phase that it is in.
+        """Says whether the run hangs and this was not said yet of the phase that it is in.
 
         Args:
             now: seconds of the clock of `beat.moved`.

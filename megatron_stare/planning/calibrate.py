@@ -31,7 +31,7 @@ LEAST = 5  # steps that a median is taken of
 
 @dataclass(frozen=True)
 class Seen:
-    """Of one run.
+    """The parts of one run's phase.
 
     ideal: seconds of the phase where its rate is 1. other: seconds of one unit of the other term.
     seconds: that were measured; above 0.
@@ -142,7 +142,7 @@ def _parts(
 
 
 def medians(run_dir: Path) -> dict[str, float]:
-    """Of each of the run's metrics, without the first steps. Raises DataError where there are too few."""
+    """Medians of each of the run's metrics, without the first steps. Raises DataError where there are too few."""
     path = run_dir / "metrics.jsonl"
     try:
         steps = [json.loads(line) for line in path.read_text().splitlines()]

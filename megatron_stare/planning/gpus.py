@@ -1,4 +1,4 @@
-"""What a plan knows of a GPU: its data sheet, each number from where its maker gives it, and coefficients.
+"""Numbers that a plan has of a GPU: its data sheet, each from where its maker gives it, and coefficients.
 
 Coefficients are the numbers of the time model that no data sheet has: assumed, or fitted to a run and stored in a JSON
 file.
@@ -58,7 +58,7 @@ def find_gpu(name: str, where: str = "--gpu") -> Gpu:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """What of a device's peak is reached, and what comes on top.
+    """Shares of a device's peak that are reached, and seconds that come on top.
 
     log_prob_mfu, update_mfu: share of the peak that a rank reaches in matrix products.
     log_prob_moves, update_moves: hidden states that a token moves through memory in a layer at its full bandwidth, of
@@ -109,7 +109,7 @@ class Fitted:
 
 
 def read_coefficients(path: Path, gpu: str) -> Fitted:
-    """Those that were fitted for the device, if any.
+    """Reads the coefficients that were fitted for the device, if any.
 
     Raises:
         DataError: the file is not one that `store` wrote.

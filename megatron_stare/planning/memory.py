@@ -119,7 +119,7 @@ class Budget:
 
 
 def budget(needs: Needs, capacity: int, *, colocated: bool, offload: str) -> Budget:
-    """What the GPU holds in each phase.
+    """Sums what the GPU holds in each phase.
 
     Args:
         capacity: of the GPU, bytes.
@@ -143,7 +143,7 @@ def budget(needs: Needs, capacity: int, *, colocated: bool, offload: str) -> Bud
 
 @dataclass(frozen=True)
 class ActivationMemory:
-    """Of one micro-batch on one rank.
+    """Activations of one micro-batch on one rank.
 
     kept: bytes from forward to backward; a pipeline's stage holds several micro-batches (`micro_batches_held`).
     again: bytes of the largest part that backward computes again, which live beside `kept` meanwhile.
@@ -156,7 +156,7 @@ class ActivationMemory:
 def activation_memory(
     config: Config, shape: ModelShape, tokens: int, longest: int, rows: int = 1
 ) -> ActivationMemory | None:
-    """Of a micro-batch of so many tokens, on the last stage of the pipeline, without the logits.
+    """Counts the activations of a micro-batch of so many tokens, on the last stage of the pipeline, without the logits.
 
     Args:
         tokens: positions of the micro-batch, padding included.
@@ -194,7 +194,7 @@ def activation_memory(
 def layer_parts(
     config: Config, shape: ModelShape, rows: int, longest: int, recomputed: frozenset[str] = frozenset()
 ) -> dict[str, float]:
-    """How many numbers a token each part of a layer keeps on a rank."""
+    """Counts the numbers a token that each part of a layer keeps on a rank."""
     parallel, packed = config.parallel, config.batch.packed
     tp, cut = parallel.tensor, parallel.tensor if parallel.sequence else 1
     heads, groups = shape.heads / tp, max(shape.kv_heads / tp, 1)
@@ -271,7 +271,7 @@ class Fit:
         )
 
     def faults(self, run: ResolvedRun) -> list[str]:
-        """What of a run does not fit, a sentence each."""
+        """Lists what of a run does not fit, a sentence each."""
         found, wrong = self.budget(run), []
         if found.over:
             wrong.append(f"a GPU of {self.capacity / 1e9:.1f} GB is too small for the phases {', '.join(found.over)}")
@@ -282,16 +282,16 @@ class Fit:
         return wrong
 
     def budget(self, run: ResolvedRun) -> Budget:
-        """Of the pipeline stage whose fullest phase is fullest."""
+        """The budget of the pipeline stage whose fullest phase is fullest."""
         return max(self.budgets(run), key=lambda each: max(map(each.total, each.phases)))
 
     def budgets(self, run: ResolvedRun) -> list[Budget]:
-        """Of the first rank of every pipeline stage."""
+        """The budgets of the first rank of every pipeline stage."""
         offload, colocated = run.config.memory.offload or "all", run.config.sglang.colocated
         return [budget(each, self.capacity, colocated=colocated, offload=offload) for each in self.needs(run)]
 
     def needs(self, run: ResolvedRun) -> Iterator[Needs]:
-        """What the first rank of each stage of the pipeline needs, and a server's rank beside it."""
+        """Finds what the first rank of each stage of the pipeline needs, and a server's rank beside it."""
         config, shape, stages = run.config, run.shape, run.config.parallel.pipeline
         tokens, longest = -(-config.batch.micro_batch_tokens // config.parallel.context), longest_sequence(config)
         rows = 1 if config.batch.packed else max(config.batch.micro_batch_tokens // longest, 1)
@@ -315,13 +315,16 @@ class Fit:
     def activations(
         self, run: ResolvedRun, tokens: int, longest: int, rows: int
     ) -> tuple[ActivationMemory | None, float]:
-        """Of a micro-batch, and numbers a token that one layer makes. Experts' are not known before: none of either."""
+        """Activations of a micro-batch, and numbers a token that one layer makes.
+
+        Experts' are not known before: none of either.
+        """
         config, shape = run.config, run.shape
         kept = activation_memory(config, shape, tokens, longest, rows)
         return kept, 0.0 if shape.experts else sum(layer_parts(config, shape, rows, longest).values())
 
     def served(self, run: ResolvedRun) -> ServedMemory | None:
-        """What a server's rank keeps."""
+        """The memory that a server's rank keeps."""
         return served_memory(run.config, run.shape, self.capacity)
 
     def stages(self, run: ResolvedRun) -> list[dict[str, int]]:
@@ -369,7 +372,7 @@ def micro_batches_held(parallel: ParallelConfig, stage: int) -> float:
 
 
 def logits_bytes(config: Config, shape: ModelShape) -> int:
-    """Those that the head holds at a time; left to itself it takes chunks where whole ones are large."""
+    """Bytes of the logits that the head holds at a time; left to itself it takes chunks where whole ones are large."""
     whole = largest_logits(config, shape)
     if config.model.head == "materialised":
         return whole

@@ -42,7 +42,7 @@ def layout(parallel: ParallelConfig) -> str:
 
 
 def bar(budget: Budget, phase: str) -> str:
-    """What a phase holds, a mark an item; over the GPU's memory it goes beyond the bar's end."""
+    """Draws what a phase holds, a mark an item; over the GPU's memory it goes beyond the bar's end."""
     marks, reached = "", 0.0
     for item, nbytes in budget.phases[phase].items():
         reached += nbytes / budget.capacity * WIDTH
@@ -132,7 +132,7 @@ def _assumed(plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class Site:
-    """Where a run is to be; `nodes` None: on as many as it needs."""
+    """The machines that a run is to be on; `nodes` None: on as many as it needs."""
 
     gpu: Gpu
     nodes: int | None = None
@@ -224,7 +224,7 @@ def make_plan(config: Config, site: Site, lengths: Lengths, fitted: Fitted) -> P
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """What --json writes; bytes and seconds."""
+    """Returns what --json writes; bytes and seconds."""
     stage, phase, size = plan.peak
     return {
         "model": plan.run.config.model.path,
@@ -308,6 +308,6 @@ def capacity_of(config: Config, gpu: Gpu) -> int:
 
 
 def step_of(run: ResolvedRun, gpu: Gpu, of: Coefficients, lengths: Lengths, fit: PlannedFit) -> Step:
-    """What a step of the run takes."""
+    """Times a step of the run."""
     fullest = max(fit.stages(run), key=lambda each: sum(each.values()))
     return step_time(run, gpu, of, lengths, fullest, fit.served(run))

@@ -46,7 +46,7 @@ def take_peak_bytes() -> int | None:
 
 
 def device_used_bytes() -> int | None:
-    """What all processes hold of this rank's GPU now; None without one."""
+    """Bytes that all processes hold of this rank's GPU now; None without one."""
     if not torch.cuda.is_available():
         return None
     free, total = torch.cuda.mem_get_info()
@@ -54,7 +54,7 @@ def device_used_bytes() -> int | None:
 
 
 def keep_freed() -> None:
-    """What tensors on the host leave stays with this process from here on. Both limits are needed: by the one, pieces
+    """Keeps with this process, from here on, what tensors on the host leave. Both limits are needed: by the one, pieces
     up to `_LARGEST` come from the heap; by the other, the heap's end is never given back."""
     if _mallopt is not None:
         _mallopt(_M_MMAP_THRESHOLD, _LARGEST)
@@ -62,7 +62,7 @@ def keep_freed() -> None:
 
 
 def freeze() -> None:
-    """What exists now is not looked at again. Garbage is collected first, as it would stay."""
+    """Has the garbage collector not look again at what exists now. Garbage is collected first, as it would stay."""
     gc.collect()
     gc.freeze()
 

@@ -26,7 +26,7 @@ _TIMEOUT_S = 5.0  # git on a disk that hangs must not keep a run
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Of those that are installed."""
+    """Releases of those packages that are installed."""
     found = {}
     for name in packages:
         try:

@@ -60,8 +60,9 @@ BEHAVIOURS: dict[str, tuple[str, ...]] = {
 
 
 def finder(words: Iterable[str]) -> Callable[[str], list[str]]:
-    """What finds the words of a text: each occurrence, in lower case, in order. Where several words begin at a place
-    it is the longest; an apostrophe is the same as a typographic one.
+    """Makes a function that finds the words of a text: each occurrence, in lower case, in order.
+
+    Where several words begin at a place it is the longest; an apostrophe is the same as a typographic one.
 
     Args:
         words: at least one; none is empty.
@@ -71,14 +72,14 @@ def finder(words: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def places(words: Iterable[str]) -> Callable[[str], list[tuple[int, int, str]]]:
-    """As `finder`, with where each begins and ends, in characters from the start of the text."""
+    """Makes a function as `finder` does, that also says where each word begins and ends, characters from the start."""
     longest_first = sorted((re.escape(_plain(word)) for word in words), key=len, reverse=True)
     pattern = re.compile(rf"(?<!\w)(?:{'|'.join(longest_first)})(?!\w)", re.IGNORECASE)
     return lambda text: [(*each.span(), each[0].lower()) for each in pattern.finditer(_plain(text))]
 
 
 def reflection_counts(text: str) -> dict[str, int]:
-    """How often words of each category of BEHAVIOURS stand in a text, every category included."""
+    """Counts the words of each category of BEHAVIOURS in a text, every category included."""
     found = Counter(_BEHAVIOUR[word] for word in _behaviours_in(text))
     return {category: found[category] for category in BEHAVIOURS}
 

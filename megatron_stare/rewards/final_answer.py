@@ -1,4 +1,4 @@
-"""Where a response says its answer: in a box, or in <answer>...</answer>. Imports the standard library only."""
+"""Finds where a response says its answer: in a box, or in <answer>...</answer>. Imports the standard library only."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def final_answer(response: str) -> str | None:
 
 
 def final_answer_start(response: str) -> int:
-    """Where the answer begins, characters from the start; -1 if none is closed with something in it."""
+    """Finds where the answer begins, characters from the start; -1 if none is closed with something in it."""
     found = _found(response)
     return found[0] if found and found[1] and found[1].strip() else -1
 

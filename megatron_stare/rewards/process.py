@@ -87,7 +87,7 @@ class WorkerProcess:
 
     @property
     def sending(self) -> bool:
-        """Whether `flush` has something left to do once the socket takes more."""
+        """Says whether `flush` has something left to do once the socket takes more."""
         return bool(self._outgoing)
 
     def fileno(self) -> int:

@@ -1,4 +1,4 @@
-"""What a bisect puts in the place of parts of a run: its method with one thing held still, an engine one update behind.
+"""Stand-ins for parts of a run that is bisected: its method with one thing held still, an engine one update behind.
 
 A method is changed in its gate, its draws or its importance correction. What is changed is the method itself, after
 preflight, so that everything else of the run is its own. Methods travel to the ranks, so a changed one is pickled as

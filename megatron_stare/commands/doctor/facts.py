@@ -1,4 +1,4 @@
-"""What is seen of one machine: versions, limits, devices, environment, and what a folder of it can do. Not judged."""
+"""Looks at one machine, and judges nothing: versions, limits, devices, environment, what a folder of it can do."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _SECOND_LOCK = (
 
 @dataclass(frozen=True)
 class Facts:
-    """Of one machine.
+    """The facts of one machine.
 
     versions: of packages, of 'python', 'cuda' as PyTorch has it, 'nccl' as it is loaded, and of 'driver'; only what is
         there.
@@ -86,7 +86,7 @@ class Facts:
 
 
 def local_facts() -> Facts:
-    """Those of this machine, as this process sees it."""
+    """Collects the facts of this machine, as this process sees it."""
     return Facts(
         host=socket.gethostname(),
         versions=_versions(),
@@ -141,7 +141,7 @@ def _smi(query: str) -> str:
 
 
 def _output(tool: str, *arguments: str) -> str:
-    """What a tool prints; nothing where it is not there or fails."""
+    """Returns what a tool prints; nothing where it is not there or fails."""
     path = shutil.which(tool)
     if path is None:
         return ""

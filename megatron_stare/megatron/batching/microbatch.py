@@ -28,7 +28,7 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What the model is fed, and which of its outputs predict which response positions."""
+    """Input of one pass of the model, and which of its outputs predict which response positions."""
 
     tokens: Tensor  # [b, s] int64
     positions: Tensor  # [b, s] int64
@@ -132,7 +132,7 @@ class RankBatch:
 
     @property
     def span(self) -> slice:
-        """Where the response positions of these micro-batches stand among the rank's N."""
+        """The range in which the response positions of these micro-batches stand among the rank's N."""
         return slice(self.micro_batches[0].span.start, self.micro_batches[-1].span.stop)
 
     def tokens_of(self, number: int, tokens: TokenBatch) -> TokenBatch:

@@ -33,7 +33,7 @@ PADDING_LIMIT = 1.25  # a group of sequences is padded by at most this factor fo
 
 @dataclass(frozen=True)
 class SharedColumns:
-    """Which columns of a packed row the model is fed.
+    """The columns of a packed row that the model is fed.
 
     fed: [k] int64, ascending.
     stands: [s] int64, of every column the place among those fed at which its token, or the same of another sample,
@@ -45,7 +45,7 @@ class SharedColumns:
 
 
 def shared_columns(sample: Tensor, token: Tensor, prompts: Tensor, groups: Tensor, multiple: int) -> SharedColumns:
-    """Of a row in which sequences stand end to end.
+    """Finds the columns to feed, of a row in which sequences stand end to end.
 
     Args:
         sample: [s] int64 which of the micro-batch's samples, -1: padding.
@@ -74,7 +74,7 @@ def shared_columns(sample: Tensor, token: Tensor, prompts: Tensor, groups: Tenso
 
 @dataclass(frozen=True)
 class Spread:
-    """Which token stands at every place of padded groups.
+    """The token that stands at every place of padded groups.
 
     index: [p] int64, a token.
     inverse: [t] int64, a place of every token: the one that counts where it has several.

@@ -230,7 +230,7 @@ def _parameters_by_chunk(model: Sequence[nn.Module]) -> dict[str, Any]:
 
 
 def _sizes(layout: Layout, model: Sequence[nn.Module]) -> dict[str, int]:
-    """What tells whether a rank's random states are its own again."""
+    """Sizes that tell whether a rank's random states are its own again."""
     return {
         "tensor": layout.tp,
         "pipeline": layout.pp,

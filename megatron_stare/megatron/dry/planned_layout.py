@@ -28,7 +28,7 @@ _COLLECTED_EVERY = 4  # ranks: a model is a reference cycle
 
 @dataclass(frozen=True)
 class _Ranks:
-    """Those that one process builds."""
+    """The ranks that one process builds."""
 
     shape: ModelShape
     model: ModelConfig
@@ -45,7 +45,7 @@ def plan_layout(
     processes: int = 1,
     advance: Advance = lambda ranks: None,
 ) -> list[RankPlan]:
-    """What every rank of the layout holds, in order of rank.
+    """Plans every rank of the layout, in order of rank.
 
     Args:
         processes: that build ranks side by side.
@@ -85,7 +85,7 @@ def extremes(plans: Sequence[RankPlan]) -> dict[str, tuple[RankPlan, RankPlan]]:
 def assumptions(
     shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig
 ) -> list[str]:
-    """What the bytes of a plan rest on, and what they leave out."""
+    """Lists what the bytes of a plan rest on, and what they leave out."""
     experts = parallel.tensor * parallel.replicas // parallel.expert
     shared = f"{parallel.replicas} data-parallel replicas" + (f" ({experts} of an expert's)" if shape.experts else "")
     return [
@@ -101,7 +101,7 @@ def assumptions(
 
 
 def faults(plans: Sequence[RankPlan], shape: ModelShape, parallel: ParallelConfig, bucket_bytes: int) -> list[str]:
-    """What is wrong with a layout, in words; nothing where the ranks hold the model between them.
+    """Lists what is wrong with a layout, in words; nothing where the ranks hold the model between them.
 
     Args:
         plans: of all ranks, in order.
@@ -137,7 +137,7 @@ def _faults_of_replicas(plans: Sequence[RankPlan], shape: ModelShape, parallel: 
 
 
 def _copies(layout: str, shape: ModelShape, parallel: ParallelConfig) -> int:
-    """How often a replica holds each part of a tensor: what is not cut, on every tensor-parallel rank; a tied
+    """Counts how often a replica holds each part of a tensor: what is not cut, on every tensor-parallel rank; a tied
     embedding, on the first and the last stage."""
     tied = shape.tied and layout == "vocab" and parallel.pipeline > 1
     return (parallel.tensor if layout == "replicated" else 1) * (2 if tied else 1)
@@ -191,7 +191,7 @@ def _faults_of_checkpoint(parts: Sequence[StatePart], shape: ModelShape) -> Iter
 
 
 def _tiled(whole: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Whether boxes (start, sizes) cover every element of a tensor once: counted on the grid of all their edges."""
+    """Says whether boxes (start, sizes) cover every element of a tensor once, by the grid of all their edges."""
     edges = []
     for dim, size in enumerate(whole):
         edges.append(sorted({0, size, *(start[dim] for start, _ in boxes), *(s[dim] + n[dim] for s, n in boxes)}))

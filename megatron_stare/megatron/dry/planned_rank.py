@@ -87,7 +87,7 @@ class StatePart:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What a rank of a layout holds.
+    """The bytes and tensors that a rank of a layout holds.
 
     replica: which of the data-parallel replicas its parameters belong to; expert_replica: and its experts.
     nbytes: by ITEMS.

@@ -78,7 +78,7 @@ def free_memory() -> int:
 
 @dataclass(frozen=True)
 class Head:
-    """How hidden states become log-probs and entropies.
+    """The way from hidden states to log-probs and entropies.
 
     entropy_gradient: whether entropies carry gradient; without it they cost nothing in backward.
     mode, chunk: see ops/linear_head.py.
@@ -127,7 +127,7 @@ class Head:
 
 
 def _is_embedding(model: GPTModel) -> bool:
-    """Whether the output weight is this chunk's embedding too, through which autograd brings it a gradient."""
+    """Says whether the output weight is this chunk's embedding too, through which autograd brings it a gradient."""
     return model.share_embeddings_and_output_weights and model.pre_process
 
 

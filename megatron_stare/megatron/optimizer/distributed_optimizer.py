@@ -130,7 +130,7 @@ class _Stretch:
     state: Mapping[str, Any]
 
     def held(self) -> dict[str, Tensor]:
-        """What belongs into a checkpoint, [stop - start] by the name of what it is; a float32 parameter is saved with
+        """The tensors for a checkpoint, [stop - start] by the name of what it is; a float32 parameter is saved with
         the model."""
         held = {name: self.state[name] for name in MOMENTS}
         if self.parameter.dtype != torch.float32:

@@ -44,7 +44,7 @@ class LossScale(DynamicGradScaler):
 
     @property
     def exhausted(self) -> bool:
-        """Whether the scale is at its floor, so that an overflow is no fault of it. Waits for the device."""
+        """Says whether the scale is at its floor, so that an overflow is no fault of it. Waits for the device."""
         return bool(self._scale <= self.min_scale)
 
     @property
@@ -130,7 +130,7 @@ def build_optimizer(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an optimizer step.
+    """The outcome of an optimizer step.
 
     grad_norm: before clipping, of the gradient itself, not of the scaled one.
     finite: whether it and the loss were; true where only its scaled form was not.
@@ -198,7 +198,7 @@ def take_step(
 
 
 def _on_any_rank(flag: Tensor | None) -> bool:
-    """Whether the flag is set on a rank that has one."""
+    """Says whether the flag is set on a rank that has one."""
     here = torch.zeros((), dtype=torch.int32, device=device()) if flag is None else flag.to(torch.int32)
     dist.all_reduce(here, dist.ReduceOp.MAX)
     return bool(here)

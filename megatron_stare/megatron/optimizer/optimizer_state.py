@@ -31,7 +31,7 @@ STEP = "step"
 
 
 def sharded_state(optimizer: MegatronOptimizer, parameters: dict[str, Any], *, loading: bool) -> tuple[list[Any], Any]:
-    """What each optimizer of the chain saves or asks for, and the number of steps taken (None: it counts none).
+    """The state that each optimizer of the chain saves or asks for, and the number of steps (None: it counts none).
 
     Args:
         parameters: the sharded state of the model that is optimised.
@@ -107,7 +107,7 @@ def _bare(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class StepPlace:
-    """What an optimizer has under "step" after one step.
+    """The value that an optimizer has under "step" after one step.
 
     group: in its groups of parameters; None: nothing.
     state: in the state of each of its parameters; None: nothing.
@@ -118,7 +118,7 @@ class StepPlace:
 
 
 def step_place(optimizer: Optimizer) -> StepPlace:
-    """Where this optimizer keeps its number of steps. It is left as it was."""
+    """Finds where this optimizer keeps its number of steps. The optimizer is left as it was."""
     if isinstance(optimizer, HybridDeviceOptimizer):
         return _place_on_the_host(optimizer)
     groups = optimizer.param_groups
@@ -193,7 +193,7 @@ def like(kept: Any, step: int) -> Any:
 
 
 def adam_name(optimizer: Optimizer) -> str:
-    """Whose optimizer it is, for people: 'AdamW of torch', 'FusedAdam of transformer_engine'."""
+    """Names an optimizer for people: 'AdamW of torch', 'FusedAdam of transformer_engine'."""
     kind = type(optimizer)
     return f"{kind.__name__} of {kind.__module__.partition('.')[0]}"
 

@@ -1,4 +1,4 @@
-"""What a rank holds, as its metrics say it."""
+"""Measures the memory that a rank holds, and what autograd keeps for backward on a CPU, for its metrics."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class _Kept:
 
 
 class RankMemory:
-    """Of the rank that has this policy."""
+    """The memory of the rank that has this policy."""
 
     def __init__(self, policy: DeviceState) -> None:
         self._policy, self._saved = policy, SavedForBackward()

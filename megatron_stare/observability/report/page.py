@@ -144,7 +144,7 @@ def _charts(runs: Sequence[RunRecord]) -> list[Chart]:
 
 
 def _more_of(title: str, evals: Sequence[tuple[str, int, Sequence[Record]]]) -> list[Chart]:
-    """What evaluations say beside their mean result, where problems are answered more than once."""
+    """Charts what evaluations say beside their mean result, where problems are answered more than once."""
     found = [[evaluation_figures(record) for record in records] for _, _, records in evals]
     named = list(dict.fromkeys(name for figures in found for each in figures for name in each))
     largest = {name.partition("@")[0]: name for name in named if "@" in name and not name.endswith("@1")}

@@ -116,7 +116,7 @@ class _Block:
 
 
 def stored_responses(run: RunRecord, text_bytes: int = TEXT_BYTES, number_bytes: int = NUMBER_BYTES) -> Stored:
-    """Those of a run, oldest first; of more than there is room for, an even choice of the blocks.
+    """Reads the responses of a run, oldest first; of more than there is room for, an even choice of the blocks.
 
     Raises:
         DataError: a rollout file is damaged.

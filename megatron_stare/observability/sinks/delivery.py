@@ -96,7 +96,7 @@ class Delivered:
 
     @classmethod
     def read(cls, file: Path) -> Delivered:
-        """What is known; nothing was delivered where there is no file.
+        """Reads what was delivered; nothing was where there is no file.
 
         Raises:
             DataError: it is damaged.

@@ -90,7 +90,7 @@ class WeightsAndBiases(Service):
 
 
 def offline_rows(run_dir: Path) -> list[dict[str, Any]] | None:
-    """Those of all starts of a run, oldest first, as they were logged; None where it was not kept offline."""
+    """Reads the rows of all starts of a run, oldest first, as they were logged; None where it was not kept offline."""
     from wandb.proto import wandb_internal_pb2
 
     rows: list[dict[str, Any]] = []

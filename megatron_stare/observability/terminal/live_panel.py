@@ -56,7 +56,7 @@ _NUMBERS = (
 
 @dataclass(frozen=True)
 class View:
-    """What is known of a run at one moment.
+    """A run at one moment, as far as it is known.
 
     series: the latest values of every metric in SERIES, oldest first, NaN where a step lacked it.
     seconds: of every phase, the newest known.

@@ -39,7 +39,7 @@ _LINE_EVERY_S = 5.0
 
 @dataclass(frozen=True)
 class Options:
-    """How to convert.
+    """Options of a conversion.
 
     Args:
         dtype: of the result; None: that of the source.
@@ -148,7 +148,7 @@ def _bytes(blocks: Iterable[Block], dtype: torch.dtype) -> int:
 
 
 def _split(blocks: Sequence[Block], processes: int) -> list[list[Block]]:
-    """As many stretches of like size as there are processes, or fewer if there are not so many blocks."""
+    """Cuts blocks into as many stretches of like size as there are processes, or fewer of few blocks."""
     share = _bytes(blocks, torch.uint8) / processes
     parts: list[list[Block]] = [[] for _ in range(processes)]
     done = 0
@@ -256,7 +256,7 @@ def compare_part(part: ComparedPart, advance: Advance) -> list[str]:
 
 
 def same_bits(a: Tensor, b: Tensor, converted: torch.dtype) -> bool:
-    """Whether two tensors are equal to the bit in the narrower of their dtypes; of two as wide, in `converted`."""
+    """Says whether two tensors are equal to the bit in the narrower of their dtypes; of two as wide, in `converted`."""
     if a.dtype != b.dtype:
         narrow = min(a.dtype, b.dtype, key=lambda dtype: (dtype.itemsize, dtype != converted))
         a, b = a.to(narrow), b.to(narrow)

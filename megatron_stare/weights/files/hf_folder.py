@@ -180,7 +180,7 @@ def fill(entries: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) ->
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As config.json says it."""
+    """Names a dtype as config.json does."""
     return str(dtype).removeprefix("torch.")
 
 

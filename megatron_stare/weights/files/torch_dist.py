@@ -125,7 +125,7 @@ class TorchDist:
             raise DataError(f"cut short: {size:,} of {end:,} bytes are there", where=str(file), fix=_FIX)
 
     def place(self, megatron: str) -> Place:
-        """Where this checkpoint holds a parameter. Raises DataError where it does not."""
+        """Finds where this checkpoint holds a parameter. Raises DataError where it does not."""
         for place in places(megatron):
             if place.key in self.sizes:
                 return place
@@ -136,7 +136,7 @@ class TorchDist:
         )
 
     def position(self, block: Block) -> tuple[str, int]:
-        """Where a block starts: blocks read in this order are read from front to back."""
+        """Finds where a block starts: blocks read in this order are read from front to back."""
         place = self.place(block.rule.megatron)
         dims = len(place.lead)
         for chunk in self._chunks_at(place):
@@ -203,7 +203,7 @@ class TorchDist:
         return data.view(part.dtype).view(part.shape)
 
     def _find(self, chunk: Chunk, index: tuple[int, ...], start: int, stop: int) -> tuple[int, Tensor]:
-        """Where these rows begin in the chunk's file, and they themselves without data."""
+        """Finds where these rows begin in the chunk's file, and they themselves without data."""
         like, first = self._skeleton(chunk)
         part = like[index][start:stop]
         if not part.is_contiguous():  # neither Megatron nor torch writes such
