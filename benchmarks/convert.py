@@ -32,7 +32,7 @@ from transformers import Qwen2Config
 
 from megatron_stare.models import read_shape
 from megatron_stare.weights.files.check import expected
-from megatron_stare.weights.files.hf_shards import create_shards
+from megatron_stare.weights.files.hf_folder import create_shards
 from megatron_stare.weights.files.open_files import OpenFiles
 from megatron_stare.weights.files.safetensors_file import write_rows
 

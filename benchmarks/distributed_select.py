@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from machine import machine
 
-from megatron_stare.ops import kth_largest as select
-from megatron_stare.ops.kth_largest import kth_largest
+from megatron_stare.ops import statistics_executor as select
+from megatron_stare.ops.statistics_executor import kth_largest
 from megatron_stare.records.batch_statistics import ordering_key
 
 RESULT = Path(__file__).parent / "results/distributed_select.json"

@@ -27,7 +27,7 @@ from machine import machine
 from pairs import spread
 
 from megatron_stare.config.black_box_section import BlackBoxConfig
-from megatron_stare.hangs.driver_beats import DriverBeats
+from megatron_stare.hangs.driver_side import DriverBeats
 from megatron_stare.run_dir.json_lines import read_jsonl
 
 ROOT = Path(__file__).parents[1]

@@ -21,9 +21,14 @@ from megatron_stare.cli import main
 from megatron_stare.commands.bisect.bisect_command import CAUSES, as_text, as_tree
 from megatron_stare.commands.bisect.causes import CAUSES as KNOWN
 from megatron_stare.commands.bisect.causes import Change, changes, contradictions
-from megatron_stare.commands.bisect.changed_methods import closed_gate, draws_by_place, open_gate, without_correction
+from megatron_stare.commands.bisect.changed_parts import (
+    LateEngine,
+    closed_gate,
+    draws_by_place,
+    open_gate,
+    without_correction,
+)
 from megatron_stare.commands.bisect.explain import Remade, equal_steps, explain
-from megatron_stare.commands.bisect.late_engine import LateEngine
 from megatron_stare.commands.bisect.rerun import prepare
 from megatron_stare.config.load import load_config, load_recorded
 from megatron_stare.records.batch import SamplingParams

@@ -57,7 +57,7 @@ SUBCLASS = "from megatron.core.a import C\nclass Ours(C):\n    def m(self, x): r
 DATA = "from dataclasses import dataclass\n@dataclass\n"
 MADE_ELSEWHERE = "def config(self): return {'y': 1} | {'z': 2}\n" + CLASS + "C(x=1, **of(shape).config(shape))"
 SUBSTITUTE = (
-    "from megatron.core import a\nfrom megatron_stare.megatron.backend.substitute import substituted\n"
+    "from megatron.core import a\nfrom megatron_stare.megatron.backend.cpu_backend import substituted\n"
     "with substituted(a, 'f', None): pass"
 )
 READ = "def g(): return f()\n"
@@ -556,24 +556,28 @@ def test_what_the_project_uses_is_found_by_reading_it() -> None:
     uses = {(each.kind, each.name.removeprefix("megatron.core."), each.where.split(":")[0]) for each in found}
     of_ours = "megatron_stare/megatron/"
     assert {
-        ("name", "parallel_state.get_data_parallel_rank", f"{of_ours}layout.py"),
-        ("call", "tensor_parallel.random.initialize_rng_tracker", f"{of_ours}layout.py"),
-        ("attribute", "models.common.embeddings.rotary_pos_embedding.RotaryEmbedding.forward", f"{of_ours}layout.py"),
-        ("override", "models.gpt.GPTModel._postprocess", f"{of_ours}model.py"),
-        ("call", "models.gpt.GPTModel", f"{of_ours}model.py"),
+        ("name", "parallel_state.get_data_parallel_rank", f"{of_ours}backend/layout.py"),
+        ("call", "tensor_parallel.random.initialize_rng_tracker", f"{of_ours}backend/layout.py"),
+        (
+            "attribute",
+            "models.common.embeddings.rotary_pos_embedding.RotaryEmbedding.forward",
+            f"{of_ours}backend/layout.py",
+        ),
+        ("override", "models.gpt.GPTModel._postprocess", f"{of_ours}model/model.py"),
+        ("call", "models.gpt.GPTModel", f"{of_ours}model/model.py"),
         ("call", "packed_seq_params.PackedSeqParams", f"{of_ours}batching/packing.py"),
         (
             "substitute",
             "dist_checkpointing.strategies.filesystem_async._get_write_results_queue",
-            f"{of_ours}checkpoint.py",
+            f"{of_ours}checkpoint/checkpoint.py",
         ),
         ("call", "optimizer.MegatronOptimizer.step", "tools/make_tiny_model.py"),
-        ("name", "transformer.attention.SelfAttentionSubmodules.core_attention", f"{of_ours}model.py"),
-        ("name", "transformer.transformer_layer.TransformerLayer.layer_number", f"{of_ours}model.py"),
-        ("call", "pipeline_parallel.schedules.forward_backward_no_pipelining", f"{of_ours}passes.py"),
+        ("name", "transformer.attention.SelfAttentionSubmodules.core_attention", f"{of_ours}model/model.py"),
+        ("name", "transformer.transformer_layer.TransformerLayer.layer_number", f"{of_ours}model/model.py"),
+        ("call", "pipeline_parallel.schedules.forward_backward_no_pipelining", f"{of_ours}step/passes.py"),
     } <= uses
     made = (each for each in found if each.kind == "call" and each.name.endswith(".TransformerConfig"))
-    (config,) = (each for each in made if each.where.startswith(f"{of_ours}model.py"))
+    (config,) = (each for each in made if each.where.startswith(f"{of_ours}model/model.py"))
     # of two families in models/, and of a dict of dicts
     assert {"num_moe_experts", "ffn_hidden_size", "recompute_method"} <= config.arguments.perhaps
     assert not config.arguments.more

@@ -11,8 +11,15 @@ import pytest
 from megatron_stare.config.resolved import ResolvedRun, resolve_run
 from megatron_stare.config.schema import Config, ParallelConfig
 from megatron_stare.errors import ConfigError
-from megatron_stare.planning.memory_budget import PROCESS_BYTES, Needs, budget
-from megatron_stare.planning.memory_check import Fit, check_memory, device_bytes, micro_batches_held
+from megatron_stare.planning.memory import (
+    PROCESS_BYTES,
+    Fit,
+    Needs,
+    budget,
+    check_memory,
+    device_bytes,
+    micro_batches_held,
+)
 
 GB = 10**9
 QWEN_32B = str(Path(__file__).parent.parent / "assets" / "architectures" / "qwen2.5-32b")

@@ -77,9 +77,9 @@ def test_a_fault_ends_with_1(model: str, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     import plan_memory
 
-    from megatron_stare.megatron.dry import layout_faults
+    from megatron_stare.megatron.dry import planned_layout
 
-    monkeypatch.setattr(layout_faults, "faults", lambda *_: [f"fault {n}" for n in range(22)])
+    monkeypatch.setattr(planned_layout, "faults", lambda *_: [f"fault {n}" for n in range(22)])
     assert plan_memory.main([model]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2:] == ["wrong: fault 19", "wrong: and 2 more; --json has all"]

@@ -12,7 +12,7 @@ from support.runs import ROOT
 
 from megatron_stare.config.load import load_config
 from megatron_stare.data.prompt_source import make_source
-from megatron_stare.driver.prompt_inputs import prompt_inputs, refuse_other_inputs
+from megatron_stare.driver.resuming import prompt_inputs, refuse_other_inputs
 from megatron_stare.errors import DataError
 from megatron_stare.rollout.engines.model_folder import load_tokenizer
 

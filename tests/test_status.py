@@ -26,8 +26,7 @@ from megatron_stare.commands import views
 from megatron_stare.commands.status import Status, status_of
 from megatron_stare.commands.views import as_text
 from megatron_stare.observability.report.page import write_report
-from megatron_stare.observability.report.rollouts_page import write_rollouts
-from megatron_stare.observability.report.stored_responses import stored_responses
+from megatron_stare.observability.report.rollouts_page import stored_responses, write_rollouts
 from megatron_stare.run_dir.heartbeat import HEARTBEAT_FILE, Beat, read_heartbeat, write_beat
 from megatron_stare.run_dir.json_lines import write_atomically
 from megatron_stare.run_dir.run_files import LOCK_FILE, read_run

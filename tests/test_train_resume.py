@@ -17,8 +17,7 @@ from megatron_stare.driver.opening import finished_run
 from megatron_stare.driver.resuming import find_run, refuse_changes, resume_point
 from megatron_stare.errors import DataError
 from megatron_stare.planning.preflight import check
-from megatron_stare.weights.files.hf_folder import exported_step
-from megatron_stare.weights.files.hf_shards import write_folder
+from megatron_stare.weights.files.hf_folder import exported_step, write_folder
 
 QUICKSTART = ROOT / "configs/quickstart.yaml"
 ALONE = {"runtime.runner": "inline", "parallel.tensor": 1, "run.steps": 2}  # one process: seconds a run

@@ -17,11 +17,9 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # predictions are made withou
 
 from megatron_stare.config.load import validate
 from megatron_stare.config.resolved import ResolvedRun, resolve_run
-from megatron_stare.planning.coefficients import Coefficients
-from megatron_stare.planning.fit import PlannedFit
-from megatron_stare.planning.flops import forward_flops
-from megatron_stare.planning.gpus import find_gpu
-from megatron_stare.planning.phase_times import Lengths, Step, step_time
+from megatron_stare.planning.gpus import Coefficients, find_gpu
+from megatron_stare.planning.memory import PlannedFit
+from megatron_stare.planning.phase_times import Lengths, Step, forward_flops, step_time
 from megatron_stare.process.shipped import SHIPPED
 
 PAGE = Path(__file__).parent.parent / "docs" / "planning.md"

@@ -44,8 +44,7 @@ from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 from megatron_stare.records.batch import Prompt
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import sampled_trajectory
-from megatron_stare.weights.files.hf_folder import HfFolder
-from megatron_stare.weights.files.hf_shards import write_folder
+from megatron_stare.weights.files.hf_folder import HfFolder, write_folder
 
 PAD, EOS = "<pad>", "<eos>"
 

@@ -82,8 +82,7 @@ def make_plan(args: argparse.Namespace) -> dict[str, Any]:
     shape = read_shape(args.model)
     check_layout(parallel, shape)
 
-    from megatron_stare.megatron.dry.layout_faults import faults
-    from megatron_stare.megatron.dry.planned_layout import assumptions, extremes, plan_layout
+    from megatron_stare.megatron.dry.planned_layout import assumptions, extremes, faults, plan_layout
     from megatron_stare.weights.files.check import expected
 
     started = time.monotonic()

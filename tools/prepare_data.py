@@ -21,7 +21,7 @@ from typing import Any
 from megatron_stare.data.cleaning import NGRAM, Contamination, without_repeats
 from megatron_stare.data.records import read_records, read_rows
 from megatron_stare.errors import ConfigError, DataError, UserError
-from megatron_stare.rewards.boxes import last_boxed
+from megatron_stare.rewards.final_answer import last_boxed
 
 DAPO_BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of the form "

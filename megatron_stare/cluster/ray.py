@@ -32,7 +32,7 @@ from megatron_stare.errors import UserError
 from megatron_stare.hangs.driver_side import beats_here, carried
 from megatron_stare.planning.placement import Node, Plan, lost_node, still_pending
 from megatron_stare.process.interruption import own_sigterm, raise_if_received, uninterrupted
-from megatron_stare.process.memory_allocator import freeze
+from megatron_stare.process.memory import freeze
 from megatron_stare.process.network import LOOPBACK, Listener, free_port, interface_address
 from megatron_stare.process.workers import Handle, WorkerLostError, Workers, WorkerSilentError
 from megatron_stare.run_dir.heartbeat import CallBeats

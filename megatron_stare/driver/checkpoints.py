@@ -1,20 +1,30 @@
-"""The run's checkpoints as the driver sees them: begun by all ranks, written while training goes on, then completed."""
+"""Saves what a run leaves: its checkpoints, those of them that are kept, and the policy as a Hugging Face folder.
+
+A checkpoint is begun by all ranks, written while training goes on, then completed. Kept are the newest, every so
+many-th, and the best by a metric. The files of an export are laid out here, and filled by the ranks.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from megatron_stare.cluster.trainer_group import TrainerGroup
 from megatron_stare.config.schema import Config
 from megatron_stare.driver.checkpoint_proof import FILE as SELF_TEST
 from megatron_stare.driver.checkpoint_proof import SelfTest
-from megatron_stare.driver.retention import Retention, scores
 from megatron_stare.process.interruption import uninterrupted
 from megatron_stare.records.metric import Metric
+from megatron_stare.run_dir.json_lines import read_jsonl
+from megatron_stare.run_dir.run_files import EVAL_FILE, METRICS_FILE, evaluation_figures, read_metrics
 from megatron_stare.run_dir.run_state import RunDir, RunState, Staged, step_of
+from megatron_stare.weights.files.hf_folder import SHARD_BYTES, copy_companions, create_shards, dtype_name
+from megatron_stare.weights.files.staging import staging
 
 METRICS = (
     Metric(
@@ -124,3 +134,71 @@ class Checkpoints:
             self._note(f"checkpoint.best_by: nothing was logged as {metric} so far, so no checkpoint is kept for it")
         steps = [step_of(checkpoint) for checkpoint in self._dir.checkpoints()]
         self._dir.forget(Retention.of(self._config).leaves(steps, found))
+
+
+@dataclass(frozen=True)
+class Retention:
+    """The rule. `newest` is at least 1, so that the newest checkpoint always stays.
+
+    every: steps that it divides are kept; None: none are.
+    best: how many are kept for their scores, and whether `higher` ones are better.
+    """
+
+    newest: int
+    every: int | None = None
+    best: int = 0
+    higher: bool = True
+
+    @classmethod
+    def of(cls, config: Config) -> Retention:
+        kept = config.checkpoint
+        return cls(config.run.keep_checkpoints, kept.keep_every, kept.keep_best, kept.best_is == "highest")
+
+    def leaves(self, steps: Collection[int], scores: Mapping[int, float]) -> set[int]:
+        """The steps whose checkpoints are no longer wanted.
+
+        Args:
+            steps: of all checkpoints.
+            scores: of some of them; one that is missing or NaN is not among the best. Of two alike the newer is better.
+        """
+        kept = set(sorted(steps)[-max(self.newest, 1) :])
+        if self.every is not None:
+            kept |= {step for step in steps if step % self.every == 0}
+        known = [step for step in steps if not math.isnan(scores.get(step, math.nan))]
+        sign = 1 if self.higher else -1
+        kept |= set(
+            sorted(known, key=lambda step: (sign * scores[step], step))[len(known) - min(self.best, len(known)) :]
+        )
+        return set(steps) - kept
+
+
+def scores(run_dir: Path, metric: str | None) -> dict[int, float]:
+    """Reads a metric from a run's record, by step: of steps, or of the evaluations after them."""
+    if metric is None:
+        return {}
+    if not metric.startswith("eval/"):
+        return {row["step"]: row[metric] for row in read_metrics(run_dir / METRICS_FILE) if metric in row}
+    found = {}
+    for record in read_jsonl(run_dir / EVAL_FILE):
+        task = f"{record['task']}/" if "task" in record else ""
+        figures = {f"eval/{task}{name}": value for name, value in evaluation_figures(record).items()}
+        if metric in figures:
+            found[int(record["step"])] = figures[metric]
+    return found
+
+
+def export_policy(
+    ranks: TrainerGroup, target: Path, companions_from: Path, step: int, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Writes the policy, with config and tokenizer of `companions_from`. Replaces what was there in the end.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    parts = [part for part in ranks.own_tensors() if part]
+    (dtype,) = {dtype for part in parts for _, dtype in part.values()}
+    shapes = [{name: shape for name, (shape, _) in part.items()} for part in parts]
+    nbytes = sum(prod(shape) for part in shapes for shape in part.values()) * dtype.itemsize
+    with staging(target.resolve(), nbytes, replace=True) as folder:
+        ranks.write_tensors(create_shards(folder, shapes, dtype, shard_bytes, step))
+        copy_companions(companions_from, folder, dtype_name(dtype))

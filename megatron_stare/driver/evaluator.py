@@ -133,7 +133,7 @@ class Evaluator:
         return Rollouts(self._engines, environment, partial(self._judged, verifier), calls or CallJournal())
 
     def _right(self, verifier: str, pairs: Sequence[tuple[str, str]]) -> list[bool]:
-        """See answer_classes.Judged. A reference that the verifier cannot read is equal to nothing."""
+        """See evaluation.response.Judged. A reference that the verifier cannot read is equal to nothing."""
         return [(verdict.reward or 0.0) > 0.5 for verdict in self._verifiers[verifier].verify(pairs)]
 
     @contextlib.asynccontextmanager

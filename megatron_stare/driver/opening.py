@@ -13,15 +13,13 @@ from megatron_stare.config.resolved import ResolvedRun, resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_source import SOURCES, PromptSource, make_source
 from megatron_stare.data.records import read_records
-from megatron_stare.driver.prompt_inputs import prompt_inputs, refuse_other_inputs
-from megatron_stare.driver.resuming import check_resume, find_run, resume_point
+from megatron_stare.driver.resuming import check_resume, find_run, prompt_inputs, refuse_other_inputs, resume_point
 from megatron_stare.environments.environment import ENVIRONMENTS, Environment
 from megatron_stare.errors import ConfigError
 from megatron_stare.models import published_shape
 from megatron_stare.observability.metrics.own_metrics import OwnMetric, load_metrics
 from megatron_stare.observability.sink import Sink, make_sinks
-from megatron_stare.planning.activation_memory import activation_memory
-from megatron_stare.planning.memory_check import check_memory
+from megatron_stare.planning.memory import activation_memory, check_memory
 from megatron_stare.planning.preflight import (
     check,
     check_best,

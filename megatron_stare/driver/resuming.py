@@ -1,13 +1,22 @@
-"""Which run is continued, from where, and what may have changed since: decided before anything is started."""
+"""Decides before anything is started which run is continued, from where, and whether it may be.
+
+What must not have changed since: most settings, and what the run's prompts are made with beside its configuration -
+tokenizer, chat template, system prompt. Of these digests are saved with the run's state: a file that was replaced would
+change what every prompt says, and no error.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_stare.config.load import load_recorded, with_absolute_paths
 from megatron_stare.config.schema import Config
+from megatron_stare.data.prompt_source import PromptSource
 from megatron_stare.errors import ConfigError, DataError, UnusableCheckpointError, UserError
 from megatron_stare.run_dir.run_files import METRICS_FILE, read_metrics
 from megatron_stare.run_dir.run_state import CONFIG, RunState, check_whole, complete_checkpoints, refuse_busy, step_of
@@ -29,6 +38,16 @@ FREE_TO_CHANGE = (
     "performance.share_prompts",
 )
 NOT_FREE = ("run.seed",)
+# names of what prompts are made with
+FIRST_PROMPT = "first prompt"
+CHAT_TEMPLATE = "chat template"
+_FILES = (  # of tokenizers
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 
 
 def find_run(config: Config) -> Path:
@@ -124,7 +143,7 @@ def _is_whole(checkpoint: Path) -> bool:
 
 
 def check_resume(config: Config, from_step: int | None = None) -> tuple[Path | None, RunState | None]:
-    """Where a run would be continued; see resume_point. Changes nothing.
+    """Finds where a run would be continued; see resume_point. Changes nothing.
 
     Raises:
         UserError: it could not be.
@@ -158,3 +177,42 @@ def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
     for key, value in tree.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
+
+
+def prompt_inputs(config: Config, tokenizer: Any, source: PromptSource) -> dict[str, str]:
+    """SHA-256 by name: of the tokenizer's files, of its chat template where prompts go through one, and of the token
+    ids of the stream's first prompt, in which whatever else makes prompts shows: a system prompt of the data, say, or
+    another order of it.
+
+    Args:
+        source: at its beginning; it is left there.
+    """
+    folder = Path(config.model.path)
+    names = {*_FILES, *getattr(tokenizer, "vocab_files_names", {}).values(), "tokenizer.json"}
+    found = {name: _digest((folder / name).read_bytes()) for name in sorted(names) if (folder / name).is_file()}
+    if config.data.chat_template:
+        found[CHAT_TEMPLATE] = _digest(json.dumps(tokenizer.chat_template).encode())
+    before = dict(source.state())
+    (prompt,) = source.take(1)
+    source.restore(before)
+    found[FIRST_PROMPT] = _digest(json.dumps(list(prompt.token_ids)).encode())
+    return found
+
+
+def refuse_other_inputs(saved: Mapping[str, str], now: Mapping[str, str], config: Config) -> None:
+    """Raises DataError naming the first that is not what the run was begun with. Releases that saved none say nothing
+    of them."""
+    for name in sorted(saved.keys() | now.keys() if saved else ()):
+        if saved.get(name) == now.get(name):
+            continue
+        how = "is gone" if name not in now else "is new" if name not in saved else "is another"
+        raise DataError(
+            f"{name} {how} since the run was begun, so its prompts would not be what they were",
+            where=config.model.path,
+            fix="put it back as it was (the data too, where the first prompt is another), or start a new run from the "
+            "exported policy",
+        )
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

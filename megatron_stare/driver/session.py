@@ -5,31 +5,28 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 from megatron_stare.cluster.colocation import Colocation
-from megatron_stare.cluster.trainer_group import Runner
+from megatron_stare.cluster.trainer_group import Runner, TrainerGroup
 from megatron_stare.config.engines_alone import evaluation_engines
 from megatron_stare.config.process_settings import port_share
 from megatron_stare.config.resolved import ResolvedRun
-from megatron_stare.data.prompt_queue import PromptQueue
-from megatron_stare.data.prompt_source import dropped
+from megatron_stare.data.prompt_source import PromptQueue, dropped
 from megatron_stare.driver.agreement_watch import AgreementWatch
-from megatron_stare.driver.checkpoints import Checkpoints
+from megatron_stare.driver.checkpoints import Checkpoints, export_policy
 from megatron_stare.driver.evaluator import Evaluator
 from megatron_stare.driver.guarded_batches import FOLDER
 from megatron_stare.driver.guards import Guards
 from megatron_stare.driver.held_run import HeldRun
 from megatron_stare.driver.opening import Inputs, check_dump_step
-from megatron_stare.driver.phase_memory import PhaseMemory
-from megatron_stare.driver.policy_export import export_policy
 from megatron_stare.driver.policy_trainer import PolicyTrainer
-from megatron_stare.driver.prompt_inputs import prompt_inputs, refuse_other_inputs
-from megatron_stare.driver.resuming import offering_older, resume_point
+from megatron_stare.driver.resuming import offering_older, prompt_inputs, refuse_other_inputs, resume_point
 from megatron_stare.driver.supervision import supervised
 from megatron_stare.driver.training_source import TrainingSource
 from megatron_stare.errors import GuardError, NonFiniteError, RollBack, UserError
@@ -47,9 +44,10 @@ from megatron_stare.process.interruption import (
     raise_if_received,
     seconds_left,
 )
-from megatron_stare.process.memory_allocator import freeze, frozen_heap
+from megatron_stare.process.memory import freeze, frozen_heap
 from megatron_stare.process.time_limit import TimeLimit
 from megatron_stare.process.workers import WorkerLostError
+from megatron_stare.records.metric import Metric
 from megatron_stare.rewards.known_answers import open_pool
 from megatron_stare.rewards.verifier_pool import VerifierPool
 from megatron_stare.rollout.engines.model_folder import token_texts
@@ -62,6 +60,22 @@ from megatron_stare.run_dir.run_files import evaluated_steps
 from megatron_stare.run_dir.run_state import RunState
 
 INTERRUPTED_S = 20.0  # for a checkpoint under way when a signal ends the run; Slurm kills 30 s after it sends one
+# phases of a step whose memory is logged, and what of it
+PHASES = ("rollout", "log_probs", "update", "sync", "checkpoint", "eval")
+HELD = {
+    "peak_mb": ("the most that a rank of the trainer held in", "below the GPU's size; level over steps"),
+    "live_mb": (
+        "without CUDA, tensors of the policy and what autograd kept for backward on the fullest rank, of",
+        "level over steps; in log_probs and update what plan/ is held against",
+    ),
+    "device_mb": ("what all processes hold of the fullest GPU at the end of", "below the GPU's size"),
+    "engines_mb": ("what servers on the trainer's devices hold at the end of", "small but in rollout, sync and eval"),
+}
+METRICS = tuple(
+    Metric(f"memory/{phase}_{what}", "MB", f"10^6 bytes: {meaning} the phase {phase}", healthy)
+    for phase in PHASES
+    for what, (meaning, healthy) in HELD.items()
+)
 
 
 class Session:
@@ -300,7 +314,7 @@ class Session:
         self.monitor.progress(done, wanted)
 
     def _tell_news(self) -> None:
-        """What became of engines, to who watches."""
+        """Tells who watches what became of engines."""
         for line in self.engines.news():
             self.monitor.note(line)
 
@@ -318,7 +332,7 @@ class Session:
                 self.checkpoints.save(self._whole_state())
 
     def _whole_state(self) -> RunState:
-        """As it was when the last step was finished, whatever was begun since."""
+        """The state as it was when the last step was finished, whatever was begun since."""
         return replace(self.state, kept=self._kept())
 
     def _evaluate_if_due(self) -> None:
@@ -365,3 +379,35 @@ def make_runner(run: ResolvedRun, awaited: Awaited | None = None) -> Runner:
     from megatron_stare.cluster.ray_runner import RayRunner
 
     return RayRunner(run, awaited)
+
+
+class PhaseMemory:
+    """Gives every phase the metrics `memory/<phase>_peak_mb` and, with a GPU, `memory/<phase>_device_mb`, without CUDA
+    `memory/<phase>_live_mb`, of the rank that holds most, and where engines are named `memory/<phase>_engines_mb`;
+    10^6 bytes.
+
+    Args:
+        phase: opens a phase of the step, by name.
+        engines: that share the trainer's devices; None: none do.
+    """
+
+    def __init__(
+        self, phase: Callable[[str], AbstractContextManager[None]], ranks: TrainerGroup, engines: EnginePool | None
+    ) -> None:
+        self._phase, self._ranks, self._engines = phase, ranks, engines
+        self._metrics: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A phase of the step. What lies between two of them counts to the later one."""
+        with self._phase(name):
+            yield
+        found = self._ranks.memory_mb()
+        if self._engines is not None and (held := self._engines.memory_mb()) is not None:
+            found["engines_mb"] = held
+        self._metrics |= {f"memory/{name}_{what}": mb for what, mb in found.items()}
+
+    def take(self) -> dict[str, float]:
+        """The metrics of the phases since this was asked last."""
+        taken, self._metrics = self._metrics, {}
+        return taken

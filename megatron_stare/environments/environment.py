@@ -39,7 +39,7 @@ class Turn:
     versions: VersionRuns
     finish_reason: FinishReason
     text: str
-    experts: Tensor | None = None  # [m, L, K], see records/routing.py
+    experts: Tensor | None = None  # [m, L, K], see `routing_column`
     stop: str | None = None
 
 

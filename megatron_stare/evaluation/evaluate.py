@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from megatron_stare.evaluation.answer_classes import Judged, answer_classes
-from megatron_stare.evaluation.response import Response
+from megatron_stare.evaluation.response import Judged, Response, answer_classes
 from megatron_stare.evaluation.results import Answered, default_ks, problem_row, results_of
 from megatron_stare.records.batch import Prompt
 

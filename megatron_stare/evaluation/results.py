@@ -1,23 +1,33 @@
-"""What the responses to a task's problems come to: the part of an evaluation's record that training and the command
-`eval` have in common, and the row of every problem."""
+"""Sums up the responses to problems: figures of a task, the row of every problem, and a table of several tasks.
+
+`results_of` is the part of an evaluation's record that training and the command `eval` have in common.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from megatron_stare.evaluation.answer_classes import Classes
 from megatron_stare.evaluation.estimates import majority_at_k, pass_at_k, wilson_interval
-from megatron_stare.evaluation.reflection import CATEGORIES, reflection_counts
-from megatron_stare.evaluation.response import Response
+from megatron_stare.evaluation.response import Classes, Response
+from megatron_stare.records.words import BEHAVIOURS, reflection_counts
+
+_BESIDE = (  # key of the record, what it is called, how it is written
+    ("greedy", "greedy", ".3f"),
+    ("full_solve", "all responses right", ".3f"),
+    ("distinct_answers", "distinct answers", ".2f"),
+    ("distinct_solutions", "distinct right solutions", ".2f"),
+    ("length_mean", "tokens a response", ",.1f"),
+    ("truncated", "cut off at the limit", ".3f"),
+)
 
 
 @dataclass(frozen=True)
 class Answered:
-    """A prompt's sampled responses, n of them, and the class of each one's answer (evaluation/answer_classes.py).
+    """A prompt's sampled responses, n of them, and the class of each one's answer (`answer_classes`).
 
     classes: None where the verifier does not say what is answered.
     """
@@ -27,7 +37,7 @@ class Answered:
 
     @property
     def right(self) -> int:
-        """How many are."""
+        """Number of right responses."""
         return sum(response.right for response in self.responses)
 
     @property
@@ -37,7 +47,7 @@ class Answered:
 
     @property
     def votes(self) -> list[tuple[int, float]]:
-        """Of every class, how many responses it has, and the share of them that is right; the first that came first."""
+        """For every class, how many responses it has, and the share that is right; the first that came first."""
         counts = Counter(each for each in self.classes or () if each is not None)
         rights = Counter(
             each for each, response in zip(self.classes or (), self.responses, strict=False) if response.right
@@ -82,7 +92,7 @@ def results_of(answered: Sequence[Answered], problems: Sequence[int], ks: Sequen
         "truncated": fmean(response.finish_reason == "length" for response in responses),
         "distinct_answers": fmean(len(each.votes) for each in voted) if voted else None,
         "distinct_solutions": fmean(each.solutions for each in answered),
-        "reflection": {category: fmean(count[category] for count in counts) for category in CATEGORIES},
+        "reflection": {category: fmean(count[category] for count in counts) for category in BEHAVIOURS},
     }
 
 
@@ -110,3 +120,28 @@ def problem_row(answered: Answered, ks: Sequence[int]) -> dict[str, Any]:
 def _estimate(values: Sequence[float], problems: Sequence[int]) -> dict[str, float]:
     mean, low, high = wilson_interval(values, problems)
     return {"value": mean, "low": low, "high": high}
+
+
+def table(records: Mapping[str, Mapping[str, Any]]) -> str:
+    """Lines of a table, intervals of 95 % in brackets."""
+    rows: dict[str, dict[str, str]] = {"problems": {}, "responses a problem": {}}
+    for task, record in records.items():
+        rows["problems"][task] = str(record["problems"])
+        rows["responses a problem"][task] = str(record["decoding"]["samples"])
+        for name, each in record["results"].items():
+            rows.setdefault(name, {})[task] = f"{each['value']:.3f} [{each['low']:.3f}, {each['high']:.3f}]"
+    for key, name, form in _BESIDE:
+        for task, record in records.items():
+            if record.get(key) is not None:
+                rows.setdefault(name, {})[task] = format(record[key], form)
+    for task, record in records.items():
+        for category, mean in record["reflection"].items():
+            rows.setdefault(f"{category} words a response", {})[task] = f"{mean:.2f}"
+        if record["failures"]:
+            rows.setdefault("responses not verified", {})[task] = str(record["failures"])
+    width = max(map(len, rows))
+    widths = {task: max(len(task), *(len(cells.get(task, "-")) for cells in rows.values())) for task in records}
+    lines = [" " * width + "".join(f"  {task:>{widths[task]}}" for task in records)]
+    for name, cells in rows.items():
+        lines.append(f"{name:<{width}}" + "".join(f"  {cells.get(task, '-'):>{widths[task]}}" for task in records))
+    return "\n".join(lines)

@@ -1,4 +1,7 @@
-"""The driver's end of its watcher: starts it, tells workers where their beats go, and ends it with the run."""
+"""Starts the watcher of a run or of `eval`, puts down the beats of its driver, and ends it with the run.
+
+The beats are what a run reports to its sinks anyway, with the limit of each phase. Workers are told where theirs go.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +16,126 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_stare.config.black_box_section import BlackBoxConfig
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
-from megatron_stare.hangs import flight
-from megatron_stare.hangs.driver_beats import DriverBeats
-from megatron_stare.hangs.node_agent import TOKEN, WATCHER, ensure
-from megatron_stare.hangs.node_link import LISTENING
-from megatron_stare.hangs.watcher import LOCK, SETTINGS, TICK_S, Settings
-from megatron_stare.run_dir.heartbeat import FOLDER_VARIABLE, CallBeats
+from megatron_stare.hangs import node_facts
+from megatron_stare.hangs.nodes import LISTENING, LOCK, TOKEN, WATCHER, ensure
+from megatron_stare.hangs.watcher import SETTINGS, TICK_S, Settings
+from megatron_stare.observability.sink import RunOutline, Sink
+from megatron_stare.records.rollout_batch import RolloutBatch
+from megatron_stare.run_dir.heartbeat import BETWEEN, DRIVER, FOLDER_VARIABLE, Beat, CallBeats, beat_file, write_beat
 
+KEPT = 20  # durations of each phase, and steps
+PROGRESS_S = 0.2  # progress is put down this often at most: responses may end by the thousand
 MEMORY = Path("/dev/shm")  # a folder there no disk can stall
 PREFIX = "megatron-stare-beats-"
 OLD_S = 60.0  # from which on a folder's watcher has begun, or never will
 START_S = 20.0  # until the watcher of a run on several nodes must listen
 LEAVE_S = 5.0
 CARRIED = (FOLDER_VARIABLE, WATCHER, TOKEN)
+
+
+@dataclass
+class _Phase:
+    """One that is open. Times are seconds of `clock`, moved on by what phases inside it took."""
+
+    name: str
+    since: float  # seconds since 1970
+    begun: float
+    entered: float
+    moved: float
+    limit_s: float
+
+
+class DriverBeats(Sink):
+    """Told by the monitor like any sink, and by the session where a step or the run's end begins.
+
+    Args:
+        folder: of this node's beats.
+        clock: that the watcher reads too.
+    """
+
+    def __init__(self, folder: Path, rule: BlackBoxConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._file, self._rule, self._clock = beat_file(folder, DRIVER), rule, clock
+        self._taken: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT))
+        self._steps: deque[float] = deque(maxlen=KEPT)
+        self._stepping = False
+        self._phases = [self._new(BETWEEN)]  # the outermost first
+        self._beat = Beat(DRIVER, os.getpid(), BETWEEN, time.time(), clock(), begun=time.time())
+        self._put()
+
+    def start(self, run: RunOutline) -> None:
+        """See Sink."""
+        self._put(steps=run.config.run.steps)
+
+    def resume(self, run: RunOutline, step: int, rows: Sequence[Mapping[str, float]]) -> None:
+        """See Sink."""
+        self._put(steps=run.config.run.steps, step=step)
+
+    def begin_step(self, step: int) -> None:
+        """A step begins, which the run is at until the next."""
+        self._between()
+        self._stepping = True
+        self._phases = [self._new(BETWEEN)]
+        self._put(step=step)
+
+    def step(self, step: int, metrics: Mapping[str, float], batch: RolloutBatch) -> None:
+        """See Sink."""
+        if (seconds := metrics.get("time/step_s")) is not None:
+            self._steps.append(seconds)
+        self._put(step_s=tuple(self._steps), tokens_per_s=metrics.get("perf/tokens_per_s"))
+
+    def begin_phase(self, name: str) -> None:
+        """See Sink."""
+        self._between()
+        self._phases.append(self._new(name))
+        self._put(done=0, total=0)
+
+    def end_phase(self, name: str) -> None:
+        """See Sink."""
+        now, inner = self._clock(), self._phases.pop()
+        self._taken[inner.name].append(now - inner.entered)
+        if len(self._phases) > 1:
+            outer = self._phases[-1]
+            outer.entered += now - inner.begun
+            outer.moved += now - inner.begun
+        else:
+            self._phases = [self._new(BETWEEN)]
+        self._put(done=0, total=0)
+
+    def progress(self, done: int, total: int) -> None:
+        """See Sink."""
+        now = self._clock()
+        if done == total or now - self._phases[-1].moved >= PROGRESS_S:
+            self._phases[-1].moved = now
+            self._put(done=done, total=total)
+
+    def last_phase(self, name: str) -> None:
+        """The run's end begins, which is part of no step: its export, or that everything is closed."""
+        self._phases = [self._new(name)]
+        self._put(done=0, total=0)
+
+    def _between(self) -> None:
+        """Takes the time between two phases of steps; weights are loaded before the first step."""
+        if self._stepping and len(self._phases) == 1:
+            self._taken[BETWEEN].append(self._clock() - self._phases[0].entered)
+
+    def _new(self, name: str) -> _Phase:
+        now = self._clock()
+        return _Phase(name, time.time(), now, now, now, self._rule.limit_s(self._taken[name]))
+
+    def _put(self, **known: object) -> None:
+        now = self._phases[-1]
+        at = {"phase": now.name, "since": now.since, "moved": now.moved, "limit_s": now.limit_s}
+        self._beat = replace(self._beat, **at, **known)  # type: ignore[arg-type]
+        with contextlib.suppress(OSError):  # what watches a run must not end it
+            write_beat(self._file, self._beat)
 
 
 class BlackBox:
@@ -139,6 +244,54 @@ def beats_here(role: str, node: str) -> CallBeats:
             ensure(here, f"{os.uname().nodename}/{node[:8]}")
         except OSError:
             return CallBeats(None, role)
-    for name, value in flight.environment(here).items():  # read where a rank makes its groups, if they are NCCL's
+    # read where a rank makes its groups, if they are NCCL's
+    for name, value in node_facts.flight_environment(here).items():
         os.environ.setdefault(name, value)
     return CallBeats(here if here.is_dir() else None, role)
+
+
+class Watched:
+    """The phases of this process, and what is done in them; told to nobody where black_box.enabled is false. Closing
+    twice is allowed.
+
+    Args:
+        folder: for heartbeat.json and bundles.
+        step: training steps behind the weights.
+        ports: that it may listen on for its agents on other nodes; None: any.
+
+    Raises:
+        UserError: the watcher cannot be started.
+    """
+
+    def __init__(self, config: Config, folder: Path, step: int, ports: Sequence[int] | None) -> None:
+        self._box: BlackBox | None = None
+        if config.black_box.enabled:
+            self._box = BlackBox(config, folder, ports)
+            self._box.beats.begin_step(step)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """While open, the process is at this."""
+        if self._box is None:
+            yield
+            return
+        self._box.beats.begin_phase(name)
+        try:
+            yield
+        finally:
+            self._box.beats.end_phase(name)
+
+    def progress(self, done: int, total: int) -> None:
+        """So many responses of the phase are done."""
+        if self._box is not None:
+            self._box.beats.progress(done, total)
+
+    def last_phase(self, name: str) -> None:
+        """Begins the last phase, which goes on until `close`."""
+        if self._box is not None:
+            self._box.beats.last_phase(name)
+
+    def close(self) -> None:
+        """Ends the watcher."""
+        if self._box is not None:
+            self._box.close()

@@ -1,4 +1,4 @@
-"""What is known of a run that does not get on: records that travel as JSON, from node to node and into the bundle."""
+"""Records of a run that does not get on. They travel as JSON, from node to node and into the bundle."""
 
 from __future__ import annotations
 
@@ -7,11 +7,40 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_stare.hangs.stacks import Frame, Thread
 from megatron_stare.run_dir.heartbeat import Beat
 
 VERIFIER, SERVER, WRITER = "verifier", "server of ", "child of "
 NODE_PARTS = ("raylet", "gcs_server")  # Ray's processes that a run stands and falls with
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A Python function on a stack.
+
+    own: it is neither Python's nor an installed package's, but this project's or a user's.
+    """
+
+    function: str
+    file: str
+    line: int
+    own: bool = False
+
+    @property
+    def name(self) -> str:
+        """The function's, without its class's."""
+        return self.function.rpartition(".")[2]
+
+    def __str__(self) -> str:
+        return f"{self.function} ({self.file}:{self.line})"
+
+
+@dataclass(frozen=True)
+class Thread:
+    """One of a process. frames: the innermost first."""
+
+    name: str
+    frames: tuple[Frame, ...]
+    holds_interpreter: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,7 +117,7 @@ class RequestFacts:
 
 @dataclass(frozen=True)
 class ReplicaFacts:
-    """How the driver sees an engine: its state (docs/fleet.md), how many requests it has, and the oldest of them."""
+    """An engine as the driver sees it: its state (docs/fleet.md), how many requests it has, and the oldest of them."""
 
     number: int
     state: str

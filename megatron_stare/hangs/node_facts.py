@@ -1,24 +1,144 @@
-"""Looks at a run's processes on this node: how they stand, where they are, what they wait for. Bounded in time: what a
-process does not let us see is left out and said."""
+"""Looks at a run's processes on this node: how they stand, where they are, what they wait for.
+
+Bounded in time: what a process does not let us see is left out and said.
+
+Stacks of Python processes are taken from outside by py-spy (github.com/benfred/py-spy), which reads their memory: a
+process that is stopped, or whose interpreter is held, cannot say where it is.
+
+NCCL's flight recorder knows which collectives each rank has begun and ended. torch's ProcessGroupNCCL keeps the newest
+TORCH_FR_BUFFER_SIZE of them, and dumps them to the file TORCH_FR_DUMP_TEMP_FILE + rank when something is written to the
+pipe TORCH_NCCL_DEBUG_INFO_PIPE_FILE + rank + ".pipe", which a thread of its own reads (docs.pytorch.org:
+torch_nccl_environment_variables). Of gloo there is no such record.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
+import os
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_stare.hangs import proc_files, stacks
-from megatron_stare.hangs.hang_facts import NODE_PARTS, SERVER, VERIFIER, WRITER, ProcessFacts
+from megatron_stare.hangs import proc_files
+from megatron_stare.hangs.hang_facts import NODE_PARTS, SERVER, VERIFIER, WRITER, Frame, ProcessFacts, Thread
 from megatron_stare.run_dir.heartbeat import DRIVER, Beat, beats_of
 
-BETWEEN_LOOKS_S = 1.5  # what waits in the same call twice, waits
-LIMIT_S = 30.0  # of all
+PAUSING_S, READING_S = 8.0, 6.0  # until a look by py-spy is given up
+OTHERS = ("/lib/python", "/site-packages/", "/dist-packages/", "<")  # on the path of what somebody else wrote
+OURS = "/megatron_stare/"
+PAUSED = ("T", "t", "D")  # asked to pause, one of these would never say that it has
+RECORDED = "2000"  # collectives that NCCL's flight recorder keeps
+PIPES, DUMPS = "nccl_pipe_", "nccl_trace_rank_"
+DUMP_S, LOOK_S = 10.0, 0.25  # that ranks are given to write theirs; they look at the pipe once a second
+BETWEEN_LOOKS_S = 1.5  # of `look`; what waits in the same call twice, waits
+LIMIT_S = 30.0  # of all of `look`
 AT_ONCE = 4  # stacks that are taken, each some tenths of a second of a CPU
 WORD = 60  # characters of a word of a command line that are kept
+
+
+def program() -> str | None:
+    """py-spy's path: of this environment, or else of the shell."""
+    here = Path(sys.executable).with_name("py-spy")
+    return str(here) if here.exists() else shutil.which("py-spy")
+
+
+def take_stacks(pid: int, state: str, stuck: bool = False) -> tuple[list[Thread], str]:
+    """The threads of a process, and in words what could not be had of them, "" where nothing is missing.
+
+    The process is paused for the look, some milliseconds; one that cannot be paused, or not by us, is read as it runs.
+
+    Args:
+        stuck: it waits for a file system, and would not pause.
+    """
+    spy = program()
+    if spy is None:
+        return [], "py-spy is not installed"
+    said = ""
+    for flags, limit in (((), PAUSING_S), (("--nonblocking",), READING_S), (("--nonblocking",), READING_S)):
+        if not flags and (stuck or state in PAUSED):
+            continue
+        try:
+            done = subprocess.run(
+                [spy, "dump", "--json", "--pid", str(pid), *flags],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=limit,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            said = f"py-spy: {type(error).__name__} after {limit:g} s"
+            continue
+        try:
+            threads = parsed_stacks(done.stdout)
+        except (ValueError, LookupError, TypeError):
+            threads = []
+        if threads:
+            return threads, "read while it ran, and may be of two moments" if flags and not stuck and said else ""
+        said = done.stderr.decode(errors="replace").strip().partition("\n")[0] or "py-spy found no thread"
+    return [], f"no stack: {said}"
+
+
+def parsed_stacks(content: bytes) -> list[Thread]:
+    """Reads what `py-spy dump --json` writes.
+
+    Raises:
+        ValueError, LookupError, TypeError: it is something else.
+    """
+    return [
+        Thread(
+            str(each["thread_name"] or each["thread_id"]),
+            tuple(
+                Frame(f["name"], f["short_filename"] or f["filename"], int(f["line"]), _own(f["filename"]))
+                for f in each["frames"]
+            ),
+            bool(each["owns_gil"]),
+        )
+        for each in json.loads(content)
+    ]
+
+
+def _own(file: str) -> bool:
+    return OURS in file or not any(part in file for part in OTHERS)
+
+
+def flight_environment(folder: Path) -> dict[str, str]:
+    """Gives the environment variables of ranks with NCCL's collectives, without which `dump_flights` finds nothing.
+
+    Recording costs some MB, and no measurable time.
+    """
+    return {
+        "TORCH_FR_BUFFER_SIZE": RECORDED,
+        "TORCH_FR_DUMP_TEMP_FILE": str(folder / DUMPS),
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(folder / PIPES),
+    }
+
+
+def dump_flights(folder: Path) -> tuple[dict[str, bytes], str]:
+    """Has the ranks of this node dump what NCCL recorded: by file name, and in words what there is."""
+    pipes = sorted(folder.glob(f"{PIPES}*.pipe"))
+    if not pipes:
+        return {}, "NCCL's flight recorder: no rank here has one (their collectives are gloo's)"
+    begun = time.time()
+    for pipe in pipes:
+        with contextlib.suppress(OSError):  # nobody reads it: the rank is gone
+            descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+            os.write(descriptor, b"1")
+            os.close(descriptor)
+    deadline = time.monotonic() + DUMP_S
+    dumps: list[Path] = []
+    while time.monotonic() < deadline and len(dumps) < len(pipes):
+        time.sleep(LOOK_S)
+        dumps = [file for file in folder.glob(f"{DUMPS}*") if file.stat().st_mtime >= begun]
+    return {file.name: file.read_bytes() for file in dumps}, (
+        f"NCCL's flight recorder: {len(dumps)} of {len(pipes)} ranks have written theirs (folder nccl)"
+    )
 
 
 def look(folder: Path, driver: int | None, leave_out: Sequence[int] = (), node: str = "") -> list[dict[str, Any]]:
@@ -51,7 +171,7 @@ def look(folder: Path, driver: int | None, leave_out: Sequence[int] = (), node: 
 
 
 def here() -> str:
-    """What this node is called, where it is that of the driver."""
+    """Name of this node, where it is that of the driver."""
     return socket.gethostname()
 
 
@@ -111,7 +231,7 @@ class _Look:
         if found["role"] and proc_files.runs_python(pid) and not _of_ray_itself(words, found):
             with gate:
                 if time.monotonic() < deadline:
-                    threads, said = stacks.take(pid, now.state, stuck is not None)
+                    threads, said = take_stacks(pid, now.state, stuck is not None)
                     found["threads"] = [dataclasses.asdict(thread) for thread in threads]
                     found["said"] = ", ".join(filter(None, [found["said"], said]))
         found["pss_bytes"] = proc_files.pss_bytes(pid)
@@ -123,7 +243,7 @@ def _of_ray_itself(words: Sequence[str], found: dict[str, Any]) -> bool:
 
 
 def _role(process: proc_files.Status, beats: dict[int, Beat], every: dict[int, proc_files.Status]) -> str:
-    """What it is to the run, by itself or by whoever started it."""
+    """Role of a process in the run, by itself or by whoever started it."""
     if process.pid in beats:
         return beats[process.pid].role
     if process.name in NODE_PARTS:

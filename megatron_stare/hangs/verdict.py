@@ -11,8 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_stare.hangs.hang_facts import NODE_PARTS, VERIFIER, Facts, ProcessFacts
-from megatron_stare.hangs.stacks import Frame, Thread
+from megatron_stare.hangs.hang_facts import NODE_PARTS, VERIFIER, Facts, Frame, ProcessFacts, Thread
 from megatron_stare.run_dir.heartbeat import DRIVER, IDLE
 
 RANK, ENGINE = "trainer rank ", "rollout engine "

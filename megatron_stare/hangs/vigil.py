@@ -1,10 +1,17 @@
-"""When a run hangs: its driver's beats held against their limits. Pure: it is told the time."""
+"""Decides when a run hangs: the beats of its driver held against their limits.
+
+Time that its processes were given no CPU, because other programs had it, does not count. Ray starts its workers with a
+low priority (nice 15), so a few busy programs can make them a hundred times as slow.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from megatron_stare.run_dir.heartbeat import Beat
+from megatron_stare.hangs import proc_files
+from megatron_stare.run_dir.heartbeat import DRIVER, Beat, beats_of
 
 MOST = 20  # bundles of a run; one that is taken for hanging again and again has wrong limits
 STARVED = 9.0  # limits more that a run is given while it waits for a CPU: longer, and somebody should know
@@ -27,11 +34,11 @@ class Vigil:
     starved_s: float = 0.0  # that the run waited for a CPU since then
 
     def near(self, beat: Beat, now: float) -> bool:
-        """Whether the run has been for half of its limit where it is: what it waits for begins to matter."""
+        """Says whether the run has been for half of its limit where it is: what it waits for begins to matter."""
         return beat.limit_s is not None and beat.moved == self._moved and 2 * self.without_s(beat, now) > beat.limit_s
 
     def hangs(self, beat: Beat, now: float, starved_s: float = 0.0) -> bool:
-        """Whether the run hangs and this was not said yet of the phase that it is in.
+        """Says whether the run hangs and this was not said yet of the phase that it is in.
 
         Args:
             now: seconds of the clock of `beat.moved`.
@@ -54,3 +61,36 @@ class Vigil:
     def without_s(self, beat: Beat, now: float) -> float:
         """For how long the run has not got on, though it could have, seconds."""
         return now - beat.moved - self.held_s - min(self.starved_s, STARVED * (beat.limit_s or 0.0))
+
+
+class Starvation:
+    """Looked at again and again."""
+
+    def __init__(self) -> None:
+        self._waited: dict[int, dict[int, float]] = {}  # by process, of its threads
+
+    def since(self, pids: Iterable[int]) -> float:
+        """Seconds since the last look that these processes waited for a CPU, each its thread that waited longest; 0 for
+        one that was not looked at then. A thread that sleeps until something comes does not wait for one."""
+        before, self._waited = self._waited, {pid: proc_files.waited_for_cpu(pid) for pid in pids}
+        total = 0.0
+        for pid, threads in self._waited.items():
+            known = before.get(pid, {})
+            total += max((waited - known[thread] for thread, waited in threads.items() if thread in known), default=0.0)
+        return total
+
+    def forget(self) -> None:
+        """The next look is a first one."""
+        self._waited = {}
+
+
+def of_the_run(folder: Path) -> set[int]:
+    """The processes of this node that a phase may wait for: the driver, ranks and engines, and what these have started:
+    servers and writers. Those too that are in no call: one may be asked and not know it for want of a CPU.
+
+    Args:
+        folder: of this node's beats.
+    """
+    beats = beats_of(folder)
+    workers = [beat.pid for beat in beats if beat.role != DRIVER]
+    return {beat.pid for beat in beats} | proc_files.below(workers, proc_files.everything())

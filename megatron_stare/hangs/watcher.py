@@ -27,13 +27,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from megatron_stare.hangs import bundle, flight, node_facts, proc_files
+from megatron_stare.hangs import bundle, node_facts, proc_files
+from megatron_stare.hangs.bundle import STATES, screen
 from megatron_stare.hangs.hang_facts import Facts, ProcessFacts, ReplicaFacts, RequestFacts, ServerFacts
-from megatron_stare.hangs.node_link import Nodes
-from megatron_stare.hangs.one_screen import STATES, screen
-from megatron_stare.hangs.starvation import Starvation, of_the_run
+from megatron_stare.hangs.nodes import LOCK, Nodes
 from megatron_stare.hangs.verdict import Verdict, verdict
-from megatron_stare.hangs.vigil import Vigil
+from megatron_stare.hangs.vigil import Starvation, Vigil, of_the_run
 from megatron_stare.run_dir.heartbeat import (
     DRIVER,
     HEARTBEAT_FILE,
@@ -45,7 +44,6 @@ from megatron_stare.run_dir.heartbeat import (
 )
 
 SETTINGS = "watch.json"  # in the folder of beats
-LOCK = "agent.lock"  # likewise; held as long as somebody sees to the folder
 TICK_S = 1.0  # between two looks at the driver's beat
 COPY_S = 5.0  # between two copies of it into the run directory
 ASK_S = 5.0  # that a server is given to say anything at all
@@ -146,7 +144,7 @@ class Watcher:
         others = self._nodes.ask() if self._nodes is not None else None
         with ThreadPoolExecutor(8) as pool:
             servers = pool.map(lambda numbered: asked(*numbered), enumerate(settings.urls))
-            dumping = pool.submit(flight.dump, self._folder)
+            dumping = pool.submit(node_facts.dump_flights, self._folder)
             here = node_facts.look(self._folder, settings.driver, leave_out=[os.getpid()])
             dumps, flight_said = dumping.result()
             found_servers = tuple(servers)

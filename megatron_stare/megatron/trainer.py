@@ -19,34 +19,31 @@ from megatron_stare.config.device_rules import check_device
 from megatron_stare.config.performance import check_device_performance
 from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.errors import DataError
-from megatron_stare.megatron.backend.computes_on import computes_on
 from megatron_stare.megatron.backend.cpu_backend import device
 from megatron_stare.megatron.backend.layout import join, leave
 from megatron_stare.megatron.batching.microbatch import RankBatch
 from megatron_stare.megatron.batching.sequence_layout import sequence_layout
 from megatron_stare.megatron.checkpoint import checkpoint
 from megatron_stare.megatron.checkpoint.background_save import BackgroundSave
-from megatron_stare.megatron.checkpoint.start import load_start
+from megatron_stare.megatron.checkpoint.checkpoint import load_start
 from megatron_stare.megatron.export.export import PolicyStream, export_hf
 from megatron_stare.megatron.export.hf_export import HfExport
 from megatron_stare.megatron.export.stage_send import StageSend
 from megatron_stare.megatron.model import routing_replay
-from megatron_stare.megatron.model.head import Head
-from megatron_stare.megatron.model.head_choice import HeadChoice, choose_head, free_memory, largest_logits
+from megatron_stare.megatron.model.head import Head, HeadChoice, choose_head, free_memory, largest_logits
 from megatron_stare.megatron.model.model import build_policy, finish_gather
-from megatron_stare.megatron.optimizer.adam_step import adam_name
 from megatron_stare.megatron.optimizer.offload import PARTS, DeviceState
 from megatron_stare.megatron.optimizer.optimizer import build_optimizer
-from megatron_stare.megatron.optimizer.optimizer_state import chain
+from megatron_stare.megatron.optimizer.optimizer_state import adam_name, chain
 from megatron_stare.megatron.step.differences import Compared
 from megatron_stare.megatron.step.not_finite import NotFinite, OwnGradients, look
-from megatron_stare.megatron.step.passes import compute_log_probs
+from megatron_stare.megatron.step.passes import Reference, compute_log_probs
 from megatron_stare.megatron.step.rank_memory import RankMemory
-from megatron_stare.megatron.step.reference import Reference
 from megatron_stare.megatron.step.state_sums import RankProof, state_sums
 from megatron_stare.megatron.step.step import Policy, Step
 from megatron_stare.models.shape import ModelShape
-from megatron_stare.process.memory_allocator import keep_freed
+from megatron_stare.process.memory import keep_freed
+from megatron_stare.process.versions import computes_on
 from megatron_stare.records.batch import MicroBatchPlan
 from megatron_stare.records.log_prob_difference import LogProbDifference
 from megatron_stare.records.rollout_batch import RankShare

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
 
 from megatron_stare.config.load import load_recorded
 from megatron_stare.config.resolved import resolve_run
 from megatron_stare.errors import ConfigError, DataError
-from megatron_stare.planning.coefficients import Coefficients, Fitted, changed
-from megatron_stare.planning.fit import PlannedFit
-from megatron_stare.planning.gpus import Gpu
+from megatron_stare.planning.gpus import Coefficients, Fitted, Gpu, changed
+from megatron_stare.planning.memory import PlannedFit
 from megatron_stare.planning.phase_times import (
     Lengths,
     log_prob_work,
@@ -21,11 +22,49 @@ from megatron_stare.planning.phase_times import (
     sync_work,
     update_work,
 )
-from megatron_stare.planning.two_terms import Seen, solve
 from megatron_stare.run_dir.run_state import CONFIG
 
+APART = 1.25  # of two runs' parts, before they tell one term from the other
 WARM_UP = 2  # steps left out, in which kernels are compiled and caches filled
 LEAST = 5  # steps that a median is taken of
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The parts of one run's phase.
+
+    ideal: seconds of the phase where its rate is 1. other: seconds of one unit of the other term.
+    seconds: that were measured; above 0.
+    """
+
+    ideal: float
+    other: float
+    seconds: float
+
+
+def solve(runs: Sequence[Seen], least: float) -> tuple[float, float]:
+    """(inverse, times) of the least squares of the errors, each as a share of what that run took.
+
+    With one run, or where the runs' parts, other over ideal, are not `APART` from each other, there is no telling the
+    terms apart, and times is 0. Neither is below 0, and beside another term the inverse is not below `least`: alone it
+    may be, and says that the runs were faster than the rate that it is a share of.
+    """
+    ideal, other = np.array([(run.ideal / run.seconds, run.other / run.seconds) for run in runs]).T
+    ones = np.ones(len(runs))
+    alone = _one(ideal, ones)
+    ratios = [run.other / run.ideal for run in runs]
+    if alone <= least or max(ratios) < APART * min(ratios) or not max(ratios):
+        return alone, 0.0
+    inverse, times = np.linalg.lstsq(np.column_stack((ideal, other)), ones, rcond=None)[0]
+    if times < 0:
+        return alone, 0.0
+    if inverse < least:
+        return least, max(_one(other, ones - least * ideal), 0.0)
+    return float(inverse), float(times)
+
+
+def _one(column: np.ndarray, target: np.ndarray) -> float:
+    return float(column @ target / (column @ column))
 
 
 def calibrate(run_dirs: Sequence[Path], gpu: Gpu, start: Coefficients, prompt: float | None) -> Fitted:
@@ -103,7 +142,7 @@ def _parts(
 
 
 def medians(run_dir: Path) -> dict[str, float]:
-    """Of each of the run's metrics, without the first steps. Raises DataError where there are too few."""
+    """Medians of each of the run's metrics, without the first steps. Raises DataError where there are too few."""
     path = run_dir / "metrics.jsonl"
     try:
         steps = [json.loads(line) for line in path.read_text().splitlines()]

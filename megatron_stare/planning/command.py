@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_stare.config.load import load_config
 from megatron_stare.errors import ConfigError, UserError
-from megatron_stare.planning.gpus import GPUS, find_gpu
+from megatron_stare.planning.gpus import GPUS, Coefficients, find_gpu, read_coefficients, store
 
 DEFAULT = "h100-80g"
 
@@ -66,10 +66,8 @@ def run_command(args: argparse.Namespace) -> int:
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # a plan is made without any device
 
     from megatron_stare.planning.calibrate import calibrate
-    from megatron_stare.planning.coefficients import Coefficients, read_coefficients, store
     from megatron_stare.planning.phase_times import Lengths
-    from megatron_stare.planning.plan_text import text
-    from megatron_stare.planning.run_plan import Site, as_json, make_plan
+    from megatron_stare.planning.run_plan import Site, as_json, make_plan, text
     from megatron_stare.process.silence_upstreams import quiet_upstreams
 
     quiet_upstreams()

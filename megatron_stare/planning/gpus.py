@@ -1,10 +1,17 @@
-"""What a plan knows of a device, each number from where its maker gives it."""
+"""Numbers that a plan has of a GPU: its data sheet, each from where its maker gives it, and coefficients.
+
+Coefficients are the numbers of the time model that no data sheet has: assumed, or fitted to a run and stored in a JSON
+file.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
 
-from megatron_stare.errors import unknown_name
+from megatron_stare.errors import ConfigError, DataError, unknown_name
 
 
 @dataclass(frozen=True)
@@ -47,3 +54,112 @@ def find_gpu(name: str, where: str = "--gpu") -> Gpu:
     if name not in GPUS:
         raise unknown_name(name, GPUS, where)
     return GPUS[name]
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Shares of a device's peak that are reached, and seconds that come on top.
+
+    log_prob_mfu, update_mfu: share of the peak that a rank reaches in matrix products.
+    log_prob_moves, update_moves: hidden states that a token moves through memory in a layer at its full bandwidth, of
+        all that is not a matrix product; 0: it is within the shares above, whatever the model's width.
+    prefill_mfu: likewise, of servers that read prompts, and of decoding where arithmetic bounds it.
+    decode_efficiency: share of the memory's bandwidth that decoding reaches.
+    decode_layer_s: seconds of a token step and layer, however many responses it is for; 0: within the shares.
+    link_efficiency: of links' bandwidth that collectives reach.
+    sync_bytes_s: of a whole weight sync, gather and load included, bytes a second.
+    fixed_s: seconds of a step beside its phases.
+    checkpoint_bytes_s: that all ranks write together.
+    """
+
+    log_prob_mfu: float = 0.4
+    update_mfu: float = 0.4
+    log_prob_moves: float = 0.0
+    update_moves: float = 0.0
+    prefill_mfu: float = 0.4
+    decode_efficiency: float = 0.6
+    decode_layer_s: float = 0.0
+    link_efficiency: float = 0.7
+    sync_bytes_s: float = 2e9 * 355 / 48
+    fixed_s: float = 5.0
+    checkpoint_bytes_s: float = 10e9
+
+
+SOURCES = {
+    "log_prob_mfu": "assumed; Megatron-LM's README reports 41 to 48 % of pretraining on H100",
+    "update_mfu": "assumed, likewise",
+    "log_prob_moves": "assumed to be within the share; fitted to runs of several widths",
+    "update_moves": "assumed, likewise",
+    "prefill_mfu": "assumed",
+    "decode_efficiency": "assumed",
+    "decode_layer_s": "assumed to be within the shares; fitted to runs of several sizes",
+    "link_efficiency": "assumed",
+    "sync_bytes_s": "slime's 355B in 48 s, published; benchmarks/sync_model.py",
+    "fixed_s": "the driver took 4.4 s at 8,192 replies of 16,384 tokens, benchmarks/driver.py",
+    "checkpoint_bytes_s": "assumed of a shared file system",
+}
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Coefficients of a device, and where from: None, assumed."""
+
+    coefficients: Coefficients
+    run: str | None = None
+
+
+def read_coefficients(path: Path, gpu: str) -> Fitted:
+    """Reads the coefficients that were fitted for the device, if any.
+
+    Raises:
+        DataError: the file is not one that `store` wrote.
+    """
+    if not path.exists():
+        return Fitted(Coefficients())
+    found = _entries(path).get(gpu)
+    if found is None:
+        return Fitted(Coefficients())
+    try:
+        return Fitted(Coefficients(**found["coefficients"]), found["run"])
+    except (KeyError, TypeError) as error:
+        raise _unreadable(path, str(error)) from error
+
+
+def store(path: Path, gpu: str, fitted: Fitted) -> None:
+    """Adds the device's, beside those of other devices."""
+    entries = _entries(path) if path.exists() else {}
+    entries[gpu] = {"run": fitted.run, "coefficients": asdict(fitted.coefficients)}
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(entries, indent=2) + "\n")
+    part.replace(path)
+
+
+def changed(start: Coefficients, found: dict[str, float]) -> Coefficients:
+    """Raises ConfigError for a share above 1: the run was on a faster device than is said."""
+    for name, value in found.items():
+        if name.endswith(("_mfu", "_efficiency")) and value > 1:
+            raise ConfigError(
+                f"{name} would be {value:.3g}, more than this GPU can do", where="--calibrate", fix="check --gpu"
+            )
+    return replace(start, **found)
+
+
+def _entries(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, str(error)) from error
+    known = {field.name for field in fields(Coefficients)}
+    if not isinstance(found, dict) or not all(
+        isinstance(entry, dict)
+        and isinstance(values := entry.get("coefficients"), dict)
+        and values.keys() <= known
+        and all(isinstance(value, int | float) and value >= 0 for value in values.values())
+        for entry in found.values()
+    ):
+        raise _unreadable(path, "no coefficients by GPU")
+    return found
+
+
+def _unreadable(path: Path, why: str) -> DataError:
+    return DataError(f"not a file of coefficients: {why}", where=str(path), fix="delete it, and calibrate again")

@@ -12,8 +12,7 @@ from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.models.shape import ModelShape
-from megatron_stare.planning.fit import PlannedFit
-from megatron_stare.planning.memory_check import longest_sequence
+from megatron_stare.planning.memory import PlannedFit, longest_sequence
 from megatron_stare.planning.placement import Demand, Node, check_possible
 
 _CUTS = ("tensor", "pipeline", "context", "data", "expert")

@@ -16,10 +16,8 @@ from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, UserError
 from megatron_stare.observability.metrics.planned import MEMORY, PHASES
-from megatron_stare.planning.coefficients import Coefficients, read_coefficients
-from megatron_stare.planning.fit import PlannedFit
-from megatron_stare.planning.gpus import CPU, GPUS, Gpu, find_gpu
-from megatron_stare.planning.memory_budget import Budget
+from megatron_stare.planning.gpus import CPU, GPUS, Coefficients, Gpu, find_gpu, read_coefficients
+from megatron_stare.planning.memory import Budget, PlannedFit
 from megatron_stare.planning.phase_times import Lengths, Step
 from megatron_stare.planning.run_plan import capacity_of, step_of
 from megatron_stare.records.metric import Metric

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.config.schema import Config
 from megatron_stare.models.shape import ModelShape
-from megatron_stare.planning.coefficients import Coefficients
-from megatron_stare.planning.flops import body_flops, forward_flops, layer_matrices
-from megatron_stare.planning.gpus import HOST_LINK, NETWORK, Gpu
+from megatron_stare.planning.gpus import HOST_LINK, NETWORK, Coefficients, Gpu
 from megatron_stare.planning.partial_flow import PartialFlow, partial_flow
 from megatron_stare.rollout.engines.replicas import replica_count, replica_gpus
 from megatron_stare.rollout.engines.served_memory import ServedMemory
@@ -35,6 +33,33 @@ ASSUMPTIONS = (
 )
 
 
+def balanced(shape: ModelShape) -> ModelShape:
+    """The dense model whose tokens are as much work as those of a mixture of experts whose experts get equal shares."""
+    if not shape.experts:
+        return shape
+    return replace(shape, experts=0, ffn=shape.experts_per_token * shape.expert_ffn)
+
+
+def layer_matrices(shape: ModelShape) -> int:
+    """Entries of the matrices of a layer that a token is multiplied with: projections, router, feed-forward."""
+    attention = 2 * shape.hidden * (shape.heads + shape.kv_heads) * shape.head_dim
+    return attention + 3 * shape.hidden * balanced(shape).ffn + shape.hidden * shape.experts
+
+
+def forward_flops(shape: ModelShape, prompt: float, response: float) -> float:
+    """Operations of one sequence: its layers, causal attention over a mean of half of its tokens, and the output layer
+    at the positions of the response alone."""
+    length = prompt + response
+    matrices = 2 * shape.layers * layer_matrices(shape) * length
+    attention = 2 * shape.layers * shape.heads * shape.head_dim * length * length  # scores and values, half masked
+    return matrices + attention + 2 * shape.hidden * shape.vocab_size * response
+
+
+def body_flops(shape: ModelShape, prompt: float, response: float) -> float:
+    """Operations of the layers alone, which full recomputation does again."""
+    return forward_flops(shape, prompt, response) - 2 * shape.hidden * shape.vocab_size * response
+
+
 @dataclass(frozen=True)
 class Lengths:
     """Mean tokens."""
@@ -44,7 +69,7 @@ class Lengths:
 
     @classmethod
     def of(cls, config: Config, prompt: float | None = None, response: float | None = None) -> Lengths:
-        """Those that are asked for, else the section `plan`'s, else what is assumed of every run."""
+        """Takes those that are asked for, else the section `plan`'s, else what is assumed of every run."""
         rollout, plan = config.rollout, config.plan
         return cls(
             prompt or plan.prompt_tokens or rollout.max_prompt_tokens / 4,
@@ -54,7 +79,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Work:
-    """What a phase takes: `ideal` seconds at the peak, which are divided by the share of it that is reached; `moved`
+    """The work of a phase: `ideal` seconds at the peak, which are divided by the share of it that is reached; `moved`
     ones for each hidden state that a token moves through memory in a layer; and `fixed` ones beside."""
 
     ideal: float
@@ -88,12 +113,12 @@ class Step:
         return self.tokens / self.seconds / self.gpus
 
     def mfu(self, gpu: Gpu) -> float:
-        """Of the trainer's passes, over the whole step and all GPUs."""
+        """Model FLOPs utilization of the trainer's passes, over the whole step and all GPUs."""
         return self.flops / (self.seconds * self.gpus * gpu.flops)
 
 
 def all_gpus(config: Config) -> int:
-    """Of trainer and servers; a rank without a GPU counts as one."""
+    """Counts the GPUs of trainer and servers; a rank without a GPU counts as one."""
     apart = 0 if config.sglang.colocated else replica_count(config) * replica_gpus(config)
     return config.parallel.world_size + apart
 
@@ -131,7 +156,7 @@ def step_time(
 
 
 def parameters(shape: ModelShape) -> int:
-    """Of the matrices of the whole model, all experts included."""
+    """Entries of the matrices of the whole model, all experts included."""
     experts = 3 * shape.hidden * shape.expert_ffn * (shape.experts - shape.experts_per_token)
     ends = shape.hidden * shape.vocab_size * (1 if shape.tied else 2)
     return shape.layers * (layer_matrices(shape) + experts) + ends
@@ -144,7 +169,7 @@ def forwards(run: ResolvedRun) -> int:
 
 
 def log_prob_work(run: ResolvedRun, gpu: Gpu, of: Coefficients, lengths: Lengths) -> Work:
-    """Of all passes without backward, each in one schedule."""
+    """The work of all passes without backward, each in one schedule."""
     config, shape = run.config, run.shape
     batch, passes = config.batch, forwards(run)
     sequences = passes * batch.prompts * batch.samples_per_prompt
@@ -157,7 +182,7 @@ def log_prob_work(run: ResolvedRun, gpu: Gpu, of: Coefficients, lengths: Lengths
 def update_work(
     config: Config, shape: ModelShape, gpu: Gpu, of: Coefficients, lengths: Lengths, nbytes: Mapping[str, int]
 ) -> Work:
-    """Of all optimizer steps of a rollout batch."""
+    """The work of all optimizer steps of a rollout batch."""
     batch, parallel = config.batch, config.parallel
     sequences = batch.epochs * batch.prompts * batch.samples_per_prompt
     full = config.model.recompute == "full"
@@ -175,7 +200,8 @@ def update_work(
 def rollout_seconds(
     config: Config, shape: ModelShape, gpu: Gpu, of: Coefficients, lengths: Lengths, served: ServedMemory | None
 ) -> float:
-    """Of one engine with its share of the responses: it reads prompts, then memory or arithmetic bounds decoding."""
+    """Seconds of one engine with its share of the responses: it reads prompts, then decodes as memory or
+    arithmetic allows."""
     batch, rollout, flow = config.batch, config.rollout, flow_of(config, lengths)
     engines, gpus = replica_count(config), max(replica_gpus(config), 1)
     size = BYTES[config.sglang.dtype or config.model.dtype]
@@ -207,7 +233,7 @@ def rollout_seconds(
 
 
 def flow_of(config: Config, lengths: Lengths) -> PartialFlow | None:
-    """How partial rollouts flow; None: every response is waited for."""
+    """The flow of partial rollouts; None: every response is waited for."""
     batch, partial = config.batch, config.partial
     if partial.tokens is None:
         return None
@@ -223,7 +249,7 @@ def flow_of(config: Config, lengths: Lengths) -> PartialFlow | None:
 
 
 def sync_work(config: Config, shape: ModelShape, nbytes: Mapping[str, int]) -> Work:
-    """Of a weight sync; and, colocated, of what leaves for host memory and comes back."""
+    """The work of a weight sync; and, colocated, of what leaves for host memory and comes back."""
     moved = 0.0
     if config.sglang.colocated and config.memory.offload != "none":
         stays = config.memory.offload == "optimizer"

@@ -31,8 +31,7 @@ from megatron_stare.tasks.task import Task, evaluation_tasks
 from megatron_stare.weights.files.blocks import cut
 from megatron_stare.weights.files.check import check_folder
 from megatron_stare.weights.files.convert import companions_of
-from megatron_stare.weights.files.torch_dist import TorchDist, is_checkpoint
-from megatron_stare.weights.files.torch_dist_check import check_checkpoint
+from megatron_stare.weights.files.torch_dist import TorchDist, check_checkpoint, is_checkpoint
 
 
 def check(config: Config, *, published: bool = False) -> ResolvedRun:

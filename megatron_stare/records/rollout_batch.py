@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.errors import DataError
-from megatron_stare.records.routing import covering
-from megatron_stare.records.trajectory import Trajectory
+from megatron_stare.records.trajectory import Trajectory, covering
 
 
 class _Columns:
@@ -68,7 +67,7 @@ class RolloutBatch(_Columns):
     carries_loss: Tensor | None = None  # [B] bool, responses whose positions of the loss mask count
     baseline_mask: Tensor | None = None  # [B] bool, responses that the others are judged against
     penalties: Tensor | None = None  # [B] float64, what shaping added to the rewards
-    experts: Tensor | None = None  # [T, L, K] where the engine sent each token; see records/routing.py
+    experts: Tensor | None = None  # [T, L, K] where the engine sent each token; see `routing_column`
     step: int = 0  # keys seeded draws of methods
     trajectories: Sequence[Trajectory] = ()  # in canonical order; stay on the driver, for what is logged
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,7 +45,7 @@ class Trajectory:
     sampled_text: str | None = None  # what the policy said of it, all that a verifier reads; None: all of `text`
     reward: float | None = None
     reward_status: RewardStatus = "pending"
-    experts: Tensor | None = None  # [m, L, K] of the first m tokens of prompt and response; see records/routing.py
+    experts: Tensor | None = None  # [m, L, K] of the first m tokens of prompt and response; see `routing_column`
     answer_at: int | None = None  # character of `said` where the answer begins; -1: no answer; None: not known
     answer: str | None = None  # in the verifier's normal form; "": no answer; None: not known
     numbers: TokenNumbers | None = None  # of its tokens, on the few that are written out with them
@@ -88,3 +89,34 @@ def sampled_trajectory(
         versions=((version, len(ids)),) if len(ids) else (),
         finish_reason=finish_reason,
     )
+
+
+def routing_column(numbers: np.ndarray, layers: int, each: int, experts: int) -> Tensor:
+    """[m, L, K], a byte an entry where the model has at most 255 experts, else two; see `unknown`.
+
+    Args:
+        numbers: of experts, token by token, then layer by layer.
+        each: experts a token goes to, K.
+        experts: of a layer.
+
+    Raises:
+        ValueError: they are not those of whole tokens, or an expert is not one of the model's.
+    """
+    if numbers.size % (layers * each):
+        raise ValueError(f"{numbers.size} experts are not {each} in each of {layers} layers for every token")
+    if numbers.size and not 0 <= numbers.min() <= numbers.max() < experts:
+        raise ValueError(f"numbers {numbers.min()} to {numbers.max()} of {experts} experts")
+    dtype = np.uint8 if experts <= unknown(torch.uint8) else np.int16
+    return torch.from_numpy(numbers.astype(dtype).reshape(-1, layers, each))
+
+
+def unknown(dtype: torch.dtype) -> int:
+    """The number that stands for an expert that nobody named: the trainer's router chooses there. No expert has it."""
+    return torch.iinfo(dtype).max
+
+
+def covering(column: Tensor, tokens: int) -> Tensor:
+    """[tokens, L, K] of a column [m, L, K] of the first m <= tokens of a sequence; the rest unknown. An engine never
+    feeds the last token of a response to its model, and knows nothing of it."""
+    more = torch.full((tokens - len(column), *column.shape[1:]), unknown(column.dtype), dtype=column.dtype)
+    return torch.cat([column, more])

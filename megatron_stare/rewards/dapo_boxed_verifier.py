@@ -2,8 +2,8 @@ r"""DAPO's comparison (rewards/dapo_verifier.py) of what the last box holds, as 
 
 from __future__ import annotations
 
-from megatron_stare.rewards.boxes import last_box, last_boxed
 from megatron_stare.rewards.dapo_verifier import normalised
+from megatron_stare.rewards.final_answer import last_box, last_boxed
 
 KNOWN_ANSWERS: tuple[tuple[str, str, float], ...] = (
     (r"So \boxed{34}.", "34", 1.0),

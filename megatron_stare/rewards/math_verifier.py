@@ -17,7 +17,7 @@ from math_verify import parse as parse_math
 from math_verify import verify as equal_math
 
 from megatron_stare.rewards import answer_parts, answer_text, answer_units
-from megatron_stare.rewards.boxes import last_box, last_boxed
+from megatron_stare.rewards.final_answer import last_box, last_boxed
 
 # It warns once a process that its own time limit is off. Ours is outside: see rewards/verifier_pool.py.
 logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -1,23 +1,54 @@
-"""One verifier process and the parent's end of its socket. `rewards/verifier_pool.py` decides what to send it and when
-to kill it; `rewards/worker.py` is the program it runs.
+"""One verifier process and the parent's end of its socket, and the messages that both ends send.
 
-A plain subprocess rather than multiprocessing: that would import the parent's __main__ again, which is a console
-script, a Ray worker or pytest.
+`rewards/verifier_pool.py` decides what to send it and when to kill it; `rewards/worker.py` is the program it runs. A
+plain subprocess rather than multiprocessing: that would import the parent's __main__ again, which is a console script,
+a Ray worker or pytest.
+
+Messages are JSON, each behind its length. JSON rather than pickle: a worker runs code that is fed what a model wrote,
+and nothing it sends back may be executed. Imports the standard library only, since the worker imports it too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
-from megatron_stare.rewards.wire import Unpacker, pack
-
+_LENGTH = struct.Struct("!I")  # bytes of the JSON text that follows
 _RECEIVE_BYTES = 1 << 16
+
+
+def pack(message: Any) -> bytes:
+    """One message as bytes. ASCII throughout, so that lone surrogates of a broken decode survive."""
+    body = json.dumps(message).encode("ascii")
+    return _LENGTH.pack(len(body)) + body
+
+
+class Unpacker:
+    """Collects the bytes of a stream, cut anywhere, back into messages."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """The messages that `data` completes."""
+        self._buffer += data
+        start = 0
+        while len(self._buffer) >= start + _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, start)
+            end = start + _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            yield json.loads(self._buffer[start + _LENGTH.size : end])
+            start = end
+        del self._buffer[:start]
 
 
 class WorkerProcess:
@@ -56,7 +87,7 @@ class WorkerProcess:
 
     @property
     def sending(self) -> bool:
-        """Whether `flush` has something left to do once the socket takes more."""
+        """Says whether `flush` has something left to do once the socket takes more."""
         return bool(self._outgoing)
 
     def fileno(self) -> int:

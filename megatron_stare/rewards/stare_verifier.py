@@ -16,7 +16,7 @@ from math_verify import parse
 from math_verify import verify as equal_math
 
 from megatron_stare.rewards import math_verifier
-from megatron_stare.rewards.boxes import last_boxed
+from megatron_stare.rewards.final_answer import last_boxed
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # as in rewards/math_verifier.py
 

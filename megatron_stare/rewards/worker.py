@@ -25,6 +25,7 @@ from queue import SimpleQueue
 from typing import Any, SupportsFloat
 
 from megatron_stare.errors import ConfigError
+from megatron_stare.rewards.process import Unpacker, pack
 from megatron_stare.rewards.verifier import (
     AnswerStart,
     NormalAnswer,
@@ -33,7 +34,6 @@ from megatron_stare.rewards.verifier import (
     make_verifier,
     normal_answer_of,
 )
-from megatron_stare.rewards.wire import Unpacker, pack
 
 _RECEIVE_BYTES = 1 << 16
 _OURS = str(Path(__file__).parents[1]) + os.sep

@@ -15,7 +15,7 @@ from support.token_batches import loss_and_gradient, state_of, token_batch
 from test_family import MIXED, built, with_everything
 
 from megatron_stare.algorithms import METHODS
-from megatron_stare.ops.rank_sums import sum_over_ranks
+from megatron_stare.megatron.batching.microbatch import sum_over_ranks
 from megatron_stare.ops.statistics_executor import gather_statistics
 
 # settings besides the methods' own, of those whose selections and gates are read from other statistics

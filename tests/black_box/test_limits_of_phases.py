@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatron_stare.config.black_box_section import BlackBoxConfig
-from megatron_stare.hangs.driver_beats import DriverBeats
-from megatron_stare.hangs.starvation import Starvation, of_the_run
-from megatron_stare.hangs.vigil import MOST, Vigil
+from megatron_stare.hangs.driver_side import DriverBeats
+from megatron_stare.hangs.vigil import MOST, Starvation, Vigil, of_the_run
 from megatron_stare.run_dir.heartbeat import (
     BETWEEN,
     DRIVER,

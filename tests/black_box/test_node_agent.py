@@ -15,8 +15,7 @@ import psutil
 import pytest
 from support.runs import ROOT
 
-from megatron_stare.hangs.node_agent import TOKEN, WATCHER, ensure
-from megatron_stare.hangs.node_link import LISTENING, Nodes
+from megatron_stare.hangs.nodes import LISTENING, TOKEN, WATCHER, Nodes, ensure
 from megatron_stare.run_dir.heartbeat import Beat, beat_file, write_beat
 
 SECRET = "a-secret"
@@ -33,7 +32,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
 
 
 def agents(folder: Path) -> list[psutil.Process]:
-    named = ["megatron_stare.hangs.node_agent", str(folder)]
+    named = ["megatron_stare.hangs.nodes", str(folder)]
     return [p for p in psutil.process_iter() if p.status() != psutil.STATUS_ZOMBIE and p.cmdline()[2:4] == named]
 
 

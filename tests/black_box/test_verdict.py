@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatron_stare.hangs.hang_facts import Facts, ProcessFacts, ReplicaFacts, RequestFacts, ServerFacts
-from megatron_stare.hangs.one_screen import WIDTH, screen
-from megatron_stare.hangs.stacks import Frame, Thread, parsed
+from megatron_stare.hangs.bundle import WIDTH, screen
+from megatron_stare.hangs.hang_facts import Facts, Frame, ProcessFacts, ReplicaFacts, RequestFacts, ServerFacts, Thread
+from megatron_stare.hangs.node_facts import parsed_stacks
 from megatron_stare.hangs.verdict import collective, verdict
 from megatron_stare.run_dir.heartbeat import DRIVER, IDLE, Beat
 
@@ -285,4 +285,4 @@ def test_what_py_spy_writes_is_read() -> None:
                    {"name": "<module>", "filename": "x.py", "short_filename": null, "line": 1}],
         "process_info": null}]"""
     frames = (Frame("wait", "threading.py", 355), Frame("<module>", "x.py", 1, own=True))
-    assert parsed(told) == [Thread("140", frames, holds_interpreter=True)]
+    assert parsed_stacks(told) == [Thread("140", frames, holds_interpreter=True)]

@@ -24,8 +24,9 @@ from support.runs import environment
 from megatron_stare.hangs import node_facts, proc_files, watcher
 from megatron_stare.hangs.driver_side import PREFIX, forget_left
 from megatron_stare.hangs.hang_facts import ProcessFacts, ServerFacts
+from megatron_stare.hangs.nodes import LOCK
 from megatron_stare.hangs.verdict import Verdict
-from megatron_stare.hangs.watcher import LOCK, Settings, Watcher
+from megatron_stare.hangs.watcher import Settings, Watcher
 from megatron_stare.rollout.fleet.requests_page import RequestsPage
 from megatron_stare.run_dir.heartbeat import DRIVER, FOLDER_VARIABLE, REQUESTS, Beat, read_heartbeat
 
@@ -205,7 +206,7 @@ def test_folders_of_watchers_that_were_killed_are_removed_and_no_others(tmp_path
 
 def test_the_watcher_and_its_agents_import_neither_torch_nor_ray() -> None:
     """So they start in a blink, take little memory, and no lock of theirs is in their way."""
-    names = "megatron_stare.hangs.watcher, megatron_stare.hangs.node_agent"
+    names = "megatron_stare.hangs.watcher, megatron_stare.hangs.nodes"
     code = f"import sys, {names}; print(*sorted({{'torch', 'ray', 'numpy', 'pydantic'}} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""

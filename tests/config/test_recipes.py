@@ -24,7 +24,7 @@ from megatron_stare.config.recipes import published, recipes, refused, sources, 
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.models import read_shape
-from megatron_stare.planning.memory_check import check_memory
+from megatron_stare.planning.memory import check_memory
 from megatron_stare.planning.preflight import check
 from megatron_stare.rewards.verifier import make_verifier
 from megatron_stare.tasks.task import evaluation_tasks

@@ -19,8 +19,8 @@ import torch
 from support.runs import ROOT
 
 from megatron_stare.cli import main
+from megatron_stare.commands.doctor import facts
 from megatron_stare.commands.doctor import facts as facts_of
-from megatron_stare.commands.doctor import shared_folder
 from megatron_stare.commands.doctor.checks_environment import check_timeouts
 from megatron_stare.commands.doctor.checks_machine import (
     check_clock,
@@ -278,21 +278,21 @@ def test_a_port_that_is_taken() -> None:
 
 
 def test_a_folder_that_is_well_and_left_as_it_was(tmp_path: Path) -> None:
-    seen = shared_folder.look_at_folder(tmp_path / "runs/not/yet")
+    seen = facts.look_at_folder(tmp_path / "runs/not/yet")
     assert (seen.path, seen.renames, seen.locks, seen.error) == (str(tmp_path), True, True, "")
     assert seen.mb_s > 0 and list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written() -> None:
     """/proc takes no files, not even root's."""
-    (found,) = wrong(check_folder(shared_folder.look_at_folder(Path("/proc/self/runs")))).values()
+    (found,) = wrong(check_folder(facts.look_at_folder(Path("/proc/self/runs")))).values()
     assert found.level == "fault" and "cannot be written" in found.seen
 
 
 def test_a_folder_whose_locks_are_given_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a mount with nolock: the first taker is told that it has the lock, and so is the second."""
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
-    seen = shared_folder.look_at_folder(tmp_path)
+    seen = facts.look_at_folder(tmp_path)
     assert not seen.locks and seen.renames
     slow = dataclasses.replace(seen, mb_s=12.0)
     assert {each.level for each in wrong(check_folder(dataclasses.replace(slow, locks=True))).values()} == {"warning"}
@@ -302,7 +302,7 @@ def test_a_folder_whose_locks_are_given_away(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_folder_that_another_node_does_not_see(tmp_path: Path) -> None:
-    with shared_folder.marker(tmp_path) as path:
+    with facts.marker(tmp_path) as path:
         assert path is not None and NodeProbe().sees(str(path))
     assert not NodeProbe().sees(str(path)) and list(tmp_path.iterdir()) == []
     found = wrong([check_seen_by_all("runs", {"a": True, "b": False})])

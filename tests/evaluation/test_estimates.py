@@ -9,8 +9,13 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_stare.evaluation.clusters import mean_of_problems, student_quantile
-from megatron_stare.evaluation.estimates import majority_at_k, pass_at_k, wilson_interval
+from megatron_stare.evaluation.estimates import (
+    majority_at_k,
+    mean_of_problems,
+    pass_at_k,
+    student_quantile,
+    wilson_interval,
+)
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5, 8])

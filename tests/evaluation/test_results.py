@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_stare.evaluation.answer_classes import answer_classes
 from megatron_stare.evaluation.estimates import wilson_interval
-from megatron_stare.evaluation.reflection import CATEGORIES, reflection_counts
-from megatron_stare.evaluation.response import Response
-from megatron_stare.evaluation.results import Answered, default_ks, problem_row, results_of
-from megatron_stare.evaluation.table import table
+from megatron_stare.evaluation.response import Response, answer_classes
+from megatron_stare.evaluation.results import Answered, default_ks, problem_row, results_of, table
+from megatron_stare.records.words import BEHAVIOURS, reflection_counts
 from megatron_stare.rewards.verifier import VERIFIERS, make_verifier, normal_answer_of
 
 
@@ -94,11 +92,11 @@ def test_words_of_reflection_are_whole_and_counted_once() -> None:
         "alternatives": 1,
     }
     assert set(reflection_counts("wait_ errors2 \u00e9error").values()) == {0}  # parts of other words
-    words = [word for words in CATEGORIES.values() for word in words]
+    words = [word for words in BEHAVIOURS.values() for word in words]
     assert len(words) == len(set(words)) and all(word == word.lower() for word in words)
-    for category, listed in CATEGORIES.items():
+    for category, listed in BEHAVIOURS.items():
         for word in listed:
-            assert reflection_counts(f"({word})") == {each: int(each == category) for each in CATEGORIES}
+            assert reflection_counts(f"({word})") == {each: int(each == category) for each in BEHAVIOURS}
 
 
 FOUR = [

@@ -23,13 +23,12 @@ from torch import Tensor
 
 from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_stare.megatron.backend import layout as parallel_layout
-from megatron_stare.megatron.backend.cpu_backend import backend
-from megatron_stare.megatron.backend.substitute import substituted
+from megatron_stare.megatron.backend.cpu_backend import backend, substituted
 from megatron_stare.megatron.checkpoint import checkpoint
 from megatron_stare.megatron.model.model import build_policy, load_hf, named_parameters, unwrap
-from megatron_stare.megatron.optimizer.adam_step import adam_name, read_step, step_place, write_step
 from megatron_stare.megatron.optimizer.distributed_optimizer import boxes
 from megatron_stare.megatron.optimizer.optimizer import build_optimizer, take_step
+from megatron_stare.megatron.optimizer.optimizer_state import adam_name, read_step, step_place, write_step
 from megatron_stare.models import read_shape
 from megatron_stare.weights.files.hf_folder import HfFolder
 

@@ -25,7 +25,7 @@ from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.driver.checkpoints import Checkpoints
 from megatron_stare.errors import UserError
-from megatron_stare.megatron.backend.substitute import substituted
+from megatron_stare.megatron.backend.cpu_backend import substituted
 from megatron_stare.megatron.checkpoint import background_save
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.run_dir.run_state import RunDir, RunState

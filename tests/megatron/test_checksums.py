@@ -14,7 +14,7 @@ from support.steps import take_step
 from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import DataError
-from megatron_stare.megatron.backend.substitute import substituted
+from megatron_stare.megatron.backend.cpu_backend import substituted
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.weights.files.manifest import Sum, write_manifest
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import megatron_stare
-from megatron_stare.megatron.backend import computes_on as module
 from megatron_stare.process import versions as installed
 
 
@@ -53,13 +52,13 @@ def test_a_process_keeps_the_code_that_it_began_with(package: Path) -> None:
 
 
 def test_the_words_have_device_libraries_and_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = module.computes_on()
+    here = installed.computes_on()
     assert f"torch {torch.__version__}" in here and installed.code_digest()[:12] in here and "megatron-core " in here
     assert "transformer-engine" not in here  # which is not installed
     monkeypatch.setattr(installed, "version", lambda name: "9.9")
-    newer = module.computes_on()
+    newer = installed.computes_on()
     assert newer != here and "transformer-engine 9.9" in newer
     monkeypatch.setattr(torch, "__version__", "9.9")
-    assert module.computes_on() != newer
-    monkeypatch.setattr(module, "_cpu_info", lambda: "model name : another")
-    assert module.computes_on().startswith("another, ")
+    assert installed.computes_on() != newer
+    monkeypatch.setattr(installed, "_cpu_info", lambda: "model name : another")
+    assert installed.computes_on().startswith("another, ")

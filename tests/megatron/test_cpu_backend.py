@@ -8,8 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_stare.megatron.backend.cpu_backend import cpu_backend
-from megatron_stare.megatron.backend.substitute import substituted
+from megatron_stare.megatron.backend.cpu_backend import cpu_backend, substituted
 
 
 def test_every_attribute_is_restored_even_after_an_error() -> None:

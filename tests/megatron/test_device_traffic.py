@@ -12,8 +12,7 @@ from torch import Tensor
 
 from megatron_stare.config.schema import BatchConfig, Config, ModelConfig, ParallelConfig
 from megatron_stare.megatron.backend import layout as parallel_layout
-from megatron_stare.megatron.backend.cpu_backend import backend, device
-from megatron_stare.megatron.backend.substitute import substituted
+from megatron_stare.megatron.backend.cpu_backend import backend, device, substituted
 from megatron_stare.megatron.batching.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.batching.sequence_layout import sequence_layout
 from megatron_stare.megatron.model.head import Head

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_stare.config.load import build_method
 from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
-from megatron_stare.megatron.step.forecast import push_of
+from megatron_stare.megatron.step.diagnostics import push_of
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.ops.statistics_executor import gather_statistics
 from megatron_stare.records.batch import TokenBatch

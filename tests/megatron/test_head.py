@@ -20,8 +20,7 @@ from megatron_stare.megatron.backend.cpu_backend import device
 from megatron_stare.megatron.batching.microbatch import RankBatch
 from megatron_stare.megatron.batching.sequence_layout import WholeSequences
 from megatron_stare.megatron.export.export import main_grad
-from megatron_stare.megatron.model.head import Head
-from megatron_stare.megatron.model.head_choice import choose_head, largest_logits
+from megatron_stare.megatron.model.head import Head, choose_head, largest_logits
 from megatron_stare.megatron.model.model import build_policy, load_hf
 from megatron_stare.megatron.step.passes import accumulate_gradients, compute_log_probs
 from megatron_stare.megatron.trainer import Trainer

@@ -16,13 +16,12 @@ from megatron_stare.cluster.inline import InlineWorkers
 from megatron_stare.cluster.trainer_group import TrainerGroup, plan_rules
 from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
-from megatron_stare.driver.policy_export import export_policy
+from megatron_stare.driver.checkpoints import export_policy
 from megatron_stare.megatron.model.model import named_parameters
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.models import read_shape
 from megatron_stare.weights.files.check import check_folder, expected
-from megatron_stare.weights.files.hf_folder import exported_step, locate
-from megatron_stare.weights.files.hf_shards import create_shards
+from megatron_stare.weights.files.hf_folder import create_shards, exported_step, locate
 
 SHARD_BYTES = 20_000  # several files a rank
 

@@ -14,9 +14,8 @@ from torch import Tensor
 from megatron_stare.config.performance_section import PerformanceConfig
 from megatron_stare.config.schema import ModelConfig, ParallelConfig
 from megatron_stare.megatron.backend import layout as parallel_layout
+from megatron_stare.megatron.model.local_layers import RMSNorm, swiglu
 from megatron_stare.megatron.model.model import build_model
-from megatron_stare.megatron.model.norm import RMSNorm
-from megatron_stare.megatron.model.swiglu import swiglu
 from megatron_stare.models import read_shape
 
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron_stare.config.schema import OptimizerConfig
 from megatron_stare.megatron.backend.cpu_backend import backend
-from megatron_stare.megatron.optimizer.loss_scale import LossScale, install_loss_scale, loss_scale_of
+from megatron_stare.megatron.optimizer.optimizer import LossScale, install_loss_scale, loss_scale_of
 
 
 class Part:

@@ -17,10 +17,9 @@ from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelC
 from megatron_stare.megatron.backend import layout as parallel_layout
 from megatron_stare.megatron.checkpoint import checkpoint
 from megatron_stare.megatron.model.model import build_policy, load_hf, named_parameters
-from megatron_stare.megatron.optimizer.adam_step import read_step
-from megatron_stare.megatron.optimizer.loss_scale import loss_scale_of
-from megatron_stare.megatron.optimizer.master_weights import joined, parted, read_master, write_master
-from megatron_stare.megatron.optimizer.optimizer import build_optimizer, take_step
+from megatron_stare.megatron.optimizer.distributed_optimizer import joined, parted, read_master, write_master
+from megatron_stare.megatron.optimizer.optimizer import build_optimizer, loss_scale_of, take_step
+from megatron_stare.megatron.optimizer.optimizer_state import read_step
 from megatron_stare.models import read_shape
 from megatron_stare.weights.files.hf_folder import HfFolder
 

@@ -20,10 +20,8 @@ from torch import Tensor
 from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_stare.megatron.backend.cpu_backend import backend, device
 from megatron_stare.megatron.backend.layout import join, leave
-from megatron_stare.megatron.dry.layout_faults import faults
-from megatron_stare.megatron.dry.planned_layout import assumptions, extremes, plan_layout
-from megatron_stare.megatron.dry.planned_rank import RankPlan
-from megatron_stare.megatron.dry.pretend import pretend
+from megatron_stare.megatron.dry.planned_layout import assumptions, extremes, faults, plan_layout
+from megatron_stare.megatron.dry.planned_rank import RankPlan, pretend
 from megatron_stare.megatron.model.model import build_policy, named_parameters
 from megatron_stare.megatron.optimizer.optimizer import build_optimizer
 from megatron_stare.models import read_shape

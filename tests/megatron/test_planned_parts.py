@@ -9,8 +9,7 @@ from support.models import FAMILIES
 from support.runs import ROOT
 
 from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_stare.megatron.dry.planned_parts import build_parts, stage_bytes
-from megatron_stare.megatron.dry.planned_rank import plan_rank
+from megatron_stare.megatron.dry.planned_rank import build_parts, plan_rank, stage_bytes
 from megatron_stare.models import read_shape
 from megatron_stare.models.shape import ModelShape
 

@@ -25,7 +25,7 @@ from megatron_stare.megatron.step.passes import accumulate_gradients, compute_lo
 from megatron_stare.models import cost_of, read_shape
 from megatron_stare.ops.linear_head import Mode
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
-from megatron_stare.planning.activation_memory import activation_memory
+from megatron_stare.planning.memory import activation_memory
 from megatron_stare.weights.files.hf_folder import HfFolder
 
 MODES: dict[str, dict[str, Any]] = {

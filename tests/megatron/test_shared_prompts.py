@@ -17,8 +17,7 @@ from megatron_stare.config.performance import shares_prompts
 from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.batching import sequence_layout as sequences
-from megatron_stare.megatron.batching.packing import pack
-from megatron_stare.megatron.batching.shared_prompts import shared_columns
+from megatron_stare.megatron.batching.packing import pack, shared_columns
 from megatron_stare.megatron.trainer import Trainer
 
 CPU = torch.device("cpu")

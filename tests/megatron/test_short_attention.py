@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from megatron_stare.config.performance import WHOLE_UP_TO
 from megatron_stare.megatron.model.attention import SdpaCoreAttention
-from megatron_stare.megatron.model.short_attention import short_attention
+from megatron_stare.megatron.model.local_layers import short_attention
 
 
 def drawn(*shape: int, seed: int) -> Tensor:

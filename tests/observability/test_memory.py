@@ -6,8 +6,8 @@ import sys
 import psutil
 import pytest
 
-from megatron_stare.process import process_memory
-from megatron_stare.process.process_memory import tree_pss_bytes
+from megatron_stare.process import memory
+from megatron_stare.process.memory import tree_pss_bytes
 
 MB = 2**20
 pytestmark = pytest.mark.skipif(tree_pss_bytes() is None, reason="only Linux tells")
@@ -67,7 +67,7 @@ def test_a_process_that_vanishes_between_listing_and_reading(start, monkeypatch)
     child.stdin.close()
     child.wait()
     child.stdin = None
-    monkeypatch.setattr(process_memory, "_tree", lambda pid: listed)
+    monkeypatch.setattr(memory, "_tree", lambda pid: listed)
     assert tree_pss_bytes() > MB
 
 

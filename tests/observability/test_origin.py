@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stare.run_dir import origin as module
-from megatron_stare.run_dir.origin import origin
+from megatron_stare.process import versions as module
+from megatron_stare.process.versions import origin
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,9 +29,9 @@ def test_an_installed_package_in_somebodys_repository_has_no_commit(
 ) -> None:
     """A virtual environment in a checkout of something else: its commit says nothing of ours."""
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    lib = tmp_path / "venv/lib/site-packages/megatron_stare/observability"
+    lib = tmp_path / "venv/lib/site-packages/megatron_stare/process"
     lib.mkdir(parents=True)
-    monkeypatch.setattr(module, "__file__", str(lib / "origin.py"))
+    monkeypatch.setattr(module, "__file__", str(lib / "versions.py"))
     found = origin()
     assert "commit" not in found and set(found) == {"date", "host", "version"}
     monkeypatch.setenv("PATH", str(tmp_path))  # nor where there is no git

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron_stare.evaluation.clusters import student_quantile
+from megatron_stare.evaluation.estimates import student_quantile
 from megatron_stare.observability.metrics.paired import paired_interval, summary
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_stare.process.peak_memory import take_peak_bytes
+from megatron_stare.process.memory import take_peak_bytes
 
 SIZE = 200_000_000
 

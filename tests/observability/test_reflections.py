@@ -11,7 +11,8 @@ import torch
 
 from megatron_stare.config.load import load_config
 from megatron_stare.errors import ConfigError
-from megatron_stare.observability.metrics.reflections import CATEGORIES, reflections, selected_reflections
+from megatron_stare.observability.metrics.reflections import reflections, selected_reflections
+from megatron_stare.records.words import CATEGORIES
 
 
 @dataclass

@@ -20,8 +20,7 @@ from megatron_stare.observability.metrics.monitor import Monitor
 from megatron_stare.observability.sink import Alert, RunOutline, Sink, make_sinks
 from megatron_stare.observability.sinks import service as service_module
 from megatron_stare.observability.sinks import webhook as webhook_module
-from megatron_stare.observability.sinks.background import Background
-from megatron_stare.observability.sinks.delivered import Delivered
+from megatron_stare.observability.sinks.delivery import Background, Delivered
 from megatron_stare.observability.sinks.service import Service
 from megatron_stare.observability.sinks.webhook import Webhook
 from megatron_stare.process.network import free_port

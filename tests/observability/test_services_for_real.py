@@ -17,7 +17,7 @@ from megatron_stare.errors import UserError
 from megatron_stare.observability.metrics.monitor import Monitor
 from megatron_stare.observability.sink import RunOutline, make_sinks
 from megatron_stare.observability.sinks import service as service_module
-from megatron_stare.observability.sinks.wandb_files import offline_rows
+from megatron_stare.observability.sinks.weights_and_biases import offline_rows
 from megatron_stare.process.network import free_port
 from megatron_stare.run_dir.run_files import read_metrics
 

@@ -14,8 +14,7 @@ import pytest
 from support.synthetic_runs import synthetic_run
 
 from megatron_stare.errors import DataError
-from megatron_stare.observability.report.rollouts_page import write_rollouts
-from megatron_stare.observability.report.stored_responses import BLOCK, Stored, pairs, stored_responses
+from megatron_stare.observability.report.rollouts_page import BLOCK, Stored, pairs, stored_responses, write_rollouts
 from megatron_stare.run_dir.json_lines import to_line, write_atomically
 from megatron_stare.run_dir.rollout_files import rollout_file
 from megatron_stare.run_dir.run_files import read_run

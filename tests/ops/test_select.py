@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_stare.ops import kth_largest
+from megatron_stare.ops import statistics_executor
 from megatron_stare.ops.statistics_executor import answer, gather_statistics
 from megatron_stare.records.batch_statistics import (
     Count,
@@ -165,10 +165,10 @@ def test_four_ranks_select_what_one_would(ranks, seed: int, share: float) -> Non
 def test_what_a_select_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six histograms of 11 bits, the last of 9, with a bucket more at each end: 16 KB a round, whatever the batch."""
     sent: list[int] = []
-    monkeypatch.setattr(kth_largest, "all_reduce", lambda histogram, group: sent.append(histogram.numel()))
+    monkeypatch.setattr(statistics_executor, "all_reduce", lambda histogram, group: sent.append(histogram.numel()))
     generator = torch.Generator().manual_seed(0)
     keys = torch.randint(-(2**62), 2**62, (1000,), generator=generator)
-    found = kth_largest.kth_largest([keys], [torch.ones(1000, dtype=torch.bool)], torch.tensor([10]), object())  # type: ignore[arg-type]
+    found = statistics_executor.kth_largest([keys], [torch.ones(1000, dtype=torch.bool)], torch.tensor([10]), object())  # type: ignore[arg-type]
     assert int(found) == int(keys.sort(descending=True).values[9])
     assert sent == [2**11 + 2] * 5 + [2**9 + 2]
 

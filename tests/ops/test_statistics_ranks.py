@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_stare.algorithms.stare import Stare
-from megatron_stare.ops.kth_largest import kth_largest
-from megatron_stare.ops.statistics_executor import answer, gather_statistics
+from megatron_stare.ops.statistics_executor import answer, gather_statistics, kth_largest
 from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import (
     Count,

@@ -21,8 +21,8 @@ from megatron_stare.cluster.colocation import Colocation
 from megatron_stare.cluster.inline import InlineRunner
 from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
-from megatron_stare.driver.phase_memory import PhaseMemory
 from megatron_stare.driver.policy_trainer import PolicyTrainer
+from megatron_stare.driver.session import PhaseMemory
 from megatron_stare.driver.training_source import TrainingSource
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.models.shape import ModelShape

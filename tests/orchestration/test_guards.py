@@ -15,7 +15,7 @@ from support.models import random_batch
 
 from megatron_stare.config.guards_section import GuardsConfig
 from megatron_stare.config.schema import Config
-from megatron_stare.data.prompt_queue import PromptQueue
+from megatron_stare.data.prompt_source import PromptQueue
 from megatron_stare.driver.guarded_batches import origin, read_guarded, step_folder, write_guarded
 from megatron_stare.driver.guards import Baseline, Guards
 from megatron_stare.errors import DataError, GuardError, RollBack

@@ -18,7 +18,7 @@ from megatron_stare.cluster.placed import Spot, check_ranks, check_replicas, ran
 from megatron_stare.config.load import load_config
 from megatron_stare.config.schema import ParallelConfig
 from megatron_stare.errors import ConfigError
-from megatron_stare.megatron.dry.pretend import pretend
+from megatron_stare.megatron.dry.planned_rank import pretend
 from megatron_stare.planning.placement import (
     Demand,
     Node,

@@ -16,9 +16,8 @@ from megatron_stare.config.load import dump_yaml, validate
 from megatron_stare.config.resolved import resolve_run
 from megatron_stare.errors import ConfigError, DataError
 from megatron_stare.planning.calibrate import calibrate
-from megatron_stare.planning.coefficients import Coefficients, Fitted, read_coefficients, store
-from megatron_stare.planning.fit import PlannedFit
-from megatron_stare.planning.gpus import find_gpu
+from megatron_stare.planning.gpus import Coefficients, Fitted, find_gpu, read_coefficients, store
+from megatron_stare.planning.memory import PlannedFit
 from megatron_stare.planning.phase_times import Lengths, step_time
 
 GPU = find_gpu("h100-80g")

@@ -19,7 +19,7 @@ from megatron_stare.commands.views import as_text
 from megatron_stare.config.load import load_recorded, validate
 from megatron_stare.config.resolved import ResolvedRun, resolve_run
 from megatron_stare.errors import ConfigError
-from megatron_stare.megatron.step.saved_for_backward import SavedForBackward
+from megatron_stare.megatron.step.rank_memory import SavedForBackward
 from megatron_stare.observability.metrics.planned import planned_and_measured
 from megatron_stare.planning.own_plan import named, own_plan
 

@@ -13,11 +13,18 @@ from megatron_stare.config.load import validate
 from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.models import read_shape
 from megatron_stare.models.shape import ModelShape
-from megatron_stare.planning.coefficients import Coefficients
-from megatron_stare.planning.flops import body_flops, forward_flops, layer_matrices
-from megatron_stare.planning.gpus import HOST_LINK, NETWORK, Gpu
+from megatron_stare.planning.gpus import HOST_LINK, NETWORK, Coefficients, Gpu
 from megatron_stare.planning.partial_flow import partial_flow
-from megatron_stare.planning.phase_times import Lengths, Step, parameters, rollout_seconds, step_time
+from megatron_stare.planning.phase_times import (
+    Lengths,
+    Step,
+    body_flops,
+    forward_flops,
+    layer_matrices,
+    parameters,
+    rollout_seconds,
+    step_time,
+)
 from megatron_stare.rollout.engines.served_memory import ServedMemory
 from megatron_stare.weights.files.check import expected
 

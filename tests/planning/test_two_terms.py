@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_stare.planning.two_terms import Seen, solve
+from megatron_stare.planning.calibrate import Seen, solve
 
 
 def runs(*parts: tuple[float, float], inverse: float = 2.0, times: float = 3.0) -> list[Seen]:

@@ -9,8 +9,7 @@ import torch
 from megatron_stare.errors import DataError
 from megatron_stare.records.batch import Prompt
 from megatron_stare.records.rollout_batch import RolloutBatch
-from megatron_stare.records.routing import covering, routing_column, unknown
-from megatron_stare.records.trajectory import Trajectory, sampled_trajectory
+from megatron_stare.records.trajectory import Trajectory, covering, routing_column, sampled_trajectory, unknown
 
 PROMPTS = [Prompt(0, "0", "", "", (5, 6, 7)), Prompt(1, "1", "", "", (8, 9))]
 

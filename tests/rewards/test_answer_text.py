@@ -7,7 +7,7 @@ from decimal import Decimal
 import pytest
 
 from megatron_stare.rewards.answer_text import bare, intervals, number, same_number
-from megatron_stare.rewards.boxes import Box, last_box, last_boxed
+from megatron_stare.rewards.final_answer import Box, last_box, last_boxed
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
-from megatron_stare.rewards.wire import Unpacker, pack
+from megatron_stare.rewards.process import Unpacker, pack
 
 
 def test_a_worker_says_that_it_is_ready_judges_in_order_and_ends_with_the_stream() -> None:

@@ -18,7 +18,7 @@ import torch
 from support.replicas import TOKENIZER, Numbered
 
 from megatron_stare.config.schema import Config
-from megatron_stare.data.prompt_queue import PromptQueue
+from megatron_stare.data.prompt_source import PromptQueue
 from megatron_stare.environments.single_turn import SingleTurn
 from megatron_stare.errors import DataError
 from megatron_stare.process.workers import WorkerLostError, Workers

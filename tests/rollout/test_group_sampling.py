@@ -16,7 +16,7 @@ from support.replicas import TOKENIZER, Numbered, Replicas
 
 from megatron_stare.config.schema import BatchConfig, Config
 from megatron_stare.data.arithmetic import ArithmeticPrompts
-from megatron_stare.data.prompt_queue import PromptQueue
+from megatron_stare.data.prompt_source import PromptQueue
 from megatron_stare.environments.single_turn import SingleTurn
 from megatron_stare.process.workers import Workers
 from megatron_stare.records.batch import SamplingParams

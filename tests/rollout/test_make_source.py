@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_stare.config.schema import Config
-from megatron_stare.data.prompt_queue import PromptQueue
+from megatron_stare.data.prompt_source import PromptQueue
 from megatron_stare.errors import ConfigError, DataError
 from megatron_stare.rollout.sources.ages import Ages
 from megatron_stare.rollout.sources.asynchronous_source import AsynchronousSource

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from support.replicas import TOKENIZER, Numbered, Replicas, judged
 
 from megatron_stare.config.schema import Config
-from megatron_stare.data.prompt_queue import PromptQueue
+from megatron_stare.data.prompt_source import PromptQueue
 from megatron_stare.environments.environment import Environment, Response
 from megatron_stare.environments.single_turn import SingleTurn
 from megatron_stare.errors import DataError, WeightVersionError

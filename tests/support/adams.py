@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatron_stare.megatron.backend import cpu_backend
-from megatron_stare.megatron.backend.substitute import substituted
+from megatron_stare.megatron.backend.cpu_backend import substituted
 
 
 class InGroup(torch.optim.Optimizer):

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_stare.cluster.trainer_group import plan_rules
 from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
-from megatron_stare.megatron.optimizer.loss_scale import loss_scale_of
+from megatron_stare.megatron.optimizer.optimizer import loss_scale_of
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.ops.plan import plan_mini_batches
 from megatron_stare.records.batch import MicroBatchPlan

@@ -19,12 +19,10 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from torch import nn
 
 from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_stare.megatron.backend.cpu_backend import has_transformer_engine
+from megatron_stare.megatron.backend.cpu_backend import has_transformer_engine, substituted
 from megatron_stare.megatron.backend.layout import Layout, join, leave
-from megatron_stare.megatron.backend.substitute import substituted
 from megatron_stare.megatron.checkpoint import checkpoint
-from megatron_stare.megatron.dry.layout_faults import faults
-from megatron_stare.megatron.dry.planned_layout import plan_layout
+from megatron_stare.megatron.dry.planned_layout import faults, plan_layout
 from megatron_stare.megatron.export.export import export_hf
 from megatron_stare.megatron.model import model as models
 from megatron_stare.megatron.model.model import build_policy, load_hf, named_parameters

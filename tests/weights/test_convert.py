@@ -31,10 +31,8 @@ from megatron_stare.weights.files import convert as conversion
 from megatron_stare.weights.files import torch_dist_writer
 from megatron_stare.weights.files.blocks import cut
 from megatron_stare.weights.files.check import check_folder
-from megatron_stare.weights.files.compare import compare
-from megatron_stare.weights.files.convert import Options, convert
-from megatron_stare.weights.files.hf_folder import HfFolder, copy_companions, exported_step
-from megatron_stare.weights.files.hf_shards import write_folder
+from megatron_stare.weights.files.convert import Options, compare, convert
+from megatron_stare.weights.files.hf_folder import HfFolder, copy_companions, exported_step, write_folder
 from megatron_stare.weights.files.processes import Advance, run_parts
 from megatron_stare.weights.files.safetensors_file import lay_out
 from megatron_stare.weights.files.torch_dist import TorchDist

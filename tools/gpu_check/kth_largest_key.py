@@ -8,7 +8,7 @@ import torch
 from clock import fastest
 from verdict import Bound
 
-from megatron_stare.ops.kth_largest import kth_largest
+from megatron_stare.ops.statistics_executor import kth_largest
 from megatron_stare.records.batch_statistics import ordering_key
 
 GPU_ONLY = ("time over an unsorted top-k",)

@@ -16,7 +16,7 @@ from megatron_stare.megatron.optimizer.offload import PARTS
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.models import cost_of
 from megatron_stare.ops.plan import PlanRules, plan_mini_batches
-from megatron_stare.process.peak_memory import device_used_bytes
+from megatron_stare.process.memory import device_used_bytes
 
 GPU_ONLY = ("torch's memory while away over before", "device memory freed over that of the parts")
 BOUNDS: dict[str, Bound] = {

@@ -24,7 +24,7 @@ from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelC
 from megatron_stare.megatron.backend import layout as parallel_layout
 from megatron_stare.megatron.checkpoint import checkpoint
 from megatron_stare.megatron.model.model import build_policy, load_hf, named_parameters
-from megatron_stare.megatron.optimizer.master_weights import read_master
+from megatron_stare.megatron.optimizer.distributed_optimizer import read_master
 from megatron_stare.megatron.optimizer.optimizer import build_optimizer, take_step
 from megatron_stare.megatron.optimizer.optimizer_state import chain
 from megatron_stare.models import read_shape

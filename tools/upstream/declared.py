@@ -17,7 +17,7 @@ _SCHEDULES = f"{_CORE}.pipeline_parallel.schedules"
 _SERIALIZATION = f"{_CORE}.dist_checkpointing.serialization"
 _SRT = "sglang.srt"
 _MEGATRON = "megatron_stare/megatron"
-_SGLANG = "megatron_stare/rollout/sglang"
+_SGLANG = "megatron_stare/rollout/engines/sglang"
 
 # what a member is, or what a call of it answers, where the upstream's annotations do not say; "each" of a list
 CONTENT: dict[str, tuple[str, ...]] = {
@@ -77,7 +77,7 @@ _MEGATRON_USES = (
     Declared(
         "call",
         f"{_CORE}.models.gpt.GPTModel.forward",
-        f"{_MEGATRON}/model.py",
+        f"{_MEGATRON}/model/model.py",
         _CHUNK_CALL,
         "a model chunk is called",
         Arguments(3, frozenset({"packed_seq_params"})),
@@ -85,7 +85,7 @@ _MEGATRON_USES = (
     Declared(
         "call",
         f"{_CORE}.transformer.module.Float16Module.forward",
-        f"{_MEGATRON}/model.py",
+        f"{_MEGATRON}/model/model.py",
         _CHUNK_CALL,
         "a model chunk is called",
         Arguments(3, frozenset({"packed_seq_params", "fp32_output"})),
@@ -93,21 +93,21 @@ _MEGATRON_USES = (
     Declared(
         "call",
         f"{_CORE}.distributed.DistributedDataParallel.zero_grad_buffer",
-        f"{_MEGATRON}/passes.py",
+        f"{_MEGATRON}/step/passes.py",
         "chunk.zero_grad_buffer()",
         "gradient buffers are emptied",
     ),
     Declared(
         "name",
         f"{_OPTIMIZER}.ChainedOptimizer.chained_optimizers",
-        f"{_MEGATRON}/optimizer_state.py",
+        f"{_MEGATRON}/optimizer/optimizer_state.py",
         '"chained_optimizers"',
         "each optimizer of a chain is saved and clipped",
     ),
     Declared(
         "call",
         f"{_CORE}.dist_checkpointing.mapping.LocalNonpersistentObject.unwrap",
-        f"{_MEGATRON}/optimizer_state.py",
+        f"{_MEGATRON}/optimizer/optimizer_state.py",
         "value.unwrap()",
         "settings of groups are taken out again",
     ),
@@ -116,26 +116,26 @@ _MEGATRON_USES = (
             "spelled", f"{module}:{text}", f"{_MEGATRON}/{file}", f'"{text}"', "a key or attribute that is looked up"
         )
         for module, file, text in (
-            (f"{_CORE}.distributed.distributed_data_parallel", "head.py", "main_grad"),
-            (f"{_CORE}.tensor_parallel.layers", "model.py", "tensor_model_parallel"),
-            (_OPTIMIZER, "optimizer_state.py", "common_step"),
-            (_OPTIMIZER, "optimizer_state.py", "param_groups"),
-            (_HYBRID, "master_weights.py", "master_param"),
-            (_HYBRID, "adam_step.py", "decoupled_grad"),
-            (f"{_CORE}.optimizer.distrib_optimizer", "adam_step.py", "decoupled_grad"),
+            (f"{_CORE}.distributed.distributed_data_parallel", "model/head.py", "main_grad"),
+            (f"{_CORE}.tensor_parallel.layers", "model/model.py", "tensor_model_parallel"),
+            (_OPTIMIZER, "optimizer/optimizer_state.py", "common_step"),
+            (_OPTIMIZER, "optimizer/optimizer_state.py", "param_groups"),
+            (_HYBRID, "optimizer/distributed_optimizer.py", "master_param"),
+            (_HYBRID, "optimizer/optimizer_state.py", "decoupled_grad"),
+            (f"{_CORE}.optimizer.distrib_optimizer", "optimizer/optimizer_state.py", "decoupled_grad"),
         )
     ),
     Declared(
         "stand-in",
         f"{_CORE}.transformer.dot_product_attention.DotProductAttention",
-        f"{_MEGATRON}/attention.py",
+        f"{_MEGATRON}/model/attention.py",
         "class SdpaCoreAttention",
         "takes its place in the local layers",
     ),
     Declared(
         "stand-in",
         f"{_CORE}.transformer.torch_norm.WrappedTorchNorm",
-        f"{_MEGATRON}/norm.py",
+        f"{_MEGATRON}/model/local_layers.py",
         "class RMSNorm",
         "takes its place in the local layers",
     ),
@@ -150,65 +150,76 @@ _MEGATRON_USES = (
     *(
         _relied(
             f"{_OPTIMIZER}.{name}.step",
-            f"{_MEGATRON}/optimizer.py",
+            f"{_MEGATRON}/optimizer/optimizer.py",
             "optimizer.step_with_ready_grads()",
             "done by parts",
         )
         for name in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
     ),
     _relied(
-        f"{_OPTIMIZER}.FP32Optimizer.prepare_grads", f"{_MEGATRON}/step.py", "zero_grad()", "grad is a buffer's part"
+        f"{_OPTIMIZER}.FP32Optimizer.prepare_grads",
+        f"{_MEGATRON}/step/step.py",
+        "zero_grad()",
+        "grad is a buffer's part",
     ),
-    _relied(f"{_CORE}.optimizer.get_standard_config_overrides", f"{_MEGATRON}/optimizer.py", "wd_mult", "spares norms"),
     _relied(
-        f"{_CORE}.optimizer._get_param_groups", f"{_MEGATRON}/optimizer.py", "wd_mult", "spares norms weight decay"
+        f"{_CORE}.optimizer.get_standard_config_overrides",
+        f"{_MEGATRON}/optimizer/optimizer.py",
+        "wd_mult",
+        "spares norms",
+    ),
+    _relied(
+        f"{_CORE}.optimizer._get_param_groups",
+        f"{_MEGATRON}/optimizer/optimizer.py",
+        "wd_mult",
+        "spares norms weight decay",
     ),
     _relied(
         f"{_DISTRIBUTED}.sharded_param_state_fully_reshardable",
-        f"{_MEGATRON}/distributed_optimizer.py",
+        f"{_MEGATRON}/optimizer/distributed_optimizer.py",
         "fully_reshardable",
         "whose names the optimizer is saved under",
     ),
     _relied(
         f"{_HYBRID}.HybridDeviceOptimizer._sync_sub_optimizers_state_to_hdo",
-        f"{_MEGATRON}/master_weights.py",
+        f"{_MEGATRON}/optimizer/distributed_optimizer.py",
         "HybridDeviceOptimizer shows those",
         "its state is that of the optimizers on the host, which loading fills in place",
     ),
     _relied(
         f"{_CORE}.distributed.DistributedDataParallel._make_backward_post_hook",
-        f"{_MEGATRON}/head.py",
+        f"{_MEGATRON}/model/head.py",
         "which its hook leaves as it is",
         "the head adds to main_grad itself",
     ),
     _relied(
         f"{_SCHEDULES}.forward_step_calc_loss",
-        f"{_MEGATRON}/passes.py",
+        f"{_MEGATRON}/step/passes.py",
         "with 0 tokens Megatron divides",
         "a scaled loss stays as it is",
     ),
     _relied(
         f"{_CORE}.distributed.finalize_model_grads",
-        f"{_MEGATRON}/model.py",
+        f"{_MEGATRON}/model/model.py",
         "finalize_model_grads_func=finalize_model_grads",
         "gradients are reduced, and divided by nothing",
     ),
     _relied(
         f"{_CORE}.pipeline_parallel.p2p_communication.P2PCommunicator._communicate_shapes",
-        f"{_MEGATRON}/model.py",
+        f"{_MEGATRON}/model/model.py",
         "Two stages of several chunks would exchange lengths",
         "why variable_seq_lengths is off there",
     ),
     _relied(
         f"{_CORE}.models.gpt.gpt_layer_specs.get_gpt_layer_local_spec",
-        f"{_MEGATRON}/model.py",
+        f"{_MEGATRON}/model/model.py",
         "layer.submodules.pre_mlp_layernorm = RMSNorm",
         "its norms and core attention are replaced",
     ),
     *(
         _relied(
             f"{_CORE}.transformer.attention.{name}",
-            f"{_MEGATRON}/attention.py",
+            f"{_MEGATRON}/model/attention.py",
             "those megatron-core gives any core attention",
             "makes and calls our core attention",
         )
@@ -216,7 +227,7 @@ _MEGATRON_USES = (
     ),
     _relied(
         f"{_CORE}.models.common.embeddings.rotary_pos_embedding.RotaryEmbedding.__init__",
-        f"{_MEGATRON}/model.py",
+        f"{_MEGATRON}/model/model.py",
         "rotary_pos_emb.inv_freq",
         "its frequencies are replaced",
     ),
@@ -229,7 +240,7 @@ _MEGATRON_USES = (
     Declared(
         "name",
         f"{_CORE}.transformer.moe.router.TopKRouter.router_replay",
-        f"{_MEGATRON}/routing_replay.py",
+        f"{_MEGATRON}/model/routing_replay.py",
         "router.router_replay = GivenExperts()",
         "is asked for the experts of every token",
     ),

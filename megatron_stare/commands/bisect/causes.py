@@ -9,7 +9,8 @@ from typing import Any
 
 from megatron_stare.algorithms.method import Method
 from megatron_stare.algorithms.stare import Stare
-from megatron_stare.commands.bisect.changed_methods import (
+from megatron_stare.commands.bisect.changed_parts import (
+    LateEngine,
     closed_gate,
     draws,
     draws_by_place,
@@ -18,7 +19,6 @@ from megatron_stare.commands.bisect.changed_methods import (
     open_gate,
     without_correction,
 )
-from megatron_stare.commands.bisect.late_engine import LateEngine
 from megatron_stare.config.engines_alone import OF_SERVERS
 from megatron_stare.config.schema import Config
 from megatron_stare.rollout.engines.engine import Engine

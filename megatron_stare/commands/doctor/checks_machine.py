@@ -6,9 +6,8 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 
-from megatron_stare.commands.doctor.facts import Facts
+from megatron_stare.commands.doctor.facts import Facts, FolderSeen
 from megatron_stare.commands.doctor.finding import Finding, fault, ok, warning
-from megatron_stare.commands.doctor.shared_folder import FolderSeen
 
 OPEN_FILES, PROCESSES = 65536, 4096  # of a node with GPUs: Ray's own advice for clusters is 65536 files
 OPEN_FILES_ON_CPUS = 4096

@@ -21,9 +21,8 @@ from megatron_stare.commands.doctor.checks_machine import (
     check_topology,
 )
 from megatron_stare.commands.doctor.checks_versions import check_alike, check_server_version, check_versions
-from megatron_stare.commands.doctor.facts import Facts, local_facts
+from megatron_stare.commands.doctor.facts import Facts, local_facts, look_at_folder, marker
 from megatron_stare.commands.doctor.finding import Finding, ok, warning
-from megatron_stare.commands.doctor.shared_folder import look_at_folder, marker
 from megatron_stare.config.schema import Config
 from megatron_stare.process.network import free_port
 from megatron_stare.rollout.engines.replicas import server_release

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_stare.config.load import load_config
-from megatron_stare.evaluation.table import table
 from megatron_stare.process.interruption import interruptible
 
 _PARTS = 20  # lines of progress a task, where there is no terminal
@@ -58,6 +57,7 @@ def _run(args: argparse.Namespace) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers are forked and spawned around it
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models and tokenizers are local folders
     from megatron_stare.commands.evaluate.offline_evaluation import default_out, read, refuse_missing, run
+    from megatron_stare.evaluation.results import table  # imports torch
 
     refuse_missing(args.checkpoint)
     tasks = [name.strip() for name in args.tasks.split(",")] if args.tasks is not None else []

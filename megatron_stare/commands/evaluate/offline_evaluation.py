@@ -26,7 +26,7 @@ from megatron_stare.config.process_settings import check_environment, check_port
 from megatron_stare.config.schema import Config
 from megatron_stare.driver.evaluator import Evaluator
 from megatron_stare.errors import ConfigError, UserError, unknown_name
-from megatron_stare.hangs.watched import Watched
+from megatron_stare.hangs.driver_side import Watched
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.planning.preflight import check_checkpoint_of, check_task
 from megatron_stare.process.interruption import ClosingStack

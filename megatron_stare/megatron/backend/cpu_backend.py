@@ -18,8 +18,7 @@ from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.overrides import TorchFunctionMode
 
-from megatron_stare.megatron.backend.substitute import substituted
-
+_ABSENT = object()
 _CUDA_TYPES = {
     "torch.FloatTensor": "torch.cuda.FloatTensor",
     "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor",
@@ -28,6 +27,29 @@ _CUDA_TYPES = {
     "torch.meta.BFloat16Tensor": "torch.cuda.BFloat16Tensor",
     "torch.meta.HalfTensor": "torch.cuda.HalfTensor",
 }
+
+
+@contextlib.contextmanager
+def substituted(owner: Any, name: str, value: Any, *, absent: bool = False) -> Iterator[None]:
+    """While open, `owner.name` is `value`; afterwards what it was, or absent again.
+
+    Args:
+        absent: whether the name may be missing before.
+
+    Raises:
+        AttributeError: the name is missing: this release of the upstream is not the one that was looked at.
+    """
+    before = vars(owner).get(name, _ABSENT)
+    if before is _ABSENT and not absent:
+        raise AttributeError(f"{owner.__name__} has no {name} to substitute")
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
 
 class _CudaMeansOurs(TorchFunctionMode):

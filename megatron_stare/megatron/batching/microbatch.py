@@ -10,23 +10,25 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup, all_reduce
 
 from megatron_stare.megatron.batching.packing import PackedSequences
 from megatron_stare.megatron.batching.sequence_layout import Grid, SequenceLayout
-from megatron_stare.ops.rank_sums import sum_over_ranks
 from megatron_stare.records.batch import MicroBatchPlan, TokenBatch
 from megatron_stare.records.rollout_batch import RankShare
-from megatron_stare.records.routing import unknown
+from megatron_stare.records.trajectory import unknown
 
 HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What the model is fed, and which of its outputs predict which response positions."""
+    """Input of one pass of the model, and which of its outputs predict which response positions."""
 
     tokens: Tensor  # [b, s] int64
     positions: Tensor  # [b, s] int64
@@ -130,7 +132,7 @@ class RankBatch:
 
     @property
     def span(self) -> slice:
-        """Where the response positions of these micro-batches stand among the rank's N."""
+        """The range in which the response positions of these micro-batches stand among the rank's N."""
         return slice(self.micro_batches[0].span.start, self.micro_batches[-1].span.stop)
 
     def tokens_of(self, number: int, tokens: TokenBatch) -> TokenBatch:
@@ -186,3 +188,30 @@ def _micro_batch(
         experts[real] = share.experts[source[real]]
         experts = experts.permute(2, 1, 0, 3).contiguous()  # [b, s, L, K] as routers take them
     return MicroBatch(tokens, token.contiguous(), rows, targets, span, layout, experts=experts), where
+
+
+def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of the ranks' `x`, on every rank. All must call it, and all or none take its gradient.
+
+    Every rank's loss is its own part of a sum: with L = sum_r L_r and y = sum_r x_r the gradient in x_r is
+    sum_q dL_q / dy, so the gradients are summed over the ranks as well.
+    """
+    return _SumOverRanks.apply(x, group)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _summed(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _summed(grad, ctx.group), None
+
+
+def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
+    total = x.detach().clone(memory_format=torch.contiguous_format)
+    all_reduce(total, group=group)
+    return total

@@ -1,7 +1,16 @@
 """Sequences laid end to end (thd), as Megatron's packed_seq_params and as our CPU attention want them.
 
+Prompts that several responses of a micro-batch have in common are passed through the model once: a prompt's hidden
+states depend on nothing behind it, so those of one sample serve all samples of its group. Layers are given it once,
+and attention alone, in which responses look back at it, repeats its queries, keys and values.
+
+For attention on a CPU tokens are spread to padded groups of sequences, and back, with backward passes that only copy.
+Indexing would add every gradient into a tensor of zeros, row by row; here it is known where each came from.
+
 Shape legend: t tokens of a micro-batch, b sequences of a group, s the longest of a group; under context parallelism m
-positions of the longest that this rank holds, and t / C tokens of the micro-batch.
+positions of the longest that this rank holds, and t / C tokens of the micro-batch. p places of all groups laid end to
+end, padding included. In `shared_columns` s positions of a packed row with every prompt before each of its responses,
+k of them the model is fed.
 """
 
 from __future__ import annotations
@@ -9,17 +18,127 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_stare.megatron.batching.shared_prompts import SharedColumns
-from megatron_stare.megatron.batching.spread import Spread
 from megatron_stare.megatron.batching.zigzag import WHOLE, Zigzag
 
 PADDING_LIMIT = 1.25  # a group of sequences is padded by at most this factor for one attention call
+
+
+@dataclass(frozen=True)
+class SharedColumns:
+    """The columns of a packed row that the model is fed.
+
+    fed: [k] int64, ascending.
+    stands: [s] int64, of every column the place among those fed at which its token, or the same of another sample,
+        stands.
+    """
+
+    fed: Tensor
+    stands: Tensor
+
+
+def shared_columns(sample: Tensor, token: Tensor, prompts: Tensor, groups: Tensor, multiple: int) -> SharedColumns:
+    """Finds the columns to feed, of a row in which sequences stand end to end.
+
+    Args:
+        sample: [s] int64 which of the micro-batch's samples, -1: padding.
+        token: [s] int64 which of its tokens.
+        prompts: [samples] int64 tokens of each one's prompt.
+        groups: [samples] int64; samples of one group have one prompt.
+        multiple: the number of columns fed is one of this, as that of the row is.
+    """
+    columns = torch.arange(len(sample))
+    same = groups[:, None] == groups[None]
+    first = same.int().argmax(dim=1)  # of every sample the first of its group
+    ours = sample.clamp_min(0)
+    in_prompt = (sample >= 0) & (token < prompts[ours])
+    starts = torch.full((len(prompts),), len(sample)).scatter_reduce_(
+        0, ours[sample >= 0], columns[sample >= 0], "amin"
+    )
+    source = torch.where(in_prompt, starts[first[ours]] + token, columns)
+    copies = (source != columns).nonzero().squeeze(1)
+    kept = copies[len(copies) - len(copies) % multiple :]  # fed all the same
+    source[kept] = kept
+    fed = (source == columns).nonzero().squeeze(1)
+    place = torch.empty_like(columns)
+    place[fed] = torch.arange(len(fed))
+    return SharedColumns(fed, place[source])
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The token that stands at every place of padded groups.
+
+    index: [p] int64, a token.
+    inverse: [t] int64, a place of every token: the one that counts where it has several.
+    shapes: (b, s) of every group.
+    repeated: whether tokens stand at several places whose gradients are not 0 (prompts that responses share); padding,
+        whose gradient is 0, repeats tokens as well and does not count.
+    """
+
+    index: Tensor
+    inverse: Tensor
+    shapes: tuple[tuple[int, int], ...]
+    repeated: bool = False
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Spread:
+        """The same with its tensors changed: moved, or pinned."""
+        return replace(self, index=change(self.index), inverse=change(self.inverse))
+
+    def spread(self, tokens: Tensor, *, collected: bool = False) -> list[Tensor]:
+        """[t, ...] -> [b, s, ...] of every group.
+
+        Args:
+            collected: a token's gradient comes from the place in `inverse` alone, as that of queries does, of whose
+                outputs `collect` takes no other.
+        """
+        sums = self.repeated and not collected
+        places = _Spread.apply(tokens, self.index, None if sums else self.inverse)
+        parts = places.split([b * s for b, s in self.shapes])
+        return [part.unflatten(0, shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def collect(self, places: Tensor) -> Tensor:
+        """[p, ...] -> [t, ...], of every token the place in `inverse`."""
+        return _Collect.apply(places, self.inverse)
+
+
+class _Spread(Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, index: Tensor, inverse: Tensor | None) -> Tensor:
+        ctx.tokens = len(tokens)
+        ctx.save_for_backward(index, inverse)
+        return tokens.contiguous().index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        index, inverse = ctx.saved_tensors
+        if inverse is not None:
+            return gradient.contiguous().index_select(0, inverse), None, None
+        rows = gradient.reshape(len(index), -1)
+        # the sum over a token's places, in their order: the kernel that embeddings have for it
+        summed = torch.ops.aten.embedding_dense_backward(rows, index, ctx.tokens, -1, False)
+        return summed.unflatten(1, gradient.shape[1:]), None, None
+
+
+class _Collect(Function):
+    @staticmethod
+    def forward(ctx: Any, places: Tensor, inverse: Tensor) -> Tensor:
+        ctx.places = len(places)
+        ctx.save_for_backward(inverse)
+        return places.index_select(0, inverse)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (inverse,) = ctx.saved_tensors
+        empty = gradient.new_zeros(ctx.places, *gradient.shape[1:])
+        return empty.index_copy_(0, inverse, gradient), None
 
 
 @dataclass

@@ -22,8 +22,7 @@ from megatron_stare.config.performance import shares_prompts
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.backend.cpu_backend import has_transformer_engine
 from megatron_stare.megatron.backend.layout import Layout
-from megatron_stare.megatron.batching.packing import PackedSequences, pack
-from megatron_stare.megatron.batching.shared_prompts import SharedColumns, shared_columns
+from megatron_stare.megatron.batching.packing import PackedSequences, SharedColumns, pack, shared_columns
 from megatron_stare.megatron.batching.zigzag import WHOLE, Zigzag
 
 

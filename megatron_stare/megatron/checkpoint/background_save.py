@@ -25,8 +25,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_stare.errors import UserError
-from megatron_stare.megatron.backend.cpu_backend import backend
-from megatron_stare.megatron.backend.substitute import substituted
+from megatron_stare.megatron.backend.cpu_backend import backend, substituted
 from megatron_stare.weights.files.manifest import SHARD, Sum, SummedFile, sums_of
 
 PR_SET_PDEATHSIG = 1  # of prctl(2)

@@ -2,6 +2,7 @@
 
 All tensors are saved as parts of the whole model's, so a checkpoint loads in any layout. The random states are those of
 ranks: in another layout they begin anew from the run's seed. docs/checkpoints.md says what may change on a resume.
+`load_start` fills a new policy, from a Hugging Face folder or a checkpoint that was converted from one.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_stare.errors import DataError
-from megatron_stare.megatron.backend.cpu_backend import backend
+from megatron_stare.megatron.backend.cpu_backend import backend, substituted
 from megatron_stare.megatron.backend.layout import Layout
-from megatron_stare.megatron.backend.substitute import substituted
 from megatron_stare.megatron.checkpoint.background_save import BackgroundSave
-from megatron_stare.megatron.model.model import unwrap
-from megatron_stare.megatron.optimizer.loss_scale import loss_scale_of
+from megatron_stare.megatron.model.model import load_hf, named_parameters, unwrap
+from megatron_stare.megatron.optimizer.optimizer import loss_scale_of
 from megatron_stare.megatron.optimizer.optimizer_state import load_state, sharded_state
-from megatron_stare.weights.files.torch_dist import TorchDist, check_files
+from megatron_stare.models.shape import ModelShape
+from megatron_stare.weights.files.hf_folder import HfFolder
+from megatron_stare.weights.files.torch_dist import TorchDist, check_files, is_checkpoint
 
 
 class Saver:
@@ -228,7 +230,7 @@ def _parameters_by_chunk(model: Sequence[nn.Module]) -> dict[str, Any]:
 
 
 def _sizes(layout: Layout, model: Sequence[nn.Module]) -> dict[str, int]:
-    """What tells whether a rank's random states are its own again."""
+    """Sizes that tell whether a rank's random states are its own again."""
     return {
         "tensor": layout.tp,
         "pipeline": layout.pp,
@@ -252,3 +254,22 @@ def _set_random_states(states: dict[str, Any]) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
         tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
+
+
+def load_start(model: list[nn.Module], path: str, shape: ModelShape, layout: Layout) -> None:
+    """Fills every parameter from the folder at `path`, of either kind; a rank reads only what it holds.
+
+    Raises:
+        DataError: a tensor is missing or has the wrong shape, or holds numbers that are none in float16.
+    """
+    if is_checkpoint(Path(path)):
+        load_weights(path, model)
+    else:
+        load_hf(model, HfFolder(path), shape, layout)
+    for name, parameter in named_parameters(model):
+        if parameter.dtype == torch.float16 and not bool(parameter.isfinite().all()):
+            raise DataError(
+                f"{name} is not finite in float16, whose largest number is 65,504",
+                where=path,
+                fix="train in bfloat16 or float32: model.dtype",
+            )

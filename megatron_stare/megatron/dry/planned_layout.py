@@ -1,23 +1,34 @@
-"""Every rank of a layout built on the meta device, for layouts that this machine could not run."""
+"""Builds every rank of a layout on the meta device, and says whether they hold the model between them.
+
+This is for layouts that this machine could not run. `faults` checks, each for the whole world at once, the names of
+parameters, what these make of Hugging Face tensors, the checkpoint and the weight stream.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_stare.megatron.backend.cpu_backend import has_transformer_engine
-from megatron_stare.megatron.dry.planned_rank import RankPlan, plan_rank
+from megatron_stare.megatron.dry.planned_rank import RankPlan, StatePart, plan_rank
+from megatron_stare.megatron.model.model import is_expert
 from megatron_stare.models.shape import ModelShape
+from megatron_stare.weights.files.blocks import places
+from megatron_stare.weights.files.check import expected, rules
 from megatron_stare.weights.files.processes import Advance, run_parts
+from megatron_stare.weights.sync.stream_plan import Held, plan_of
 
 _COLLECTED_EVERY = 4  # ranks: a model is a reference cycle
 
 
 @dataclass(frozen=True)
 class _Ranks:
-    """Those that one process builds."""
+    """The ranks that one process builds."""
 
     shape: ModelShape
     model: ModelConfig
@@ -34,7 +45,7 @@ def plan_layout(
     processes: int = 1,
     advance: Advance = lambda ranks: None,
 ) -> list[RankPlan]:
-    """What every rank of the layout holds, in order of rank.
+    """Plans every rank of the layout, in order of rank.
 
     Args:
         processes: that build ranks side by side.
@@ -74,7 +85,7 @@ def extremes(plans: Sequence[RankPlan]) -> dict[str, tuple[RankPlan, RankPlan]]:
 def assumptions(
     shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig
 ) -> list[str]:
-    """What the bytes of a plan rest on, and what they leave out."""
+    """Lists what the bytes of a plan rest on, and what they leave out."""
     experts = parallel.tensor * parallel.replicas // parallel.expert
     shared = f"{parallel.replicas} data-parallel replicas" + (f" ({experts} of an expert's)" if shape.experts else "")
     return [
@@ -87,3 +98,122 @@ def assumptions(
         f"layers of {'Transformer Engine' if has_transformer_engine() else 'megatron-core'}; both are of equal size",
         "left out: activations, logits, collectives' and the weight stream's buffers, what CUDA and its allocator take",
     ]
+
+
+def faults(plans: Sequence[RankPlan], shape: ModelShape, parallel: ParallelConfig, bucket_bytes: int) -> list[str]:
+    """Lists what is wrong with a layout, in words; nothing where the ranks hold the model between them.
+
+    Args:
+        plans: of all ranks, in order.
+        bucket_bytes: of the weight stream.
+    """
+    found = [f"rank {plan.rank}: {name} has data" for plan in plans for name in plan.with_data]
+    found += _faults_of_replicas(plans, shape, parallel)
+    found += _faults_of_checkpoint([part for plan in plans for part in plan.state], shape)
+    found += _faults_of_stream(plans, shape, bucket_bytes)
+    return found
+
+
+def _faults_of_replicas(plans: Sequence[RankPlan], shape: ModelShape, parallel: ParallelConfig) -> Iterator[str]:
+    """Every data-parallel replica makes every Hugging Face tensor of config.json once, and nothing else."""
+    replicas = {False: parallel.replicas, True: parallel.tensor * parallel.replicas // parallel.expert}
+    found: dict[tuple[str, int], list[Held]] = defaultdict(list)
+    expert_tensors = set()
+    for plan in plans:
+        for held in plan.held:
+            of_expert = is_expert(held.piece.parameter)
+            found[held.hf, plan.expert_replica if of_expert else plan.replica].append(held)
+            if of_expert:
+                expert_tensors.add(held.hf)
+    wanted = expected(shape)
+    yield from (f"{name} is none of the model's tensors" for name in {name for name, _ in found} - wanted.keys())
+    layouts = {name: rule.layout for rule in rules(shape) for name in rule.hf}
+    for name, size in wanted.items():
+        for replica in range(replicas[name in expert_tensors]):
+            made = _made(found.pop((name, replica), []), _copies(layouts[name], shape, parallel))
+            if made != size:
+                yield f"replica {replica} makes {name} {made}, not {size}"
+    yield from (f"there is a replica {replica} of {name}" for name, replica in found if name in wanted)
+
+
+def _copies(layout: str, shape: ModelShape, parallel: ParallelConfig) -> int:
+    """Counts how often a replica holds each part of a tensor: what is not cut, on every tensor-parallel rank; a tied
+    embedding, on the first and the last stage."""
+    tied = shape.tied and layout == "vocab" and parallel.pipeline > 1
+    return (parallel.tensor if layout == "replicated" else 1) * (2 if tied else 1)
+
+
+def _made(held: list[Held], copies: int) -> tuple[int, ...] | str:
+    """The size of what a replica's pieces make of a tensor, or what is wrong with them."""
+    counts = Counter((one.piece.number, one.part) for one in held)
+    if not held:
+        return "nowhere"
+    if set(counts.values()) != {copies}:
+        return f"{dict(counts)} times (piece, part), each should be {copies}"
+    numbers = {one.piece.number for one in held}
+    if len(counts) != len(numbers) * held[0].parts or len({(one.parts, one.cut, one.dtype) for one in held}) > 1:
+        return "in parts that do not belong together"
+    pieces = {(one.piece.number, one.part): one.piece.shape for one in held}
+    size = list(held[0].piece.shape)
+    size[held[0].cut] = sum(piece[held[0].cut] for piece in pieces.values())
+    return tuple(size)
+
+
+def _faults_of_checkpoint(parts: Sequence[StatePart], shape: ModelShape) -> Iterator[str]:
+    """The ranks that write tile every tensor of the model's checkpoint, the others hold what one of them writes, and
+    the tensors are those that weights/ converts."""
+    by_key: dict[str, list[StatePart]] = defaultdict(list)
+    for part in parts:
+        by_key[part.key].append(part)
+    wholes = {key: of_key[0].whole for key, of_key in by_key.items() if of_key[0].dtype is not None}
+    for key, of_key in by_key.items():
+        if len({(part.whole, part.dtype) for part in of_key}) > 1:
+            yield f"checkpoint: ranks disagree on the size or dtype of {key}"
+            continue
+        written = {(part.start, part.sizes) for part in of_key if part.main}
+        if stray := {(part.start, part.sizes) for part in of_key} - written:
+            yield f"checkpoint: no rank writes {key} at {min(stray)}"
+        if not _tiled(of_key[0].whole, [(part.start, part.sizes) for part in of_key if part.main]):
+            yield f"checkpoint: the parts of {key} leave gaps or overlap"
+    sizes, known = expected(shape), set()
+    for rule in rules(shape):
+        found = [place for place in places(rule.megatron) if place.key in wholes]
+        if len(found) != 1:
+            yield f"checkpoint: {len(found)} places for {rule.megatron}"
+            continue
+        known.add(found[0].key)
+        counts = tuple(shape.experts if what == "experts" else shape.layers for what in found[0].dims)
+        rows, rest = sum(sizes[name][0] for name in rule.hf), sizes[rule.hf[0]][1:]
+        lead, own = wholes[found[0].key][: len(counts)], wholes[found[0].key][len(counts) :]
+        if lead != counts or own[1:] != rest or not (own[0] >= rows if rule.layout == "vocab" else own[0] == rows):
+            yield f"checkpoint: {found[0].key} is {wholes[found[0].key]}, not {(*counts, rows, *rest)}"
+    yield from (f"checkpoint: {key} is none of the model's tensors" for key in wholes.keys() - known)
+
+
+def _tiled(whole: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Says whether boxes (start, sizes) cover every element of a tensor once, by the grid of all their edges."""
+    edges = []
+    for dim, size in enumerate(whole):
+        edges.append(sorted({0, size, *(start[dim] for start, _ in boxes), *(s[dim] + n[dim] for s, n in boxes)}))
+        if edges[dim][0] < 0 or edges[dim][-1] > size:
+            return False
+    at = [{edge: index for index, edge in enumerate(of_dim)} for of_dim in edges]
+    covered = np.zeros([len(of_dim) - 1 for of_dim in edges], dtype=np.int64)
+    for start, sizes in boxes:
+        covered[tuple(slice(a[s], a[s + n]) for a, s, n in zip(at, start, sizes, strict=True))] += 1
+    return bool((covered == 1).all())
+
+
+def _faults_of_stream(plans: Sequence[RankPlan], shape: ModelShape, bucket_bytes: int) -> Iterator[str]:
+    """The weight stream carries every Hugging Face tensor whole and once."""
+    try:
+        plan = plan_of([plan.held for plan in plans], shape, bucket_bytes)
+    except ValueError as error:
+        yield f"weight stream: {error}"
+        return
+    wanted, sent = expected(shape), Counter[str]()
+    for slot in (slot for layout in plan.layouts for slot in layout.slots):
+        sent[slot.name] += 1
+        if slot.shape != wanted.get(slot.name):
+            yield f"weight stream: {slot.name} is {slot.shape}, not {wanted.get(slot.name)}"
+    yield from (f"weight stream: {name} is sent {sent[name]} times" for name in wanted if sent[name] != 1)

@@ -1,31 +1,76 @@
-"""What one rank of a layout holds, found by building it on the meta device: names, shapes and bytes, and no data.
+"""Finds what one rank of a layout holds, without data, on the meta device.
 
-Model, gradient buffers and optimizer are made by the functions that make them in a run, at the rank's own place in the
-layout. Nothing is taken from another rank by symmetry.
+`plan_rank` builds the rank with the functions that build it in a run, at its own place in the layout. Nothing is taken
+from another rank by symmetry.
+
+`stage_bytes` puts ranks of many layouts together from parts that `build_parts` built once. All layers of a model are
+alike, and a rank has a number of them, with the embedding on the first stage and the norm and the output layer on the
+last. So the tensors of one layer, cut as the layout cuts them, say what every rank of every pipeline, data and context
+layout holds: one build for each way to cut a layer (tensor and expert ranks).
+tests/megatron/test_planned_parts.py holds the sums against whole ranks, to the byte.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import contextlib
+import math
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories, is_main_replica
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
-from megatron_stare.megatron.backend.cpu_backend import backend
-from megatron_stare.megatron.dry.pretend import pretend
+from megatron_stare.megatron.backend.cpu_backend import backend, on_meta, substituted
+from megatron_stare.megatron.backend.layout import Layout, cut_world, leave
 from megatron_stare.megatron.export.export import shards
-from megatron_stare.megatron.model.model import build_policy, gradient_buffers, unwrap
+from megatron_stare.megatron.model.model import (
+    build_model,
+    build_policy,
+    gradient_buffers,
+    is_expert,
+    named_parameters,
+    unwrap,
+)
 from megatron_stare.megatron.optimizer.optimizer import build_optimizer
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.sync.stream_plan import Held, held_pieces
 
+NO_WAIT_S = 1.0  # of collectives that return at once
 ITEMS = ("parameters", "gradients", "main parameters", "moments")
+_ALIGNED = 64  # elements that a parameter starts at a multiple of, in a buffer that is cut over replicas
+_BUCKET = 128  # and that a bucket ends at a multiple of
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@contextlib.contextmanager
+def pretend(parallel: ParallelConfig, rank: int) -> Iterator[Layout]:
+    """While open, this process is the rank, and its device the meta device. Collectives return at once and bring
+    nothing of other ranks, so this is for building only."""
+    # torch wraps the hook of errors that end the process with every process group
+    hook = substituted(sys, "excepthook", sys.excepthook)
+    with on_meta(), hook, substituted(dist, "new_group", _fake_group):
+        dist.init_process_group("fake", rank=rank, world_size=parallel.world_size, store=FakeStore())
+        try:
+            yield cut_world(parallel, rank, timeout_s=NO_WAIT_S)
+        finally:
+            leave()
+
+
+_new_group = dist.new_group
+
+
+def _fake_group(*args: Any, **options: Any) -> Any:
+    """A group of the world's backend where gloo is asked for by name: gloo would wait for the other ranks."""
+    return _new_group(*args, **{**options, "backend": None})
 
 
 @dataclass(frozen=True)
@@ -42,7 +87,7 @@ class StatePart:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What a rank of a layout holds.
+    """The bytes and tensors that a rank of a layout holds.
 
     replica: which of the data-parallel replicas its parameters belong to; expert_replica: and its experts.
     nbytes: by ITEMS.
@@ -142,3 +187,103 @@ def _state(chunks: list[nn.Module]) -> list[StatePart]:
                     whole, start = tuple(value.global_shape), tuple(value.global_offset)
                     parts.append(StatePart(value.key, None, whole, start, tuple(1 for _ in whole), main))
     return parts
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Elements of each tensor, on one rank.
+
+    layer: of a layer without its experts; experts: of the experts of a layer that lie on the rank.
+    head: the norm after the last layer and the output layer, which tied embeddings do not have on one stage.
+    """
+
+    embedding: tuple[int, ...]
+    layer: tuple[int, ...]
+    experts: tuple[int, ...]
+    head: tuple[int, ...]
+
+
+def build_parts(shape: ModelShape, model: ModelConfig, tensor: int, expert: int) -> Parts:
+    """Builds one layer with all that is around it."""
+    parallel = ParallelConfig(
+        tensor=tensor, sequence=tensor > 1, expert=expert, data=expert // math.gcd(expert, tensor)
+    )
+    sizes: dict[str, list[int]] = {"embedding": [], "layer": [], "experts": [], "head": []}
+    with pretend(parallel, 0) as layout:
+        chunks = build_model(replace(shape, layers=1), model, parallel, layout)
+        for name, parameter in named_parameters(chunks):
+            layer = "experts" if is_expert(name) else "layer"
+            part = layer if name.startswith("decoder.layers.") else name.split(".")[0]
+            sizes[part if part in sizes else "head"].append(parameter.numel())
+    return Parts(**{part: tuple(found) for part, found in sizes.items()})
+
+
+def stage_bytes(
+    parts: Parts,
+    shape: ModelShape,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    optimizer: OptimizerConfig,
+    stage: int,
+) -> dict[str, int]:
+    """Bytes of the first rank of a pipeline stage, by the items of planned_rank.py."""
+    chunks = [_chunk(parts, shape, parallel, stage, chunk) for chunk in range(parallel.virtual_pipeline)]
+    experts = parallel.tensor * parallel.replicas // parallel.expert
+    held = updated = 0
+    for dense, routed in chunks:
+        for tensors, replicas in [*((one, parallel.replicas) for one in dense), (routed, experts)]:
+            cut = replicas if optimizer.distributed else None
+            held += _buffer(tensors, cut)
+            updated += _share(tensors, cut)
+    return {
+        "parameters": held * _BYTES[model.dtype],
+        "gradients": held * 4,
+        "main parameters": 0 if model.dtype == "float32" else updated * 4,
+        "moments": updated * 4 * (2 if optimizer.name == "adam" else 0),
+    }
+
+
+def _chunk(
+    parts: Parts, shape: ModelShape, parallel: ParallelConfig, stage: int, chunk: int
+) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
+    """Tensors of a stage's chunk, by the bucket they lie in, and its experts."""
+    stages, chunks = parallel.pipeline, parallel.virtual_pipeline
+    layers = shape.layers // (stages * chunks)
+    if (first := parallel.first_stage_layers) is not None:
+        layers = first if stage == 0 else (shape.layers - first) // (stages - 1)
+    apart = parallel.tensor > 1 or parallel.expert > 1  # only then have experts replicas, and buffers, of their own
+    body = list((parts.layer if apart else parts.layer + parts.experts) * layers)
+    shared: list[int] = []
+    starts, ends = stage == 0 and chunk == 0, stage == stages - 1 and chunk == chunks - 1
+    across = shape.tied and stages > 1  # both ends have the matrix then, in a bucket of its own
+    if across and (starts or ends):
+        shared += parts.embedding
+    elif starts:
+        body = [*parts.embedding, *body]
+    if ends:
+        body += parts.head
+    return [tuple(body), tuple(shared)], parts.experts * layers if apart else ()
+
+
+def _buffer(tensors: Sequence[int], replicas: int | None) -> int:
+    """Elements of a bucket, padded as Megatron pads what it cuts over `replicas`; None: it is not cut."""
+    if replicas is None:
+        return sum(tensors)
+    unit = math.lcm(replicas, _BUCKET)
+    return -(-sum(-(-size // _ALIGNED) * _ALIGNED for size in tensors) // unit) * unit
+
+
+def _share(tensors: Sequence[int], replicas: int | None) -> int:
+    """Elements that the first replica updates, of the first of as many equal parts of the bucket, in which Megatron
+    lays tensors from the last to the first; gaps between tensors are not updated."""
+    if replicas is None:
+        return sum(tensors)
+    end = _buffer(tensors, replicas) // replicas
+    position = updated = 0
+    for size in reversed(tensors):
+        position = -(-position // _ALIGNED) * _ALIGNED
+        if position >= end:
+            break
+        updated += min(size, end - position)
+        position += size
+    return updated

@@ -14,7 +14,7 @@ from megatron_stare.megatron.backend.layout import Layout
 from megatron_stare.megatron.export.export import EXPORT_BUCKET_BYTES, shards
 from megatron_stare.models import rule_for
 from megatron_stare.models.shape import ModelShape
-from megatron_stare.weights.files.hf_shards import fill
+from megatron_stare.weights.files.hf_folder import fill
 from megatron_stare.weights.files.safetensors_file import Entry
 from megatron_stare.weights.sync.stream import stream
 from megatron_stare.weights.sync.stream_plan import SENDER, StreamPlan, plan_stream

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_stare.config.performance import WHOLE_UP_TO
 from megatron_stare.megatron.batching.packing import PackedSequences
 from megatron_stare.megatron.batching.zigzag import Zigzag
-from megatron_stare.megatron.model.short_attention import short_attention
+from megatron_stare.megatron.model.local_layers import short_attention
 
 MASK_ENTRIES = 2**24  # of a mask by positions that is held at a time: 64 MB once torch has made it float32
 

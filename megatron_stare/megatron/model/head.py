@@ -1,5 +1,7 @@
-"""Megatron's last hidden states on their way to log-probs and entropies: only the rows that predict a response token go
-through the output layer, on every tensor-parallel rank for its own columns.
+"""Megatron's last hidden states on their way to log-probs and entropies.
+
+Only the rows that predict a response token go through the output layer, on every tensor-parallel rank for its own
+columns. Where the configuration leaves open which way they go, the memory at hand decides (`choose_head`).
 
 Shape legend: b rows and s positions of a micro-batch, n response positions of it, H hidden size.
 """
@@ -8,22 +10,75 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
+import psutil
+import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from megatron_stare.config.schema import Config
+from megatron_stare.megatron.backend.cpu_backend import device
 from megatron_stare.megatron.backend.layout import Layout
 from megatron_stare.megatron.batching.microbatch import MicroBatch
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.ops.linear_head import LinearHead, Mode
 from megatron_stare.ops.vocab_parallel import Problem
 
+# Logits are taken whole up to this share of the free memory. The rest is for activations, which live at the same time,
+# and for the optimizer's moments, which come with the first step.
+SHARE = 1 / 8
 # [n] log-probs, entropies and the micro-batch they belong to -> scalar loss, and detached [n] tensors to log
 LossFunction = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True)
+class HeadChoice:
+    """A way through the output layer (ops/linear_head.py), and why, for the person who started the run."""
+
+    mode: Mode
+    reason: str
+
+
+def choose_head(coupling: Literal["token", "sequence"], logits_bytes: int, free_bytes: int) -> HeadChoice:
+    """Whole logits where they fit, else chunks; of these the one that computes logits once where the loss allows it.
+
+    Args:
+        coupling: of the method; see algorithms/method.py.
+        logits_bytes: of the largest micro-batch on one rank.
+        free_bytes: on the rank that has least.
+    """
+    size = f"a micro-batch's logits take up to {logits_bytes / 1e9:.3g} GB a rank, {free_bytes / 1e9:.3g} GB are free"
+    if logits_bytes <= SHARE * free_bytes:
+        return HeadChoice("materialised", size)
+    if coupling == "token":
+        return HeadChoice("gradient_in_forward", f"{size}, and a token's loss depends on its own log-prob alone")
+    return HeadChoice("recompute", f"{size}, and the loss couples the tokens of a response")
+
+
+def largest_logits(config: Config, shape: ModelShape) -> int:
+    """Bytes of the logits [micro_batch_tokens of one rank, V of one rank], as if every token were predicted."""
+    columns = shape.padded_vocab(config.parallel.tensor) // config.parallel.tensor
+    rows = -(-config.batch.micro_batch_tokens // config.parallel.context)
+    return rows * columns * (4 if config.model.dtype == "float32" else 2)
+
+
+def free_memory() -> int:
+    """Bytes that the rank with least of them could still take. All ranks must call it; ranks on CPUs are taken to
+    share one machine."""
+    if torch.cuda.is_available():
+        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    else:
+        free = psutil.virtual_memory().available // dist.get_world_size()
+    least = torch.tensor(free, dtype=torch.int64, device=device())
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return int(least)
+
+
+@dataclass(frozen=True)
 class Head:
-    """How hidden states become log-probs and entropies.
+    """The way from hidden states to log-probs and entropies.
 
     entropy_gradient: whether entropies carry gradient; without it they cost nothing in backward.
     mode, chunk: see ops/linear_head.py.
@@ -72,7 +127,7 @@ class Head:
 
 
 def _is_embedding(model: GPTModel) -> bool:
-    """Whether the output weight is this chunk's embedding too, through which autograd brings it a gradient."""
+    """Says whether the output weight is this chunk's embedding too, through which autograd brings it a gradient."""
     return model.share_embeddings_and_output_weights and model.pre_process
 
 

@@ -32,8 +32,7 @@ from megatron_stare.megatron.backend.cpu_backend import backend, device, has_tra
 from megatron_stare.megatron.backend.layout import Layout
 from megatron_stare.megatron.batching.packing import PackedSequences
 from megatron_stare.megatron.model.attention import SdpaCoreAttention
-from megatron_stare.megatron.model.norm import RMSNorm
-from megatron_stare.megatron.model.swiglu import swiglu
+from megatron_stare.megatron.model.local_layers import RMSNorm, swiglu
 from megatron_stare.models import family_of, rule_for
 from megatron_stare.models.rope import scaled_frequencies
 from megatron_stare.models.rules import shard

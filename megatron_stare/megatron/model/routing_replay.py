@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megatron_stare.megatron.model.model import unwrap
 from megatron_stare.records.metric import Metric
-from megatron_stare.records.routing import unknown
+from megatron_stare.records.trajectory import unknown
 
 METRICS = (
     Metric(

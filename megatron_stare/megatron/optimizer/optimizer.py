@@ -1,24 +1,80 @@
-"""Megatron's optimizer with its learning-rate and weight-decay schedule."""
+"""Builds Megatron's optimizer, with its schedule of learning rate and weight decay, and the loss scale of float16.
+
+float16's smallest numbers are larger than many gradients. So the loss is multiplied by the scale before backward
+(passes.py), Megatron divides the float32 gradients by it (`prepare_grads`), and it moves with what came of that. In
+float32 and bfloat16 there is none.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor, nn
 
 from megatron_stare.config.performance import megatron_fields
 from megatron_stare.config.schema import OptimizerConfig, PerformanceConfig
 from megatron_stare.megatron.backend.cpu_backend import backend, device
-from megatron_stare.megatron.optimizer.loss_scale import install_loss_scale, loss_scale_of
 
 _DEFAULT = PerformanceConfig()
+
+
+class LossScale(DynamicGradScaler):
+    """Megatron's dynamic scale, except that it moves when a step is decided, not while its gradient is prepared.
+
+    Megatron moves it with every gradient it prepares: for a batch without a loss too, and, where experts have an
+    optimizer of their own, for each optimizer by itself, so that their gradients would be divided by another scale than
+    the loss was multiplied by.
+    """
+
+    def update(self, found_inf: bool) -> None:
+        """Megatron's call, which changes nothing."""
+
+    def settle(self, *, overflow: bool) -> None:
+        """Moves the scale after a step that was taken, or left out because its gradient overflowed."""
+        super().update(overflow)
+
+    @property
+    def exhausted(self) -> bool:
+        """Says whether the scale is at its floor, so that an overflow is no fault of it. Waits for the device."""
+        return bool(self._scale <= self.min_scale)
+
+    @property
+    def factor(self) -> Tensor:
+        """0-dim float32, what the loss is multiplied by. A step leaves it as it is: the next one has a tensor of its
+        own."""
+        return self._scale[0]
+
+
+def install_loss_scale(optimizer: MegatronOptimizer, config: OptimizerConfig) -> None:
+    """Gives all optimizers of a chain one scale, in the place of Megatron's own, one each."""
+    scale = LossScale(
+        initial_scale=config.initial_loss_scale,
+        min_scale=config.min_loss_scale,
+        growth_factor=config.growth_factor,
+        backoff_factor=config.backoff_factor,
+        growth_interval=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+    )
+    for part in _chain(optimizer):
+        part.grad_scaler = scale
+
+
+def loss_scale_of(optimizer: MegatronOptimizer) -> LossScale | None:
+    """The scale that was installed; None where the loss is not scaled."""
+    return cast("LossScale | None", getattr(_chain(optimizer)[0], "grad_scaler", None))
+
+
+def _chain(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def build_optimizer(
@@ -74,7 +130,7 @@ def build_optimizer(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an optimizer step.
+    """The outcome of an optimizer step.
 
     grad_norm: before clipping, of the gradient itself, not of the scaled one.
     finite: whether it and the loss were; true where only its scaled form was not.
@@ -142,7 +198,7 @@ def take_step(
 
 
 def _on_any_rank(flag: Tensor | None) -> bool:
-    """Whether the flag is set on a rank that has one."""
+    """Says whether the flag is set on a rank that has one."""
     here = torch.zeros((), dtype=torch.int32, device=device()) if flag is None else flag.to(torch.int32)
     dist.all_reduce(here, dist.ReduceOp.MAX)
     return bool(here)

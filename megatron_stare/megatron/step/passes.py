@@ -1,6 +1,7 @@
 """The two passes over a batch: forward only for log-probs and entropies, forward and backward for the gradient.
 
-Both run Megatron's pipeline schedule over the same micro-batches, so on-policy ratios are 1.
+Both run Megatron's pipeline schedule over the same micro-batches, so on-policy ratios are 1. `Reference` is the policy
+that a KL term is measured against, whose log-probs are such a pass too.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from megatron_stare.megatron.backend.cpu_backend import backend, has_transformer_engine
+from megatron_stare.config.schema import Config
+from megatron_stare.megatron.backend.cpu_backend import backend, device, has_transformer_engine
+from megatron_stare.megatron.backend.layout import Layout
 from megatron_stare.megatron.batching.microbatch import MicroBatch, RankBatch
+from megatron_stare.megatron.checkpoint.checkpoint import load_start
 from megatron_stare.megatron.model.head import Head, LossFunction
-from megatron_stare.megatron.model.model import hidden_states, unwrap
+from megatron_stare.megatron.model.model import build_model, hidden_states, unwrap
 from megatron_stare.megatron.model.routing_replay import begin_pass, give_experts
+from megatron_stare.models.shape import ModelShape
 
 
 def compute_log_probs(
@@ -122,3 +127,38 @@ def _run(
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+
+
+class Reference:
+    """The policy of model.reference_path, in the trainer's layout, without gradients.
+
+    Args:
+        shape: of the trained policy, which the reference shares.
+    """
+
+    def __init__(self, config: Config, shape: ModelShape, layout: Layout) -> None:
+        self._offload = config.model.reference_offload
+        self.model = build_model(shape, config.model, config.parallel, layout, moe=config.moe)
+        for chunk in self.model:
+            chunk.eval().requires_grad_(False)
+        load_start(self.model, config.model.reference_path or config.model.path, shape, layout)
+        self._move("cpu" if self._offload else str(device()))
+
+    def compute_log_probs(self, batch: RankBatch, head: Head) -> Tensor:
+        """Log-probs [N] of this rank's response positions, over the same micro-batches as the policy's."""
+        self._move(str(device()))
+        log_prob, _ = compute_log_probs(self.model, batch, head)
+        if self._offload:
+            self._move("cpu")
+        return log_prob
+
+    @torch.no_grad()
+    def refresh(self, policy: list[nn.Module]) -> None:
+        """Takes over the weights of the policy, chunk by chunk, wherever the reference lies."""
+        for mine, other in zip(self.model, policy, strict=True):
+            for weight, current in zip(unwrap(mine).parameters(), unwrap(other).parameters(), strict=True):
+                weight.copy_(current)
+
+    def _move(self, where: str) -> None:
+        for chunk in self.model:
+            chunk.to(where)

@@ -27,15 +27,12 @@ from megatron_stare.megatron.export.export import export_gradients, export_hf
 from megatron_stare.megatron.model.head import Head
 from megatron_stare.megatron.model.model import finish_gather
 from megatron_stare.megatron.model.routing_replay import routing_metrics
-from megatron_stare.megatron.optimizer.loss_scale import loss_scale_of
-from megatron_stare.megatron.optimizer.optimizer import take_step
+from megatron_stare.megatron.optimizer.optimizer import loss_scale_of, take_step
+from megatron_stare.megatron.step.diagnostics import forecast, measured_change, token_norms, token_numbers
 from megatron_stare.megatron.step.dump import write_step, write_tensors
-from megatron_stare.megatron.step.forecast import forecast, measured_change, token_norms
 from megatron_stare.megatron.step.measured import Measured, complete, measure_batch
 from megatron_stare.megatron.step.objective import Objective, make_objective
-from megatron_stare.megatron.step.passes import accumulate_gradients, compute_log_probs
-from megatron_stare.megatron.step.reference import Reference
-from megatron_stare.megatron.step.watched_tokens import token_numbers
+from megatron_stare.megatron.step.passes import Reference, accumulate_gradients, compute_log_probs
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.ops.statistics_executor import answer
 from megatron_stare.records.batch_statistics import scalar

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import StatisticsError, correlation, fmean
 from typing import Any
 
-from megatron_stare.evaluation.clusters import mean_of_problems, student_quantile
+from megatron_stare.evaluation.estimates import mean_of_problems, student_quantile
 
 BAND = 0.25  # entropy within this share of its target counts as on target
 RECENT = 20  # steps that "at the end" means
@@ -30,7 +30,7 @@ def paired_interval(
     equal it has no width, which says nothing about unseen problems.
 
     Several prompts of one problem are not independent: n is then the effective number of problems,
-    and the half width t √v with v the variance of the mean (`evaluation.clusters.mean_of_problems`),
+    and the half width t √v with v the variance of the mean (`evaluation.estimates.mean_of_problems`),
     which is the above where each problem has one prompt.
 
     Args:

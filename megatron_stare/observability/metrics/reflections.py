@@ -6,45 +6,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from megatron_stare.records.metric import Metric
-from megatron_stare.records.whole_words import finder, places
+from megatron_stare.records.words import CATEGORIES, finder, tokens_by_category
 
 if TYPE_CHECKING:
     from megatron_stare.records.trajectory import Trajectory
-
-# STARE (arXiv 2606.19236), appendix B.6, names the categories and finds them by words; its lists are not published.
-# These are ours, and the paper's examples are in them: "should be", "but", "instead", "verification".
-CATEGORIES: dict[str, tuple[str, ...]] = {
-    "self_correction": (
-        *("should be", "actually", "mistake", "mistaken", "correction", "correct that", "wrong", "error", "oops"),
-        *("incorrect", "no,", "sorry"),
-    ),
-    "self_questioning": (
-        *("wait", "hmm", "is that right", "is this right", "why", "how come", "what if", "but why", "does that"),
-        *("does this", "can we", "could it be"),
-    ),
-    "verification": (
-        *("verification", "verify", "verifying", "verified", "check", "checks", "checking", "double-check", "confirm"),
-        *("double check", "confirms", "make sure", "sanity check", "plug in", "substituting back"),
-    ),
-    "alternative": (
-        *("instead", "alternatively", "alternative", "another way", "another approach", "another method", "or else"),
-        *("a different approach", "a different way", "on the other hand", "otherwise"),
-    ),
-    "re_evaluation": (
-        *("but", "however", "reconsider", "re-evaluate", "reevaluate", "re-examine", "rethink", "revisit", "again"),
-        *("let me see", "go back", "start over", "look again"),
-    ),
-    "uncertainty": (
-        *("maybe", "perhaps", "probably", "possibly", "might", "could be", "not sure", "seems", "unclear", "i think"),
-        *("i guess", "likely"),
-    ),
-}
-_CATEGORY = {word: category for category, words in CATEGORIES.items() for word in words}
-_placed = places(_CATEGORY)
 
 METRICS = (
     Metric(
@@ -79,7 +47,7 @@ def reflections(samples: Sequence[Trajectory], words: Sequence[str]) -> dict[str
     """`response/reflections`: occurrences of any of the words a response, mean over the step's samples.
 
     Args:
-        words: counted as whole_words.py says. None: no metric.
+        words: counted as records/words.py says. None: no metric.
     """
     if not words:
         return {}
@@ -89,7 +57,7 @@ def reflections(samples: Sequence[Trajectory], words: Sequence[str]) -> dict[str
 
 def selected_reflections(samples: Sequence[Trajectory]) -> dict[str, float]:
     """`reflection/selected_<category>` and `reflection/all_<category>`: shares of the selected tokens, and of all that
-    carry loss, that lie in a word of a category. Words are counted as whole_words.py says; a token that any of a
+    carry loss, that lie in a word of a category. Words are counted as records/words.py says; a token that any of a
     word's characters stand in lies in it. Over the samples whose tokens' numbers are known; {} where none is selected.
     """
     selected, everything = Counter[str](), Counter[str]()
@@ -100,7 +68,7 @@ def selected_reflections(samples: Sequence[Trajectory]) -> dict[str, float]:
         picked = [chosen != 0 and here for chosen, here in zip(sample.numbers.selected.tolist(), trained, strict=True)]
         everything["tokens"] += sum(trained)
         selected["tokens"] += sum(picked)
-        for category, where in _tokens_of(sample.pieces).items():
+        for category, where in tokens_by_category(sample.pieces).items():
             everything[category] += sum(trained[i] for i in where)
             selected[category] += sum(picked[i] for i in where)
     if not selected["tokens"]:
@@ -110,18 +78,3 @@ def selected_reflections(samples: Sequence[Trajectory]) -> dict[str, float]:
         for category in CATEGORIES
         for kind, counts in (("selected", selected), ("all", everything))
     }
-
-
-def _tokens_of(pieces: Sequence[str]) -> dict[str, set[int]]:
-    """The tokens that stand in a word of each category."""
-    ends = list(accumulate(len(piece) for piece in pieces))
-    found: dict[str, set[int]] = {category: set() for category in CATEGORIES}
-    token = 0
-    for begin, end, word in _placed("".join(pieces)):
-        while ends[token] <= begin:  # places come in order
-            token += 1
-        last = token
-        while ends[last] < end:
-            last += 1
-        found[_CATEGORY[word]] |= {i for i in range(token, last + 1) if pieces[i]}
-    return found

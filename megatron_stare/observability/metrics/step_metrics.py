@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from megatron_stare.observability.metrics.reward_hacking import hacking_signals
-from megatron_stare.process.process_memory import tree_pss_bytes
+from megatron_stare.process.memory import tree_pss_bytes
 from megatron_stare.records.metric import Metric
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import Trajectory

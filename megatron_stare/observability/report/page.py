@@ -7,11 +7,15 @@ loads nothing from anywhere, so it can be mailed, archived and opened without a 
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megatron_stare.errors import DataError
 from megatron_stare.observability.metrics.figures import outline, started, verdict
@@ -22,8 +26,6 @@ from megatron_stare.observability.report.charts import OWN_COLOUR, PALETTE, Char
 from megatron_stare.observability.report.comparison import against, settings_that_tell
 from megatron_stare.observability.report.diagnostic_charts import parts, selection, token_norms
 from megatron_stare.observability.report.headline import alike, headline
-from megatron_stare.observability.report.html_files import TEMPLATES, write_page
-from megatron_stare.observability.report.step_time import times
 from megatron_stare.observability.report.token_view import view_of_run
 from megatron_stare.run_dir.json_lines import Record
 from megatron_stare.run_dir.liveness import how_it_stands
@@ -48,6 +50,19 @@ _MORE = (  # only where some run recorded them
     ("response/truncated", "Responses cut off", "share, at the length limit"),
     ("optimizer/lr", "Learning rate", "of the schedule"),
 )
+# phases in the order of a step
+_ORDER = ("rollout", "reward", "log_probs", "update", "sync")
+_BESIDE = ("step", "eval", "checkpoint")  # the whole, and what stands between steps
+REST = "the rest"
+TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
 
 
 def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
@@ -129,7 +144,7 @@ def _charts(runs: Sequence[RunRecord]) -> list[Chart]:
 
 
 def _more_of(title: str, evals: Sequence[tuple[str, int, Sequence[Record]]]) -> list[Chart]:
-    """What evaluations say beside their mean result, where problems are answered more than once."""
+    """Charts what evaluations say beside their mean result, where problems are answered more than once."""
     found = [[evaluation_figures(record) for record in records] for _, _, records in evals]
     named = list(dict.fromkeys(name for figures in found for each in figures for name in each))
     largest = {name.partition("@")[0]: name for name in named if "@" in name and not name.endswith("@1")}
@@ -182,3 +197,61 @@ def _samples(run: RunRecord) -> list[tuple[object, object, Record | None, Record
         (prompt, (after.get(prompt) or before[prompt]).get("answer"), before.get(prompt), after.get(prompt))
         for prompt in dict.fromkeys([*after, *before])
     ]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A phase's mean seconds a step, and its share of the step."""
+
+    seconds: float
+    share: float
+
+
+def times(runs: Sequence[RunRecord]) -> list[tuple[str, list[Part | None]]]:
+    """Rows of (phase, its part in every run) in the order of a step; [] where no run has any."""
+    columns = [_phases(run) for run in runs]
+    names = dict.fromkeys(name for name in _ORDER if any(name in column for column in columns))
+    names |= dict.fromkeys(name for column in columns for name in column if name != REST)
+    if any(REST in column for column in columns):
+        names[REST] = None
+    return [(name, [column.get(name) for column in columns]) for name in names]
+
+
+def _phases(run: RunRecord) -> dict[str, Part]:
+    """The first step is left out where there are others: it warms up."""
+    rows = run.metrics[1:] or run.metrics
+    sums: dict[str, float] = {}
+    for row in rows:
+        for key, value in row.items():
+            if key.startswith("time/") and math.isfinite(value):
+                name = key.removeprefix("time/").removesuffix("_s")
+                sums[name] = sums.get(name, 0.0) + value
+    whole = sums.get("step", 0.0)
+    parts = {name: value for name, value in sums.items() if name not in _BESIDE}
+    if not parts or not whole:
+        return {}
+    parts[REST] = max(0.0, whole - sum(parts.values()))
+    return {name: Part(value / len(rows), value / whole) for name, value in parts.items()}
+
+
+def write_page(page: str, out: Path, what: str) -> Path:
+    """Writes a page, and returns `out`; whoever reads it meanwhile sees the old one or the new one.
+
+    Args:
+        what: it is, in an error.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(page, encoding="utf-8")
+        os.replace(temporary, out)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise DataError(
+            f"{what} cannot be written ({error.strerror})", where=str(out), fix="name another file: --out FILE"
+        ) from error
+    return out

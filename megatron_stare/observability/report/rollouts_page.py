@@ -1,20 +1,37 @@
 """The page of sampled responses: one self-contained HTML file that lists, filters and shows them token by token.
 
-Comes from the files of one run directory, or of two side by side; goes to rollouts.html. As the report it loads nothing
-from anywhere. What it shows of a response is the report's own view of tokens (`token_view.*`).
+Comes from the files of one run directory, or of two side by side (rollouts/, eval.jsonl, metrics.jsonl, config.yaml);
+goes to rollouts.html. As the report it loads nothing from anywhere. What it shows of a response is the report's own
+view of tokens (`token_view.*`).
+
+The page holds what is listed at once, and blocks read on demand. A block is gzipped JSON in base64, of at most BLOCK
+responses, so that a page of tens of thousands opens without reading them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron_stare.errors import DataError
-from megatron_stare.observability.report.html_files import TEMPLATES, write_page
-from megatron_stare.observability.report.stored_responses import Stored, packed, pairs, stored_responses
-from megatron_stare.run_dir.run_files import read_runs
+from megatron_stare.observability.report.page import TEMPLATES, write_page
+from megatron_stare.observability.report.selection_reasons import selection_reasons
+from megatron_stare.run_dir.rollout_files import SampledResponse, read_rollouts, rollout_files
+from megatron_stare.run_dir.run_files import ROLLOUTS_DIR, RunRecord, read_runs
 
 MOST_RUNS = 2
+TRAINING = "training"  # the task of what was trained on, among those of evaluations
+BLOCK = 64  # responses
+BLOCK_CHARACTERS = 1_000_000  # that a block stops growing at, of texts as of numbers
+TEXT_BYTES = 48_000_000  # of a page and run, as they stand in it
+NUMBER_BYTES = 48_000_000
+HEAD, TAIL = 160, 70  # characters of a prompt and of a response's end that the list shows
 
 
 def write_rollouts(run_dirs: Sequence[Path], out: Path) -> Path:
@@ -63,3 +80,189 @@ def _left_out(stored: Stored, named: bool) -> list[str]:
     said = [f"{of}{responses:,} responses are left out, an even choice, to keep the page small."] if responses else []
     more = f"{of}{numbers:,} responses stand here without the numbers of their tokens, to keep the page small."
     return [*said, more] if numbers else said
+
+
+@dataclass
+class Stored:
+    """The responses of one run.
+
+    rows: what the list shows, by column, with `prompt` and `task` by their places in `prompts` and `tasks`, `at` as
+        block and place in it, `numbers` as the block of the numbers of its tokens, -1 where there are none.
+    keys: of every row, what makes it the same question in another run.
+    texts, numbers: the blocks.
+    reasons: by step, why tokens were selected.
+    left_out: responses, and responses whose numbers only, that had no room.
+    """
+
+    name: str
+    rows: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    keys: list[tuple[Any, ...]] = field(default_factory=list)
+    prompts: dict[str, int] = field(default_factory=dict)
+    tasks: dict[str, int] = field(default_factory=dict)
+    texts: list[str] = field(default_factory=list)
+    numbers: list[str] = field(default_factory=list)
+    reasons: dict[int, dict[str, Any]] = field(default_factory=dict)
+    left_out: tuple[int, int] = (0, 0)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+@dataclass(frozen=True)
+class _Block:
+    rows: Sequence[Mapping[str, Any]]  # of the list, with whole prompts; the numbers themselves are not kept unpacked
+    texts: str
+    numbers: str  # "" where none of them has any
+
+
+def stored_responses(run: RunRecord, text_bytes: int = TEXT_BYTES, number_bytes: int = NUMBER_BYTES) -> Stored:
+    """Reads the responses of a run, oldest first; of more than there is room for, an even choice of the blocks.
+
+    Raises:
+        DataError: a rollout file is damaged.
+    """
+    blocks = list(_blocks(run))
+    kept = _evenly(blocks, [len(block.texts) for block in blocks], text_bytes)
+    with_numbers = [block for block in kept if block.numbers]
+    numbered = {id(block) for block in _evenly(with_numbers, [len(b.numbers) for b in with_numbers], number_bytes)}
+    found = Stored(run.name)
+    for block in kept:
+        for place, row in enumerate(block.rows):
+            _add(found, row, place, id(block) in numbered)
+        found.texts.append(block.texts)
+        if id(block) in numbered:
+            found.numbers.append(block.numbers)
+    without = sum(row["known"] for block in with_numbers if id(block) not in numbered for row in block.rows)
+    found.left_out = (sum(len(block.rows) for block in blocks) - len(found), without)
+    metrics = {row["step"]: row for row in run.metrics}
+    for step in sorted(set(found.rows["step"])):
+        why = selection_reasons(run.config.get("algorithm"), metrics.get(step))
+        found.reasons[step] = {"lines": why.lines, "sets": why.sets or {}}
+    return found
+
+
+def pairs(runs: Sequence[Stored]) -> list[list[int]]:
+    """The rows of a list: places in the one run, or in each of two of the same prompt, -1 where one lacks it.
+
+    Of two runs the same step's same sample of a prompt is one row; what is left of a prompt then meets in order. A pair
+    stands where the first run has it, what only the second has comes last.
+    """
+    if len(runs) == 1:
+        return [[place] for place in range(len(runs[0]))]
+    first, second = runs
+    partner: dict[int, int] = {}
+    for exact in (lambda key: key, lambda key: key[:2]):  # then by task and prompt alone
+        waiting: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+        taken = set(partner.values())
+        for place, key in reversed(list(enumerate(second.keys))):
+            if place not in taken:
+                waiting[exact(key)].append(place)
+        for place, key in enumerate(first.keys):
+            if place not in partner and waiting[exact(key)]:
+                partner[place] = waiting[exact(key)].pop()
+    alone = sorted(set(range(len(second))) - set(partner.values()))
+    return [[place, partner.get(place, -1)] for place in range(len(first))] + [[-1, place] for place in alone]
+
+
+def packed(value: Any) -> str:
+    """JSON, gzipped, in base64; the same for the same value."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
+
+
+def _blocks(run: RunRecord) -> Iterator[_Block]:
+    for file in rollout_files(run.directory / ROLLOUTS_DIR):
+        yield from _cut(read_rollouts(file), TRAINING)
+    for record in run.evals:
+        task = f"evaluation, {record['task']}" if record.get("task") else "evaluation"
+        samples = [s for s in record.get("samples") or [] if s.get("response") is not None]
+        shown = [
+            SampledResponse(
+                int(record["step"]), str(s["prompt"]), str(s["response"]), str(s["answer"]), s["reward"], (), s
+            )
+            for s in samples
+        ]
+        yield from _cut(shown, task)
+
+
+def _cut(responses: Sequence[SampledResponse], task: str) -> Iterator[_Block]:
+    part: list[SampledResponse] = []
+    size = 0
+    for response in responses:
+        part.append(response)
+        size += len(response.prompt) + len(response.response) + 25 * len(response.tokens)
+        if len(part) == BLOCK or size >= BLOCK_CHARACTERS:
+            yield _block(part, task)
+            part, size = [], 0
+    if part:
+        yield _block(part, task)
+
+
+def _block(responses: Sequence[SampledResponse], task: str) -> _Block:
+    texts = [
+        {
+            "prompt": response.prompt,
+            "answer": response.answer,
+            "response": response.response,
+            "status": response.record.get("reward_status"),
+            "finish": response.record.get("finish_reason"),
+        }
+        for response in responses
+    ]
+    numbers = [response.record["by_token"] if response.tokens else None for response in responses]
+    rows = [_row(response, task) for response in responses]
+    return _Block(rows, packed(texts), packed(numbers) if any(numbers) else "")
+
+
+def _row(response: SampledResponse, task: str) -> dict[str, Any]:
+    record = response.record
+    selected = record["by_token"]["selected"] if response.tokens else None
+    return {
+        "step": response.step,
+        "cursor": record.get("cursor"),
+        "sample": record.get("sample"),
+        "reward": response.reward,
+        "tokens": record.get("tokens"),
+        "plus": None if selected is None else selected.count("+"),
+        "minus": None if selected is None else selected.count("-"),
+        "prompt": response.prompt,
+        "task": task,
+        "tail": _tail(response.response),
+        "known": bool(response.tokens),
+    }
+
+
+def _add(found: Stored, row: Mapping[str, Any], place: int, numbered: bool) -> None:
+    columns, known = found.rows, numbered and row["known"]
+    for name in ("step", "cursor", "sample", "reward", "tokens", "plus", "minus", "tail"):
+        columns[name].append(row[name])
+    columns["prompt"].append(found.prompts.setdefault(_head(row["prompt"]), len(found.prompts)))
+    columns["task"].append(found.tasks.setdefault(row["task"], len(found.tasks)))
+    columns["at"].append([len(found.texts), place])
+    columns["numbers"].append(len(found.numbers) if known else -1)
+    found.keys.append((row["task"], row["prompt"], row["step"], row["sample"]))
+
+
+def _evenly(blocks: Sequence[_Block], sizes: Sequence[int], room: int) -> list[_Block]:
+    """All, or as many of them, evenly spread, as have room; the first at least."""
+    total = sum(sizes)
+    if total <= room:
+        return list(blocks)
+    kept: list[_Block] = []
+    used = seen = 0
+    for block, size in zip(blocks, sizes, strict=True):
+        seen += size
+        if not kept or used + size <= room * seen / total:  # never ahead of its share of the room
+            kept.append(block)
+            used += size
+    return kept
+
+
+def _head(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= HEAD else f"{line[: HEAD - 1]}…"
+
+
+def _tail(text: str) -> str:
+    line = " ".join(text[-4 * TAIL :].split())
+    return line if len(line) <= TAIL else f"…{line[1 - TAIL :]}"

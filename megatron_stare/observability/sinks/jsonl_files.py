@@ -12,9 +12,9 @@ from typing import IO, Any
 
 from megatron_stare.errors import DataError
 from megatron_stare.observability.sink import RunOutline, Sink
+from megatron_stare.process.versions import origin
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.run_dir.json_lines import keep, to_line, write_atomically
-from megatron_stare.run_dir.origin import origin
 from megatron_stare.run_dir.rollout_files import rollout_file, rollout_rows
 from megatron_stare.run_dir.run_files import EVAL_FILE, METRICS_FILE, ROLLOUTS_DIR, STARTS_FILE
 

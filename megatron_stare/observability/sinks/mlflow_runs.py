@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_stare.observability.sink import RunOutline
-from megatron_stare.observability.sinks.delivered import Delivered
+from megatron_stare.observability.sinks.delivery import Delivered
 from megatron_stare.observability.sinks.service import Service
 
 _BATCH = 1000  # metrics that a tracking server takes at once

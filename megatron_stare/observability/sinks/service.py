@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 
 from megatron_stare.errors import ConfigError
 from megatron_stare.observability.sink import WHERE, RunOutline, Sink
-from megatron_stare.observability.sinks.background import Background
-from megatron_stare.observability.sinks.delivered import Delivered
+from megatron_stare.observability.sinks.delivery import Background, Delivered
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.run_dir.json_lines import read_jsonl
 from megatron_stare.run_dir.run_files import EVAL_FILE, evaluation_figures

@@ -16,8 +16,7 @@ from urllib.request import Request, urlopen
 from megatron_stare.errors import UserError
 from megatron_stare.observability.metrics.glossary import explained
 from megatron_stare.observability.sink import Alert, RunOutline, Sink
-from megatron_stare.observability.sinks.background import Background
-from megatron_stare.observability.sinks.delivered import Delivered
+from megatron_stare.observability.sinks.delivery import Background, Delivered
 from megatron_stare.records.rollout_batch import RolloutBatch
 
 ROOM = 100  # alerts that may wait

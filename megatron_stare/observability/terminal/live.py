@@ -23,8 +23,7 @@ from rich.live import Live
 from rich.text import Text
 
 from megatron_stare.observability.sink import Alert
-from megatron_stare.observability.terminal.live_panel import build
-from megatron_stare.observability.terminal.live_view import MAX_WIDTH, SERIES, View
+from megatron_stare.observability.terminal.live_panel import MAX_WIDTH, SERIES, View, build
 from megatron_stare.observability.terminal.progress import RemainingTime, RunDisplay, StepPrinter
 
 REFRESH_HZ = 4.0

@@ -51,7 +51,7 @@ class GenerateResult:
     finish_reason: FinishReason
     prompt_tokens: int
     text: str = ""  # of the tokens; the engine's worker decodes it, see model_folder.add_text
-    experts: Tensor | None = None  # [m, L, K] of the first m tokens, input and output; see records/routing.py
+    experts: Tensor | None = None  # [m, L, K] of the first m tokens, input and output; see `routing_column`
     replica: int | None = None  # that answered; who hands the requests out fills it in
 
     @property

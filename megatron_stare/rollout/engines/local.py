@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_stare.errors import NonFiniteError
 from megatron_stare.models import family_named
-from megatron_stare.process.memory_allocator import keep_freed
+from megatron_stare.process.memory import keep_freed
 from megatron_stare.records.batch import SamplingParams
 from megatron_stare.rollout.engines import decode_attention
 from megatron_stare.rollout.engines.decode import Decoded, decode_batch

@@ -46,7 +46,7 @@ class Answer:
     versions: VersionRuns = ()
     finish_reason: FinishReason | None = None  # None: it goes on
     text: str = ""  # once it is whole
-    experts: Tensor | None = None  # of the newest part, which had all before it as its context; see records/routing.py
+    experts: Tensor | None = None  # of the newest part, which had all before it as its context; see `routing_column`
     stop: str | None = None  # once it is whole, the stop string that it ends with
 
     def __len__(self) -> int:

@@ -1,39 +1,45 @@
-"""Hugging Face folders to distributed checkpoints of Megatron and back, block by block, in several processes.
+"""Converts Hugging Face folders to distributed checkpoints of Megatron and back, block by block, in several processes.
 
 A distributed checkpoint does not depend on a layout: what is written here loads at any tensor, pipeline, virtual
-pipeline and expert parallelism, and what any layout saved is read. docs/checkpoints.md has the formats.
+pipeline and expert parallelism, and what any layout saved is read. docs/checkpoints.md has the formats. Asked for a
+check it reads both sides again and compares them bit for bit.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 import torch
+from rich import progress as rich
+from torch import Tensor
 
 from megatron_stare.config.layers import read_yaml
-from megatron_stare.errors import ConfigError
+from megatron_stare.errors import ConfigError, DataError
 from megatron_stare.models import read_shape
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.files import torch_dist
-from megatron_stare.weights.files.blocks import Block, cut
+from megatron_stare.weights.files.blocks import Block, Place, cut, places, to_hf, to_megatron
 from megatron_stare.weights.files.check import check_folder, expected
-from megatron_stare.weights.files.compare import compare
-from megatron_stare.weights.files.convert_progress import Progress
-from megatron_stare.weights.files.hf_folder import copy_companions
-from megatron_stare.weights.files.hf_shards import SHARD_BYTES, create_shards, dtype_name
-from megatron_stare.weights.files.hf_writer import HfPart, write_part
-from megatron_stare.weights.files.processes import run_parts
-from megatron_stare.weights.files.safetensors_file import DTYPES
+from megatron_stare.weights.files.hf_folder import SHARD_BYTES, copy_companions, create_shards, dtype_name
+from megatron_stare.weights.files.open_files import OpenFiles, copy_range
+from megatron_stare.weights.files.processes import Advance, run_parts
+from megatron_stare.weights.files.safetensors_file import DTYPES, Buffer, Entry, read_rows, write_rows
 from megatron_stare.weights.files.staging import staging
-from megatron_stare.weights.files.torch_dist import TorchDist
-from megatron_stare.weights.files.torch_dist_check import check_checkpoint
+from megatron_stare.weights.files.torch_dist import TorchDist, check_checkpoint
 from megatron_stare.weights.files.torch_dist_writer import finish_checkpoint, plan_parts, write_checkpoint_part
+
+_LINE_EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to convert.
+    """Options of a conversion.
 
     Args:
         dtype: of the result; None: that of the source.
@@ -142,7 +148,7 @@ def _bytes(blocks: Iterable[Block], dtype: torch.dtype) -> int:
 
 
 def _split(blocks: Sequence[Block], processes: int) -> list[list[Block]]:
-    """As many stretches of like size as there are processes, or fewer if there are not so many blocks."""
+    """Cuts blocks into as many stretches of like size as there are processes, or fewer of few blocks."""
     share = _bytes(blocks, torch.uint8) / processes
     parts: list[list[Block]] = [[] for _ in range(processes)]
     done = 0
@@ -150,3 +156,159 @@ def _split(blocks: Sequence[Block], processes: int) -> list[list[Block]]:
         parts[min(int(done / share), processes - 1)].append(block)
         done += block.elements
     return [part for part in parts if part]
+
+
+@dataclass(frozen=True)
+class HfPart:
+    """The blocks that one process writes, and where from and to."""
+
+    checkpoint: Path
+    entries: dict[str, Entry]
+    shape: ModelShape
+    blocks: list[Block]
+
+
+def write_part(part: HfPart, advance: Advance) -> None:
+    """Converts the part's blocks and writes them; they are on disk when this returns."""
+    buffer = Buffer()
+    with TorchDist(part.checkpoint, buffer) as checkpoint, OpenFiles(os.O_WRONLY) as files:
+        for block in part.blocks:
+            buffer.clear()
+            place = checkpoint.place(block.rule.megatron)
+            if copied := _copied(checkpoint, place, block, part, files):
+                advance(copied)
+                continue
+            rows = checkpoint.rows(place, block.start, block.stop)
+            for at, piece in zip(block.hf, to_hf(block, rows, part.shape), strict=True):
+                entry = part.entries[at.name]
+                piece = piece.to(DTYPES[entry.dtype])
+                write_rows(files[entry.file], entry, at.start, piece)
+                advance(piece.nbytes)
+        files.sync()
+
+
+def _copied(checkpoint: TorchDist, place: Place, block: Block, part: HfPart, files: OpenFiles) -> int:
+    """Has the kernel copy a block whose bytes are the same on both sides, which costs half of reading and writing it.
+
+    Returns the bytes copied; 0 where they are not the same, or lie in several places.
+    """
+    (at, *others), entry = block.hf, part.entries[block.hf[0].name]
+    if others or DTYPES[entry.dtype] != checkpoint.dtypes[place.key]:
+        return 0
+    if (found := checkpoint.span(place, block.start, block.stop)) is None:
+        return 0
+    width = entry.nbytes // entry.shape[0]
+    copy_range(found[0], found[1], files[entry.file], entry.start + at.start * width, (at.stop - at.start) * width)
+    return (at.stop - at.start) * width
+
+
+@dataclass(frozen=True)
+class ComparedPart:
+    """The blocks that one process compares."""
+
+    entries: dict[str, Entry]
+    checkpoint: Path
+    shape: ModelShape
+    blocks: list[Block]
+    dtype: torch.dtype
+
+
+def compare(
+    entries: dict[str, Entry], checkpoint: Path, shape: ModelShape, parts: Sequence[list[Block]], dtype: torch.dtype
+) -> None:
+    """Every element of the model is the same in Hugging Face files and checkpoint.
+
+    Args:
+        entries: where the Hugging Face tensors lie.
+        dtype: of the converted side. Where that is the narrower one, the other side is rounded as converting does.
+
+    Raises:
+        DataError: naming the tensors that differ.
+    """
+    total = sum(block.elements for part in parts for block in part)
+    jobs = [ComparedPart(entries, checkpoint, shape, part, dtype) for part in parts]
+    with Progress("check", total * dtype.itemsize) as progress:
+        different = [name for found in run_parts(compare_part, jobs, progress.advance) for name in found]
+    if different:
+        more = f" and {len(different) - 1} more" if len(different) > 1 else ""
+        raise DataError(f"the two sides differ in {different[0]!r}{more}", where=str(checkpoint), fix="convert again")
+
+
+def compare_part(part: ComparedPart, advance: Advance) -> list[str]:
+    """The Megatron names of parameters that differ."""
+    different: dict[str, None] = {}
+    buffer = Buffer()
+    with TorchDist(part.checkpoint, buffer) as checkpoint, OpenFiles(os.O_RDONLY) as files:
+        for block in part.blocks:
+            buffer.clear()
+            found = [part.entries[at.name] for at in block.hf]
+            pieces = zip(found, block.hf, strict=True)
+            hf = to_megatron(
+                block, [read_rows(files[e.file], e, at.start, at.stop, buffer) for e, at in pieces], part.shape
+            )
+            for place in places(block.rule.megatron):
+                if place.key in checkpoint.sizes:
+                    megatron = checkpoint.rows(place, block.start, block.stop)
+                    if not same_bits(hf, megatron, part.dtype):
+                        different[block.rule.megatron] = None
+            advance(block.elements * part.dtype.itemsize)
+    return list(different)
+
+
+def same_bits(a: Tensor, b: Tensor, converted: torch.dtype) -> bool:
+    """Says whether two tensors are equal to the bit in the narrower of their dtypes; of two as wide, in `converted`."""
+    if a.dtype != b.dtype:
+        narrow = min(a.dtype, b.dtype, key=lambda dtype: (dtype.itemsize, dtype != converted))
+        a, b = a.to(narrow), b.to(narrow)
+    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+class Progress:
+    """Counts bytes. A context manager; the last line says how much was done and how fast.
+
+    Args:
+        what: is being done, like 'convert'.
+        total: bytes.
+    """
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total, self._done = what, total, 0
+        self._started = self._last_line = time.monotonic()
+        self._bar: rich.Progress | None = None
+        if sys.stderr.isatty():
+            columns = (
+                rich.TextColumn("{task.description}"),
+                rich.BarColumn(),
+                rich.DownloadColumn(),
+                rich.TransferSpeedColumn(),
+                rich.TimeRemainingColumn(),
+            )
+            self._bar = rich.Progress(*columns, console=rich.Console(stderr=True), transient=True)
+
+    def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._bar.start()
+            self._bar.add_task(self._what, total=self._total)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if error is None:
+            print(self._line(), file=sys.stderr)
+
+    def advance(self, nbytes: int) -> None:
+        """Takes note of `nbytes` more."""
+        self._done += nbytes
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=self._done)
+        elif (now := time.monotonic()) - self._last_line >= _LINE_EVERY_S:
+            self._last_line = now
+            print(self._line(), file=sys.stderr, flush=True)
+
+    def _line(self) -> str:
+        seconds = max(time.monotonic() - self._started, 1e-3)
+        share = 100 * self._done // max(self._total, 1)
+        unit, size = ("GB", 1e9) if self._total >= 1e9 else ("MB", 1e6)
+        done, total = self._done / size, self._total / size
+        return f"{self._what}: {done:.2f} of {total:.2f} {unit}, {share} %, {self._done / seconds / 1e6:.0f} MB/s"

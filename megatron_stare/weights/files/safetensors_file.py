@@ -16,12 +16,39 @@ import torch
 from torch import Tensor
 
 from megatron_stare.errors import DataError
-from megatron_stare.weights.files.buffer import Buffer
 
+_ALIGNED = 64  # bytes
 # dtypes that weights may have, as safetensors spells them
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LONGEST_HEADER = 100_000_000  # bytes, as the library has it
+
+
+class Buffer:
+    """Gives out parts of one stretch of memory, until it is cleared for the next block.
+
+    New memory costs a page fault every 4 KB, so a conversion uses it again for every block.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+        self._wanted = 0  # since the last `clear`; the stretch grows to it there, where nothing points into it
+
+    def take(self, nbytes: int) -> Tensor:
+        """[nbytes] uint8, of any content, the caller's until `clear`."""
+        start, self._used = self._used, self._used + nbytes + -nbytes % _ALIGNED
+        self._wanted += nbytes + -nbytes % _ALIGNED
+        if self._used > len(self._memory):
+            self._used = start
+            return torch.empty(nbytes, dtype=torch.uint8)
+        return self._memory[start : start + nbytes]
+
+    def clear(self) -> None:
+        """Takes back everything that was given out."""
+        if self._wanted > len(self._memory):
+            self._memory = torch.empty(self._wanted, dtype=torch.uint8)
+        self._used = self._wanted = 0
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 The format is torch.distributed.checkpoint's: `.metadata` says which tensors there are and which part of which file each
 of their chunks is; a chunk is what torch.save writes of one tensor. Megatron adds `metadata.json` and `common.pt`.
+`check_checkpoint` holds the tensors against a model's config.json, reading nothing but the metadata.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import pickle
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
@@ -22,13 +24,15 @@ from torch.distributed.checkpoint import FileSystemReader, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_stare.errors import DataError
+from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.files.blocks import Block, Place, places
-from megatron_stare.weights.files.buffer import Buffer
 from megatron_stare.weights.files.open_files import OpenFiles
-from megatron_stare.weights.files.safetensors_file import read_bytes
+from megatron_stare.weights.files.safetensors_file import NAMES, Buffer, read_bytes
 
 _STEP = re.compile(r"step_\d+$")
 _FIX = "copy the checkpoint again, or use an earlier one"
+_OF_THE_MODEL = re.compile(r"(decoder|embedding|output_layer)\.")
+_NOT_TOGETHER = "config.json and the checkpoint do not belong together"
 
 
 def find(path: Path) -> Path:
@@ -121,7 +125,7 @@ class TorchDist:
             raise DataError(f"cut short: {size:,} of {end:,} bytes are there", where=str(file), fix=_FIX)
 
     def place(self, megatron: str) -> Place:
-        """Where this checkpoint holds a parameter. Raises DataError where it does not."""
+        """Finds where this checkpoint holds a parameter. Raises DataError where it does not."""
         for place in places(megatron):
             if place.key in self.sizes:
                 return place
@@ -132,7 +136,7 @@ class TorchDist:
         )
 
     def position(self, block: Block) -> tuple[str, int]:
-        """Where a block starts: blocks read in this order are read from front to back."""
+        """Finds where a block starts: blocks read in this order are read from front to back."""
         place = self.place(block.rule.megatron)
         dims = len(place.lead)
         for chunk in self._chunks_at(place):
@@ -199,7 +203,7 @@ class TorchDist:
         return data.view(part.dtype).view(part.shape)
 
     def _find(self, chunk: Chunk, index: tuple[int, ...], start: int, stop: int) -> tuple[int, Tensor]:
-        """Where these rows begin in the chunk's file, and they themselves without data."""
+        """Finds where these rows begin in the chunk's file, and they themselves without data."""
         like, first = self._skeleton(chunk)
         part = like[index][start:stop]
         if not part.is_contiguous():  # neither Megatron nor torch writes such
@@ -219,3 +223,40 @@ class TorchDist:
             # torch.load notes where a storage lies when it loads it without data
             self._stored[chunk] = like, chunk.start + like.untyped_storage()._checkpoint_offset
         return self._stored[chunk]
+
+
+def check_checkpoint(checkpoint: TorchDist, shape: ModelShape, blocks: Sequence[Block]) -> None:
+    """Every parameter of the model is there in its shape, and no other one. Other tensors (of optimizers) are left.
+
+    Raises:
+        DataError: the first thing that is not so.
+    """
+    used = set()
+    for rule, size in {block.rule: block.size for block in blocks}.items():
+        place = checkpoint.place(rule.megatron)
+        used |= {candidate.key for candidate in places(rule.megatron)}
+        found = checkpoint.sizes[place.key]
+        counts = tuple(shape.experts if n == "experts" else shape.layers for n in place.dims)
+        lead, own = found[: len(counts)], found[len(counts) :]
+        if lead != counts:
+            raise DataError(
+                f"{place.key!r} stacks {lead}, config.json has {counts} {' x '.join(place.dims)}",
+                where=str(checkpoint.path),
+                fix=_NOT_TOGETHER,
+            )
+        padded = rule.layout == "vocab" and len(own) == len(size) and own[0] >= size[0] and own[1:] == size[1:]
+        if own != size and not padded:
+            raise DataError(
+                f"{place.key!r} has the shape {own}, config.json makes it {size}",
+                where=str(checkpoint.path),
+                fix=_NOT_TOGETHER,
+            )
+        if checkpoint.dtypes[place.key] not in NAMES:
+            raise DataError(f"{place.key!r} is of dtype {checkpoint.dtypes[place.key]}", where=str(checkpoint.path))
+    for key in checkpoint.sizes:
+        if _OF_THE_MODEL.match(key) and key not in used and not key.endswith("_extra_state"):
+            raise DataError(
+                f"the tensor {key!r} is not one of a {shape.family} model as config.json describes it",
+                where=str(checkpoint.path),
+                fix=_NOT_TOGETHER,
+            )

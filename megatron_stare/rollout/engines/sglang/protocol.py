@@ -17,8 +17,7 @@ from torch import Tensor
 from megatron_stare.errors import ConfigError, UserError
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.records.batch import FinishReason, SamplingParams
-from megatron_stare.records.routing import routing_column
-from megatron_stare.records.trajectory import VersionRuns
+from megatron_stare.records.trajectory import VersionRuns, routing_column
 from megatron_stare.rollout.engines.engine import GenerateRequest, GenerateResult
 from megatron_stare.rollout.engines.sampling import row_keys
 

@@ -1,28 +1,42 @@
-"""The watcher's end of its line to the agents of other nodes (node_agent.py): one JSON object a line, each way.
+"""Connects the watcher with the other nodes of a Ray cluster: agents there, and a line to each.
 
-Agents call; the first thing that they say is the run's token, drawn by its driver, and who does not know it is sent
-away. What comes is data: numbers and texts that are shown.
+The agent is a process: `python -m megatron_stare.hangs.nodes FOLDER NODE`. The first worker of the run on a node starts
+it, apart from itself, so that it outlives whatever becomes of that one. It calls the watcher, looks at the run's
+processes here when it is asked to, and ends with the watcher.
+
+On a line goes one JSON object a line, each way. The first thing that an agent says is the run's token, drawn by its
+driver, and who does not know it is sent away. What comes is data: numbers and texts that are shown.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hmac
 import json
+import os
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_stare.hangs import node_facts, proc_files
 from megatron_stare.hangs.node_facts import LIMIT_S
 from megatron_stare.process.network import free_port
+from megatron_stare.run_dir.heartbeat import beats_of
 
 LISTENING = "listening"  # in the folder of beats: the port
+LOCK = "agent.lock"  # likewise; held as long as somebody sees to the folder
 HELLO_S = 10.0
 ANSWER_S = LIMIT_S + 15.0  # stacks, and NCCL's dumps beside them
 LONGEST_LINE = 2**28
+CALL_S = 20.0  # until the watcher must have answered a call
+TOKEN, WATCHER = "MEGATRON_STARE_WATCHER_TOKEN", "MEGATRON_STARE_WATCHER"  # environment variables of workers
 
 
 class Nodes:
@@ -113,3 +127,63 @@ class Nodes:
             for line in self._lines.values():
                 with contextlib.suppress(OSError):
                     line.shutdown(socket.SHUT_RDWR)
+
+
+def ensure(folder: Path, node: str) -> None:
+    """Starts this node's agent where there is none. Raises OSError."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with (folder / LOCK).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the agent inherits it, and holds it as long as it lives
+        except OSError:
+            return
+        # through another process, which ends at once: a worker takes its children with it when it ends
+        subprocess.run(
+            [sys.executable, "-c", _APART, sys.executable, "-m", __name__, str(folder), node],
+            pass_fds=(lock.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            check=False,
+        )
+
+
+_APART = "import os, sys; os.fork() and os._exit(0); os.setsid(); os.execv(sys.argv[1], sys.argv[1:])"
+
+
+def serve(folder: Path, node: str, address: str, token: str) -> None:
+    """Answers the watcher until it is gone. Raises OSError where it cannot be reached."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), CALL_S) as line, line.makefile("rb") as said:
+        line.settimeout(None)
+        line.sendall(json.dumps({"token": token, "node": node}).encode() + b"\n")
+        while content := said.readline():
+            order = json.loads(content)
+            if "kill" in order:
+                _kill(folder, int(order["kill"]))
+                continue
+            dumps, _ = node_facts.dump_flights(folder)
+            processes = node_facts.look(folder, None, leave_out=[os.getpid()], node=node)
+            answer = {"processes": processes, "dumps": {name: part.hex() for name, part in dumps.items()}}
+            line.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _kill(folder: Path, pid: int) -> None:
+    """Of the run's own processes alone, and of what they have started."""
+    every = proc_files.everything()
+    if pid in proc_files.below([beat.pid for beat in beats_of(folder)], every):
+        proc_files.kill(pid)
+
+
+def main(folder: str, node: str) -> None:
+    """The agent of a node."""
+    try:
+        serve(Path(folder), node, os.environ[WATCHER], os.environ[TOKEN])
+    except (OSError, ValueError):
+        pass  # the watcher is gone, and the run with it
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

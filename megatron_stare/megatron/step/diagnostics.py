@@ -1,7 +1,11 @@
-"""The entropy forecast of a step from the trainer's own loss, and what the step really did to the same tokens.
+"""Diagnoses an update on the last pipeline stage: its entropy forecast, and the numbers of single tokens.
 
-`forecast` runs after the log-prob pass, on [N] numbers alone; `measured_change` after the optimizer step, with one more
-forward pass. docs/diagnostics.md says how the two compare.
+`forecast` runs after the log-prob pass, from the trainer's own loss, on [N] numbers alone. `measured_change` runs after
+the optimizer step, with one more forward pass, and says what the step really did to the same tokens.
+docs/diagnostics.md says how the two compare.
+
+`token_numbers` says what the update at hand makes of the tokens of some responses, from the trainer's own statistics
+and loss, without the model. `records/token_numbers.py` joins what the ranks find.
 """
 
 from __future__ import annotations
@@ -14,7 +18,13 @@ from torch.distributed import ProcessGroup
 
 from megatron_stare.algorithms.gradient_norm import cell_metrics, cell_requests, norm_metrics, norm_requests
 from megatron_stare.algorithms.proxy import proxy_metrics, proxy_requests
-from megatron_stare.algorithms.sensitivity import EntropyForecast, sensitivity_requests
+from megatron_stare.algorithms.sensitivity import (
+    EntropyForecast,
+    is_rare,
+    second_moment,
+    sensitivity,
+    sensitivity_requests,
+)
 from megatron_stare.megatron.batching.microbatch import MicroBatch, RankBatch
 from megatron_stare.megatron.model.head import Head, LossFunction
 from megatron_stare.megatron.step.objective import Objective
@@ -23,6 +33,7 @@ from megatron_stare.ops.statistics_executor import answer
 from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Mean, scalar
 from megatron_stare.records.metric import Metric
+from megatron_stare.records.token_numbers import TokenNumbers
 
 METRICS = (
     Metric(
@@ -93,3 +104,55 @@ def measured_change(
         return {}
     answers = answer({"forecast/measured_change": Mean(entropy - tokens.entropy, tokens.loss_mask)}, group)
     return {name: scalar(answers, name) for name in answers}
+
+
+def token_numbers(objective: Objective, tokens: TokenBatch, part: RankBatch, samples: Sequence[int]) -> TokenNumbers:
+    """The numbers of those tokens of `samples` that stand here in the update's micro-batches; on the device, which is
+    not waited for.
+
+    The weight is the slope of the loss in the token's log-prob, on-policy, over -(coefficient x advantage): what is
+    left of the advantage after STARE's weights, STAPO's mask, GTPO's shares, importance corrections and KL terms, of a
+    method in a user's own file too. A token without a coefficient has weight 0. All ranks that hold other tokens of the
+    same responses must call it, since a method's loss may sum over them.
+
+    Args:
+        objective: of the update.
+        tokens: this rank's N positions with the log-probs and entropies of the log-prob pass.
+        part: the mini-batch's micro-batches.
+    """
+    push, here = push_of(tokens, part.micro_batches, objective.loss), torch.isin(part.sequence, torch.tensor(samples))
+    found = []
+    for micro in part.micro_batches:
+        rows = here[micro.span].nonzero().squeeze(1).to(part.device, non_blocking=True)  # found on the host
+        found.append(_of_micro_batch(objective, tokens, micro, push[micro.span], rows))
+    return TokenNumbers(*(torch.cat(column) for column in zip(*found, strict=True)))
+
+
+@torch.no_grad()
+def _of_micro_batch(
+    objective: Objective, tokens: TokenBatch, micro: MicroBatch, push: Tensor, rows: Tensor
+) -> tuple[Tensor, ...]:
+    """The columns of TokenNumbers, of some `rows` [.] of the micro-batch."""
+    seen = objective.tokens_of(tokens.old_log_prob[micro.span], tokens.entropy[micro.span], micro)
+    statistics = objective.statistics_of(micro)
+    coefficient = objective.method.coefficients(seen, statistics)
+    weight = torch.where(coefficient > 0, push / (coefficient * seen.advantage), 0.0)
+    weight = torch.where(seen.advantage == 0, torch.nan, weight)
+    columns = (
+        seen.sequence,
+        seen.position,
+        seen.old_log_prob,
+        seen.entropy,
+        seen.advantage,
+        weight,
+        objective.method.selected(seen, statistics),
+        _rare(seen),
+    )
+    return tuple(column.index_select(0, rows) for column in columns)
+
+
+def _rare(tokens: TokenBatch) -> Tensor:
+    if tokens.sum_p2 is None or tokens.sum_p2_log_p is None:
+        return torch.full_like(tokens.loss_mask, -1, dtype=torch.int8)
+    s2 = second_moment(tokens.sum_p2, tokens.sum_p2_log_p, tokens.entropy)
+    return is_rare(sensitivity(tokens.old_log_prob, tokens.entropy, s2)).to(torch.int8)

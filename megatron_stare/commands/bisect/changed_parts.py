@@ -1,7 +1,8 @@
-"""A run's own method with one part of it held still: its gate, its draws or its importance correction.
+"""Stand-ins for parts of a run that is bisected: its method with one thing held still, an engine one update behind.
 
-What is changed is the method itself, after preflight, so that everything else of the run is its own. Methods travel to
-the ranks, so a changed one is pickled as the original and what to change.
+A method is changed in its gate, its draws or its importance correction. What is changed is the method itself, after
+preflight, so that everything else of the run is its own. Methods travel to the ranks, so a changed one is pickled as
+the original and what to change. The engine says that it has the newest weights, and samples with those before them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from megatron_stare.algorithms.stare import Stare
 from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.records.batch import TokenBatch
 from megatron_stare.records.batch_statistics import Statistics
+from megatron_stare.rollout.engines.engine import GenerateResult
+from megatron_stare.rollout.engines.local import LocalEngine
 
 
 @dataclass(frozen=True)
@@ -103,3 +106,28 @@ def has_correction(method: Method) -> bool:
 def draws(method: Method) -> bool:
     """Whether a seeded draw decides about its tokens."""
     return isinstance(method, ClipCov)
+
+
+class LateEngine(LocalEngine):
+    """Proves and reports what it was given, as the engine in process does; see LocalEngine."""
+
+    _before: dict[str, torch.Tensor] | None = None  # the weights that the newest ones took the place of
+
+    def begin_weight_update(self, version: int, prove: bool = True) -> None:
+        if self._version is not None:
+            self._before = {name: parameter.clone() for name, parameter in self._parameters.items()}
+        super().begin_weight_update(version, prove)
+
+    def collect(self, wait_s: float) -> list[GenerateResult]:
+        if self._before is None:  # the first weights have none before them
+            return super().collect(wait_s)
+        newest = {name: parameter.clone() for name, parameter in self._parameters.items()}
+        self._put(self._before)
+        try:
+            return super().collect(wait_s)
+        finally:
+            self._put(newest)
+
+    def _put(self, weights: dict[str, torch.Tensor]) -> None:
+        for name, values in weights.items():
+            self._parameters[name].copy_(values)
