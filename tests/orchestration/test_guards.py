@@ -13,8 +13,7 @@ from pydantic import ValidationError
 from megatron_stare.config.guards_section import GuardsConfig
 from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_queue import PromptQueue
-from megatron_stare.driver.guarded_batches import origin
-from megatron_stare.driver.guards import Guards
+from megatron_stare.driver.guards import Guards, origin
 from megatron_stare.errors import DataError, GuardError, RollBack
 from megatron_stare.megatron.step.not_finite import NotFinite
 from megatron_stare.observability.metrics.rules import Watch

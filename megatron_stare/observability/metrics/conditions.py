@@ -89,7 +89,10 @@ class Window:
 
 
 class Found(NamedTuple):
-    """What a condition says of a step: it holds, and what was measured, by name; nothing where it could not be."""
+    """The answer of a condition about a step: it holds or not, and what was measured, by name.
+
+    measured: empty where there was nothing to measure, or nothing to compare with.
+    """
 
     holds: bool
     measured: Mapping[str, float | str] = {}

@@ -45,7 +45,7 @@ QUIET_STEPS = 5
 
 
 class _Numbers(dict[str, float | str]):
-    """What a text is made of; NaN stands for what there is not."""
+    """The numbers of a text by name; NaN for one that is missing."""
 
     def __missing__(self, name: str) -> float:
         return math.nan
