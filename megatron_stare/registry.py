@@ -22,7 +22,7 @@ MOVED = {
     "megatron_stare.observability.alerts": "megatron_stare.observability.sink",
     "megatron_stare.observability.rollout_files": "megatron_stare.run_dir.rollout_files",
     "megatron_stare.observability.service": "megatron_stare.observability.sinks.service",
-    "megatron_stare.orchestration.guarded_batches": "megatron_stare.driver.guarded_batches",
+    "megatron_stare.orchestration.guarded_batches": "megatron_stare.driver.guards",
     "megatron_stare.resolved": "megatron_stare.config.resolved",
     "megatron_stare.rollout.engine": "megatron_stare.rollout.engines.engine",
     "megatron_stare.rollout.local": "megatron_stare.rollout.engines.local",

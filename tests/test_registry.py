@@ -34,7 +34,7 @@ def test_what_has_moved_is_where_the_table_says(former: str) -> None:
         ),
         (
             "from megatron_stare.orchestration.guarded_batches import Kept",
-            "import megatron_stare.driver.guarded_batches instead of megatron_stare.orchestration.guarded_batches",
+            "import megatron_stare.driver.guards instead of megatron_stare.orchestration.guarded_batches",
         ),
     ],
 )

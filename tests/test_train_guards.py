@@ -16,7 +16,7 @@ from support.runs import ROOT, SMALL, metrics, model
 from megatron_stare.config.load import load_config
 from megatron_stare.data.arithmetic import draw_problem
 from megatron_stare.data.streams import stream_seed
-from megatron_stare.driver.guarded_batches import read_guarded, step_folder
+from megatron_stare.driver.guards import read_guarded, step_folder
 from megatron_stare.errors import GuardError, NonFiniteError
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.observability.metrics.monitor import Monitor

@@ -16,7 +16,7 @@ from support.models import random_batch
 from support.runs import ROOT, metrics, model, train
 
 from megatron_stare.config.load import load_config
-from megatron_stare.driver.guarded_batches import read_guarded, step_folder
+from megatron_stare.driver.guards import read_guarded, step_folder
 from megatron_stare.driver.policy_trainer import PolicyTrainer
 from megatron_stare.errors import NonFiniteError
 from megatron_stare.megatron.step.not_finite import NotFinite

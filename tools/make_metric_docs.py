@@ -1,7 +1,7 @@
 """Writes the glossary of metrics, from what is declared beside the code that logs them: docs/metrics.md for people, and
-for sinks glossary.json of the package.
+for sinks glossary.json of the package. Writes the table of the rules that metrics are held to into docs/guards.md.
 
-python tools/make_metric_docs.py            # writes both
+python tools/make_metric_docs.py            # writes all three
 python tools/make_metric_docs.py --check    # exits 1 if one is out of date
 """
 
@@ -19,11 +19,14 @@ from pathlib import Path
 
 from megatron_stare.config.schema import Config
 from megatron_stare.observability.metrics.glossary import FILE
+from megatron_stare.observability.metrics.rules import RULES
 from megatron_stare.records.metric import Metric
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatron_stare"
 PAGE = ROOT / "docs" / "metrics.md"
+RULES_PAGE = ROOT / "docs" / "guards.md"
+BEGIN, END = "<!-- rules: written by tools/make_metric_docs.py -->\n", "<!-- /rules -->\n"
 # metrics and settings, in a cell
 NAMED = re.compile(rf"\b(?:[a-z_]+/[a-z][a-z_0-9]*|(?:{'|'.join(Config.model_fields)})(?:\.[a-z_0-9]+)+)\b")
 
@@ -39,8 +42,8 @@ What a run logs of every step, in `metrics.jsonl`, TensorBoard and the report. T
   `forecast/` what lies past the critical surprisal s* of its position.
 - All numbers are those of the whole batch, the same in every layout. A metric that does not apply to a run is missing;
   NaN stands where there was nothing to measure.
-- An **alert** is what the console and every [sink](sinks.md) are told. How to read the `forecast/`, `agreement/` and
-  `signal/` metrics is in [diagnostics.md](diagnostics.md).
+- An **alert** is what the console and every [sink](sinks.md) are told, by [these rules](guards.md#rules). How to read
+  the `forecast/`, `agreement/` and `signal/` metrics is in [diagnostics.md](diagnostics.md).
 
 [A metric of your own](howto/metric.md) needs no place here. Results of evaluations (`eval.jsonl`) are in
 [tasks.md](tasks.md#what-it-gives).
@@ -48,11 +51,11 @@ What a run logs of every step, in `metrics.jsonl`, TensorBoard and the report. T
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Writes docs/metrics.md and glossary.json.")
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the page is out of date")
+    parser = argparse.ArgumentParser(description="Writes docs/metrics.md, glossary.json and the table of rules.")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if one is out of date")
     args = parser.parse_args()
     metrics = declared()
-    files = {PAGE: page(metrics), FILE: listed(metrics)}
+    files = {PAGE: page(metrics), FILE: listed(metrics), RULES_PAGE: rules_page()}
     if args.check:
         return int(any(not file.exists() or file.read_text() != text for file, text in files.items()))
     for file, text in files.items():
@@ -97,6 +100,19 @@ def page(metrics: Iterable[Metric]) -> str:
 def listed(metrics: Iterable[Metric]) -> str:
     """The same as JSON, a line a metric."""
     return "[\n" + ",\n".join(json.dumps(dataclasses.asdict(metric)) for metric in metrics) + "\n]\n"
+
+
+def rules_page() -> str:
+    """The page of the rules as it is, with their table in its place."""
+    before, _, rest = RULES_PAGE.read_text().partition(BEGIN)
+    rows = []
+    for rule in RULES.values():
+        figures = ", ".join(f"`{name}`" for name in rule.when.metrics)
+        when = f"{rule.when}; {rule.dtype} alone" if rule.dtype else str(rule.when)
+        settings = f"`{rule.setting}`" if rule.setting else ""
+        rows.append(f"| {rule.name} | {figures} | {when} | {rule.action} | {settings} |")
+    table = "\n".join(["| rule | figure | when it is | then | settings |", "|---|---|---|---|---|", *rows])
+    return f"{before}{BEGIN}\n{table}\n\n{END}{rest.partition(END)[2]}"
 
 
 def cell(text: str) -> str:

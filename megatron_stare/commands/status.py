@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_stare.observability.metrics.alerts import Watch
 from megatron_stare.observability.metrics.planned import Planned, planned_and_measured
+from megatron_stare.observability.metrics.rules import Watch
 from megatron_stare.observability.sink import Alert
 from megatron_stare.observability.terminal.progress import RemainingTime
 from megatron_stare.process.recovery import RESTARTS_FILE

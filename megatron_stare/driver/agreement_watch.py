@@ -8,17 +8,19 @@ import torch
 
 from megatron_stare.cluster.trainer_group import TrainerGroup
 from megatron_stare.config.resolved import ResolvedRun
+from megatron_stare.observability.metrics.conditions import TREND_FLOOR, Window
+from megatron_stare.observability.metrics.rules import RULES, said
 from megatron_stare.records.metric import Metric
 from megatron_stare.rollout.agreement.agreement import (
+    AgreementError,
     agreement_metrics,
     canary_batch,
     canary_verdict,
     require_agreement,
-    require_steady,
     rollout_verdict,
     summary,
 )
-from megatron_stare.rollout.agreement.limits import Limits, Trend
+from megatron_stare.rollout.agreement.limits import Limits
 from megatron_stare.rollout.engines.canary import LONGEST, canary_sequences
 from megatron_stare.rollout.engines.model_folder import load_tokenizer
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
@@ -53,7 +55,7 @@ class AgreementWatch:
         self._temperature = config.rollout.temperature
         self._older = bool(config.rollout.staleness) or config.partial.tokens is not None
         self._routes_apart = run.shape.experts > 0 and not config.moe.routing_replay
-        self._trend = Trend(config.agreement.window)
+        self._means = Window(config.agreement.window, first=config.agreement.window)
         self._newest: dict[str, float] = {}
         self._sequences: list[list[int]] = []
         if engines.served and config.sglang.canary_prompts:
@@ -65,7 +67,7 @@ class AgreementWatch:
         """Takes the metrics of a resumed run's steps, oldest first: the trend is that of the whole run."""
         for row in rows:
             if "agreement/mean" in row:
-                self._trend.add(row["agreement/mean"])
+                self._means.add(row["agreement/mean"])
 
     def after_sync(self) -> None:
         """Has every server and the trainer compute the canary's log-probs.
@@ -104,8 +106,26 @@ class AgreementWatch:
             return {}
         metrics = agreement_metrics(sampled, step)
         if self._limits.in_16_bits and sampled.everywhere.tokens:
-            growth = self._trend.add(sampled.everywhere.mean)
-            require_steady(growth, sampled.everywhere.mean, self._limits, where)
-            if growth is not None:
+            self._means.add(sampled.everywhere.mean)
+            if (growth := self._means.growth()) is not None:
                 metrics["agreement/trend"] = growth
+            require_steady(metrics, self._limits, where)
         return {**metrics, **self._newest}
+
+
+def require_steady(metrics: Mapping[str, float], limits: Limits, where: str) -> None:
+    """Holds a step to the rule "engine and trainer too far apart".
+
+    Args:
+        metrics: of the step, `agreement/mean` and `agreement/trend` among them where they are known.
+
+    Raises:
+        AgreementError: the mean difference has grown past its limit over the run.
+    """
+    rule = RULES["engine and trainer too far apart"]
+    if limits.trend is None:
+        return
+    when = rule.given(times=limits.trend, least=TREND_FLOOR * limits.bounds["mean"])
+    if (found := when.judge(metrics, when.window())).holds:
+        fix = "mend that, or raise agreement.trend where the growth is known to be harmless"
+        raise AgreementError(said(rule.error, metrics, found), where=where, fix=fix)

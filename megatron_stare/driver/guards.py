@@ -1,20 +1,33 @@
-"""Watches a step's figures for what is out of the ordinary, and says what the run is to do about it.
+"""Guards a run: judges its steps by the guards' rules, ends it or sends it back, and keeps the batches of such steps.
 
-A spike is a figure far from the median of the steps before, in units of their spread, so that neither a run's scale nor
-single odd steps move the bound. What is compared with comes from the metrics of the run, so a resume goes on with it.
+The rules are those of observability/metrics/rules.py that have settings in the section `guards`. What a step is
+compared with comes from the metrics of the run, so a resume goes on with it.
+
+A batch that was left out or ended the run has a folder, `guards/step_000012`: batch.safetensors is that of --dump-step
+with the trainer's log-probs beside the engine's, event.json says what happened, which prompts these were, and which
+rank and parameter was the first not to be finite.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
 
 from megatron_stare.config.guards_section import GuardsConfig
-from megatron_stare.errors import GuardError, RollBack
+from megatron_stare.errors import DataError, GuardError, RollBack
+from megatron_stare.megatron.step.dump import write_batch
+from megatron_stare.megatron.step.not_finite import NotFinite
+from megatron_stare.observability.metrics.conditions import Condition, Judge, Spike
+from megatron_stare.observability.metrics.rules import LEAST_AGREEMENT, RULES, said
 from megatron_stare.records.metric import Metric
+from megatron_stare.records.rollout_batch import RolloutBatch
 
 METRICS = (
     *(
@@ -60,12 +73,9 @@ METRICS = (
     ),
 )
 
-NORMAL = 1.4826  # median absolute deviations to a standard deviation, of normal figures
-# Share of the median that a spread is at least: figures that hardly move are not judged by their rounding.
-LEAST_SHARE = 0.05
-# Nats below which engine and trainer agree, however much less they differed before (observability/metrics/alerts.py)
-LEAST_AGREEMENT = {"float32": 1e-3, "bfloat16": 5e-3, "float16": 1e-3}
 ENDS = ("stop", "rollback")
+FOLDER = "guards"
+EVENT = "event.json"
 
 
 @dataclass(frozen=True)
@@ -79,54 +89,10 @@ class Fired:
     prompts: tuple[int, ...]  # cursors of the step's prompts
 
 
-class Baseline:
-    """A figure of the last steps, and how far the next one lies from them. Pure.
-
-    Args:
-        window: steps.
-        known: steps without which nothing is said.
-        both_ways: whether a figure can be too small as well.
-        least: a figure up to this is never far.
-    """
-
-    def __init__(self, window: int, known: int, *, both_ways: bool = False, least: float = -math.inf) -> None:
-        self._values: deque[float] = deque(maxlen=window)
-        self._known, self._both_ways, self._least = known, both_ways, least
-
-    def add(self, value: float) -> None:
-        """Takes the figure of a step; what is not finite is passed over."""
-        if math.isfinite(value):
-            self._values.append(value)
-
-    def scale(self) -> tuple[float, float] | None:
-        """Median and spread of the figures; None where there are too few, or all are 0."""
-        if len(self._values) < self._known:
-            return None
-        middle = median(self._values)
-        spread = max(NORMAL * median(abs(value - middle) for value in self._values), LEAST_SHARE * abs(middle))
-        return (middle, spread) if spread > 0 else None
-
-    def distance(self, value: float) -> float | None:
-        """Spreads between the figure and the median, at least 0; None where there is nothing to compare with."""
-        if (scale := self.scale()) is None or not math.isfinite(value):
-            return None
-        middle, spread = scale
-        if value <= self._least:
-            return 0.0
-        away = (value - middle) / spread
-        return abs(away) if self._both_ways else max(away, 0.0)
-
-    def limit(self, spreads: float) -> float:
-        """The largest figure that is no spike; inf where there is nothing to compare with."""
-        if (scale := self.scale()) is None:
-            return math.inf
-        return max(scale[0] + spreads * scale[1], self._least)
-
-    def is_spike(self, value: float, spreads: float) -> bool:
-        """Whether the figure is above `limit`, or as far below the median where it can be too small."""
-        if (scale := self.scale()) is None or not math.isfinite(value):
-            return False
-        return value > self.limit(spreads) or (self._both_ways and value < scale[0] - spreads * scale[1])
+# In the order in which a step's reasons are told.
+BY_GUARD = {
+    name: next(r for r in RULES.values() if r.guard == name) for name in ("loss", "grad_norm", "agreement", "entropy")
+}
 
 
 class Guards:
@@ -138,20 +104,16 @@ class Guards:
 
     def __init__(self, config: GuardsConfig, dtype: str) -> None:
         self._config = config
-        self._settings = {"loss": config.loss, "grad_norm": config.grad_norm, "agreement": config.agreement}
-        sizes = config.window, config.known
-        self._baselines = {
-            "loss": Baseline(*sizes, both_ways=True),
-            "grad_norm": Baseline(*sizes),
-            "agreement": Baseline(*sizes, least=LEAST_AGREEMENT[dtype]),
-        }
+        self._actions = {name: getattr(config, name).action for name in BY_GUARD}
+        self._conditions = {name: _configured(name, config, dtype) for name in BY_GUARD}
+        self._judge = Judge(self._conditions)
         self.fired: list[Fired] = []  # of the last step
 
     def restore(self, rows: Sequence[Mapping[str, float]]) -> None:
         """Takes the metrics of a resumed run's steps, oldest first: figures are compared with those of the whole
         run."""
         for row in rows:
-            self._remember(row)
+            self._judge.remember(row)
 
     def norm_limit(self, agreement: Mapping[str, float]) -> float:
         """The gradient norm above which an update is not to be taken; inf: none is.
@@ -160,10 +122,11 @@ class Guards:
             agreement: metrics of the step's log-prob pass, as far as engine and trainer were compared there. Where
                 they are a spike that ends the run, no update is to be taken: the limit is 0.
         """
-        if self._settings["agreement"].action in ENDS and self._is_spike("agreement", _figure("agreement", agreement)):
+        if self._actions["agreement"] in ENDS and self._judge.judge("agreement", agreement).holds:
             return 0.0
-        guard = self._settings["grad_norm"]
-        return self._baselines["grad_norm"].limit(guard.spreads) if guard.action in ENDS else math.inf
+        spike = self._conditions["grad_norm"]
+        assert isinstance(spike, Spike)
+        return spike.limit(self._judge.windows["grad_norm"]) if self._actions["grad_norm"] in ENDS else math.inf
 
     def judge(self, step: int, metrics: Mapping[str, float], prompts: Sequence[int]) -> dict[str, float]:
         """The guards' metrics of a step, from the trainer's; `fired` is what they say is to be done.
@@ -171,23 +134,20 @@ class Guards:
         Args:
             prompts: cursors of the step's prompts.
         """
-        found: dict[str, float] = {}
+        told: dict[str, float] = {}
         self.fired = []
-        for name, guard in self._settings.items():
-            value, baseline = _figure(name, metrics), self._baselines[name]
-            away = baseline.distance(value)
-            if guard.action == "off" or away is None:
+        for name, rule in BY_GUARD.items():
+            found = self._judge.judge(name, metrics)
+            if self._actions[name] == "off" or not found.measured:  # there is nothing to compare with
                 continue
-            spike = self._is_spike(name, value)
-            found |= {f"guard/{name}": away, f"guard/{name}_spike": float(spike)}
-            if spike:
-                scale = baseline.scale()
-                assert scale is not None
-                text = f"{WORDS[name]} {value:.3g} is {away:.3g} spreads from the median {scale[0]:.3g} before it"
-                self.fired.append(Fired(step, name, guard.action, text, tuple(prompts)))
-        found |= self._judge_entropy(step, metrics, prompts)
-        self._remember(metrics)
-        return found
+            if "away" in found.measured:
+                told[f"guard/{name}"] = float(found.measured["away"])
+            told[rule.flag] = float(found.holds)
+            if found.holds:
+                text = said(rule.error, metrics, found)
+                self.fired.append(Fired(step, name, self._actions[name], text, tuple(prompts)))
+        self._judge.remember(metrics)
+        return told
 
     @property
     def ends(self) -> bool:
@@ -220,38 +180,124 @@ class Guards:
             )
         raise RollBack(first.step, text, first.prompts)
 
-    def _judge_entropy(self, step: int, metrics: Mapping[str, float], prompts: Sequence[int]) -> dict[str, float]:
-        band, entropy = self._config.entropy, metrics.get("entropy/mean", math.nan)
-        if band.action == "off" or (band.low is None and band.high is None) or not math.isfinite(entropy):
-            return {}
-        low, high = -math.inf if band.low is None else band.low, math.inf if band.high is None else band.high
-        outside = not low <= entropy <= high
-        if outside:
-            text = f"entropy {entropy:.3g} is outside guards.entropy, {low:g} to {high:g} nats"
-            self.fired.append(Fired(step, "entropy", band.action, text, tuple(prompts)))
-        return {"guard/entropy_outside": float(outside)}
 
-    def _is_spike(self, name: str, value: float) -> bool:
-        return self._baselines[name].is_spike(value, self._settings[name].spreads)
-
-    def _remember(self, row: Mapping[str, float]) -> None:
-        for name, baseline in self._baselines.items():
-            baseline.add(_figure(name, row))
+def _configured(name: str, config: GuardsConfig, dtype: str) -> Condition:
+    """The condition of a guard as a run sets it."""
+    rule = BY_GUARD[name]
+    if name == "entropy":
+        low, high = config.entropy.low, config.entropy.high
+        return rule.given(low=-math.inf if low is None else low, high=math.inf if high is None else high)
+    least = LEAST_AGREEMENT[dtype] if name == "agreement" else -math.inf
+    return rule.given(spreads=getattr(config, name).spreads, steps=config.window, known=config.known, least=least)
 
 
-WORDS = {
-    "loss": "the loss",
-    "grad_norm": "the gradient norm",
-    "agreement": "the difference of engine and trainer",
-}
+@dataclass(frozen=True)
+class GuardedResponse:
+    """One response of such a batch. Columns are [n], one number a response token.
 
-# a figure's metrics: the first that a step has
-FIGURES = {
-    "loss": ("loss/policy",),
-    "grad_norm": ("optimizer/grad_norm_max", "optimizer/grad_norm"),  # the first, where a step has several updates
-    "agreement": ("agreement/mean", "rollout/logprob_diff_mean"),  # the second, of an engine in process in float32
-}
+    log_probs: of the trainer before the step's updates, nats; NaN where a token carries no loss, and where it was.
+    rollout_log_probs: of the engine.
+    """
+
+    cursor: int
+    prompt_id: str
+    sample: int
+    prompt_tokens: list[int]
+    tokens: Tensor
+    text: str
+    reward: float
+    advantage: float
+    log_probs: Tensor
+    rollout_log_probs: Tensor
 
 
-def _figure(name: str, row: Mapping[str, float]) -> float:
-    return next((row[key] for key in FIGURES[name] if key in row), math.nan)
+@dataclass(frozen=True)
+class GuardedBatch:
+    """A step that was left out, or ended the run. ranks: what was not finite on each, of those where anything was."""
+
+    step: int
+    why: str
+    first: str
+    ranks: list[dict[str, Any]]
+    responses: list[GuardedResponse]
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:06d}"
+
+
+def write_guarded(
+    folder: Path, batch: RolloutBatch, log_probs: Tensor, why: str, ranks: Sequence[NotFinite] = ()
+) -> None:
+    """Writes a step's batch, judged, into its folder in `folder`, over what is there.
+
+    Args:
+        log_probs: [N] the trainer's, before the step's updates.
+        ranks: what each found not to be finite.
+    """
+    place = step_folder(folder, batch.step)
+    write_batch(place, batch, {"log_probs": log_probs})
+    found = [rank for rank in ranks if rank.own_gradient or rank.weights or rank.gradient or rank.samples]
+    event = {
+        "step": batch.step,
+        "why": why,
+        "first": origin(ranks),
+        "ranks": [asdict(rank) for rank in found],
+        "responses": [
+            {"cursor": t.prompt.cursor, "prompt_id": t.prompt.id, "sample": t.sample_index, "text": t.text}
+            for t in batch.trajectories
+        ],
+    }
+    (place / EVENT).write_text(json.dumps(event, indent=2))
+
+
+def origin(ranks: Sequence[NotFinite]) -> str:
+    """Which rank and parameter, or which samples, were the first not to be finite; "" where all are.
+
+    What comes first makes all after it not finite too: weights, then log-probs, advantages and the loss of samples,
+    then a rank's own gradient, then the gradient that is left once it is reduced.
+    """
+    if bad := [rank for rank in ranks if rank.weights]:
+        first = min(bad, key=lambda rank: (rank.stage, rank.rank))
+        return f"the weight {first.weights} on {_place(first)}"
+    samples = sorted({sample for rank in ranks for sample in rank.samples})
+    if samples:
+        first = next(rank for rank in ranks if samples[0] in rank.samples)
+        shown = ", ".join(map(str, samples[:8])) + (", ..." if len(samples) > 8 else "")
+        return f"log-prob, advantage or loss of sample {shown}, on {_place(first)}"
+    if bad := [rank for rank in ranks if rank.own_gradient] or [rank for rank in ranks if rank.gradient]:
+        first = max(bad, key=lambda rank: (rank.stage, -rank.rank))  # backward begins at the last stage
+        return f"the gradient of {first.gradient} on {_place(first)}"
+    return ""
+
+
+def _place(rank: NotFinite) -> str:
+    return f"rank {rank.rank} (data {rank.data_rank}, tensor {rank.tensor_rank}, stage {rank.stage})"
+
+
+def read_guarded(place: Path) -> GuardedBatch:
+    """What `write_guarded` left in the folder of a step.
+
+    Raises:
+        DataError: it is not whole.
+    """
+    try:
+        event: Mapping[str, Any] = json.loads((place / EVENT).read_text())
+        columns = load_file(place / "batch.safetensors")
+        prompts, lengths = columns["prompt_lengths"].tolist(), columns["response_lengths"].tolist()
+        both = columns["tokens"].split([n for pair in zip(prompts, lengths, strict=True) for n in pair])
+        by_token = {name: columns[name].split(lengths) for name in ("log_probs", "rollout_log_probs")}
+        responses = [
+            GuardedResponse(
+                **{name: each[name] for name in ("cursor", "prompt_id", "sample", "text")},
+                prompt_tokens=both[2 * i].tolist(),
+                tokens=both[2 * i + 1],
+                reward=float(columns["rewards"][i]),
+                advantage=float(columns["advantages"][i]),
+                **{name: parts[i] for name, parts in by_token.items()},
+            )
+            for i, each in enumerate(event["responses"])
+        ]
+        return GuardedBatch(event["step"], event["why"], event["first"], event["ranks"], responses)
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
+        raise DataError(f"not the batch of a step: {error}", where=str(place)) from error

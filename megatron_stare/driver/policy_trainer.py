@@ -13,8 +13,7 @@ from safetensors import SafetensorError
 from megatron_stare.cluster.trainer_group import TrainerGroup, WeightStream
 from megatron_stare.config.schema import Config
 from megatron_stare.driver.agreement_watch import AgreementWatch
-from megatron_stare.driver.guarded_batches import step_folder, write_guarded
-from megatron_stare.driver.guards import ENDS, Guards
+from megatron_stare.driver.guards import ENDS, Guards, step_folder, write_guarded
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.token_numbers import of_responses, spread
 from megatron_stare.records.updates import UpdateResult, combined, skipped_after

@@ -21,8 +21,7 @@ from megatron_stare.data.prompt_source import PromptQueue, dropped
 from megatron_stare.driver.agreement_watch import AgreementWatch
 from megatron_stare.driver.checkpoints import Checkpoints, export_policy
 from megatron_stare.driver.evaluator import Evaluator
-from megatron_stare.driver.guarded_batches import FOLDER
-from megatron_stare.driver.guards import Guards
+from megatron_stare.driver.guards import FOLDER, Guards
 from megatron_stare.driver.held_run import HeldRun
 from megatron_stare.driver.opening import Inputs, check_dump_step
 from megatron_stare.driver.policy_trainer import PolicyTrainer

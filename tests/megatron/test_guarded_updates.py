@@ -14,7 +14,7 @@ from support.steps import equal, log_prob_pass, state_of
 
 from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
-from megatron_stare.driver.guarded_batches import origin
+from megatron_stare.driver.guards import origin
 from megatron_stare.megatron.model.model import named_parameters
 from megatron_stare.megatron.step import step as step_module
 from megatron_stare.megatron.step.not_finite import NotFinite

@@ -13,16 +13,16 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import make_metric_docs  # noqa: E402  # a script
 
-from megatron_stare.observability.metrics import alerts, glossary  # noqa: E402
+from megatron_stare.observability.metrics import conditions, glossary, rules  # noqa: E402
 
 # what the texts say of alerts, as text: 1e-3 and not 0.001
 SAID = {
-    "group/degenerate": f"{alerts.DEGENERATE_SHARE:g}",
-    "response/truncated": f"{alerts.TRUNCATED_SHARE:g}",
+    "group/degenerate": f"{rules.DEGENERATE_SHARE:g}",
+    "response/truncated": f"{rules.TRUNCATED_SHARE:g}",
     "rollout/logprob_diff_max": "1e-3",
-    "agreement/trend": f"below {alerts.TREND:g} (alert)",
-    "entropy/mean": f"in under {alerts.HALVING_STEPS} steps (alert)",
-    "optimizer/grad_norm": f"median of the last {alerts.GRAD_WINDOW} steps (alert above)",
+    "agreement/trend": f"below {conditions.TREND:g} (alert)",
+    "entropy/mean": f"in under {conditions.HALVING_STEPS} steps (alert)",
+    "optimizer/grad_norm": f"median of the last {conditions.GRAD_WINDOW} steps (alert above)",
 }
 
 
@@ -43,9 +43,16 @@ def test_what_sinks_say_of_a_metric_is_what_is_declared(declared: list[make_metr
     assert glossary.explained("agreement/max_of_age_3") and glossary.explained("own/metric") is None
 
 
-def test_every_alert_names_a_metric_that_the_glossary_has() -> None:
-    assert set(alerts.MEASURED) == set(alerts.CHECKS)
-    assert all(glossary.explained(metric) for metrics in alerts.MEASURED.values() for metric in metrics)
+def test_the_table_of_rules_is_that_of_the_code() -> None:
+    assert make_metric_docs.RULES_PAGE.read_text() == make_metric_docs.rules_page(), "run tools/make_metric_docs.py"
+    rows = [line.split(" | ") for line in make_metric_docs.rules_page().splitlines() if line.count("|") == 6]
+    assert [row[0].removeprefix("| ") for row in rows if row[0].removeprefix("| ") in rules.RULES] == [*rules.RULES]
+
+
+def test_every_rule_names_metrics_that_the_glossary_has() -> None:
+    for rule in rules.RULES.values():
+        named = (*rule.told_by, *rule.when.metrics, *filter(None, [rule.flag]))
+        assert named and all(map(glossary.explained, named)), rule.name
 
 
 def test_every_declaration_says_all_of_it(declared: list[make_metric_docs.Metric]) -> None:
@@ -59,9 +66,11 @@ def test_the_limits_of_alerts_are_those_that_are_said(declared: list[make_metric
     healthy = {metric.name: metric.healthy for metric in declared}
     for name, limit in SAID.items():
         assert limit in healthy[name], name
-    assert float(SAID["rollout/logprob_diff_max"]) == alerts.LOGPROB_DIFF
-    assert f"{alerts.OFF_TARGET_STEPS} steps outside a quarter" in healthy["entropy/mean"] and alerts.BAND == 0.25
-    assert "within ten times" in healthy["optimizer/grad_norm"] and alerts.GRAD_SPIKE == 10
+    assert float(SAID["rollout/logprob_diff_max"]) == rules.LOGPROB_DIFF
+    assert (
+        f"{conditions.OFF_TARGET_STEPS} steps outside a quarter" in healthy["entropy/mean"] and conditions.BAND == 0.25
+    )
+    assert "within ten times" in healthy["optimizer/grad_norm"] and conditions.GRAD_SPIKE == 10
 
 
 def test_a_name_that_is_not_declared_is_found() -> None:

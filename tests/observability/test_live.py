@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from support.interrupts import interruptible
 
-from megatron_stare.observability.metrics.alerts import Watch
+from megatron_stare.observability.metrics.rules import Watch
 from megatron_stare.observability.terminal.live import LiveDisplay, make_display
 from megatron_stare.observability.terminal.live_chart import bar, line, progress_bar, scale_of, strip, trend
 from megatron_stare.observability.terminal.progress import StepPrinter

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from megatron_stare.observability.metrics.alerts import Watch
+from megatron_stare.observability.metrics.rules import Watch
 from megatron_stare.observability.terminal.progress import RemainingTime, StepPrinter, clock
 
 METRICS = {

@@ -16,44 +16,17 @@ from support.models import random_batch
 from megatron_stare.config.guards_section import GuardsConfig
 from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_source import PromptQueue
-from megatron_stare.driver.guarded_batches import origin, read_guarded, step_folder, write_guarded
-from megatron_stare.driver.guards import Baseline, Guards
+from megatron_stare.driver.guards import Guards, origin, read_guarded, step_folder, write_guarded
 from megatron_stare.errors import DataError, GuardError, RollBack
 from megatron_stare.megatron.step.not_finite import NotFinite
-from megatron_stare.observability.metrics.alerts import Watch
+from megatron_stare.observability.metrics.rules import Watch
 from megatron_stare.records.batch import Prompt
 from megatron_stare.rollout.sources.kept import from_bytes, to_bytes, without
 from megatron_stare.rollout.sources.under_way import UnderWay
 from megatron_stare.run_dir.run_state import RunDir, RunState
 
-# 1, 2, 3, 4, 100: median 3, absolute deviations 2, 1, 0, 1, 97, whose median is 1
-FIVE = (1.0, 2.0, 3.0, 4.0, 100.0)
+FIVE = (1.0, 2.0, 3.0, 4.0, 100.0)  # their median is 3, and the median deviation from it 1
 SPREAD = 1.4826
-
-
-def baseline(values: tuple[float, ...] = FIVE, **more: Any) -> Baseline:
-    found = Baseline(5, 5, **more)
-    for value in values:
-        found.add(value)
-    return found
-
-
-def test_a_distance_is_measured_in_median_absolute_deviations() -> None:
-    assert baseline().scale() == (3.0, SPREAD)
-    assert baseline().distance(3.0 + 4 * SPREAD) == pytest.approx(4)  # one odd step before it has no say
-    assert baseline().distance(3.0 - 4 * SPREAD) == 0.0
-    assert baseline(both_ways=True).distance(3.0 - 4 * SPREAD) == pytest.approx(4)
-    assert baseline(least=50.0).distance(50.0) == 0.0
-    assert baseline(least=50.0).distance(51.0) == pytest.approx(48 / SPREAD)
-
-
-def test_there_is_no_distance_without_anything_to_compare_with() -> None:
-    assert baseline(FIVE[:4]).distance(1e9) is None
-    assert baseline((0.0,) * 5).distance(1e9) is None
-    assert baseline((2.0,) * 5).distance(3.0) == pytest.approx(1 / (0.05 * 2))  # at least a twentieth of the median
-    assert baseline().distance(math.nan) is None and baseline().distance(math.inf) is None
-    assert baseline((*FIVE, math.nan, math.inf)).scale() == (3.0, SPREAD)  # passed over: the five are still there
-    assert baseline((7.0, *FIVE)).scale() == (3.0, SPREAD)  # the oldest has left the window
 
 
 def guards(**settings: Any) -> Guards:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
+from megatron_stare.driver.agreement_watch import require_steady
 from megatron_stare.megatron.batching.microbatch import RankBatch
 from megatron_stare.megatron.batching.sequence_layout import WholeSequences
 from megatron_stare.megatron.step.differences import UNLIKELY, Compared
@@ -32,11 +33,10 @@ from megatron_stare.rollout.agreement.agreement import (
     canary_batch,
     canary_verdict,
     require_agreement,
-    require_steady,
     rollout_verdict,
     summary,
 )
-from megatron_stare.rollout.agreement.limits import Limits, Trend
+from megatron_stare.rollout.agreement.limits import Limits
 from megatron_stare.rollout.engines.canary import canary_sequences
 
 LIMIT = Limits(1e-3)
@@ -278,21 +278,13 @@ def test_mean_and_quantiles_decide_in_16_bits_and_the_maximum_does_not(share, si
     assert IN_BF16.passed(Compared(values, zeros, apart, apart, zeros, (0,), 2000).summary(None)) == ""
 
 
-def test_the_trend_is_the_newest_medians_growth_over_the_first():
-    trend = Trend(3)
-    told = [trend.add(mean) for mean in (0.02, 9.0, 0.01, 0.02, 0.04, 0.03, 0.08, 7.0, 0.06)]
-    assert told[:5] == [None] * 5 and told[5:] == pytest.approx([1.5, 2.0, 4.0, 4.0])  # 9.0 and 7.0 are single steps
-    still = Trend(2)
-    assert [still.add(0.0) for _ in range(6)] == [None] * 6
-
-
 def test_a_run_whose_difference_grows_stops():
-    require_steady(None, 0.04, IN_BF16, "step 3")
-    require_steady(2.9, 0.04, IN_BF16, "step 30")
-    require_steady(8.0, 0.004, IN_BF16, "step 30")  # nearly nothing still
-    require_steady(8.0, 0.04, LIMIT, "step 30")
+    require_steady({"agreement/mean": 0.04}, IN_BF16, "step 3")
+    require_steady({"agreement/trend": 2.9, "agreement/mean": 0.04}, IN_BF16, "step 30")
+    require_steady({"agreement/trend": 8.0, "agreement/mean": 0.004}, IN_BF16, "step 30")  # nearly nothing still
+    require_steady({"agreement/trend": 8.0, "agreement/mean": 0.04}, LIMIT, "step 30")
     with pytest.raises(AgreementError, match=r"lie 3\.1 times as far apart .* 0\.04 nats in the mean, the limit is 3"):
-        require_steady(3.1, 0.04, IN_BF16, "step 30")
+        require_steady({"agreement/trend": 3.1, "agreement/mean": 0.04}, IN_BF16, "step 30")
 
 
 def test_a_run_stops_past_the_limit_and_at_nan():

@@ -14,13 +14,15 @@ from support.steps import log_prob_pass
 
 from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
+from megatron_stare.driver.agreement_watch import require_steady
 from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.observability.metrics.conditions import Window
 from megatron_stare.records.batch import Prompt, SamplingParams
 from megatron_stare.records.log_prob_difference import LogProbDifference
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import sampled_trajectory
-from megatron_stare.rollout.agreement.agreement import AgreementError, require_steady
-from megatron_stare.rollout.agreement.limits import Limits, Trend
+from megatron_stare.rollout.agreement.agreement import AgreementError
+from megatron_stare.rollout.agreement.limits import Limits
 from megatron_stare.rollout.engines.engine import GenerateRequest
 from megatron_stare.rollout.engines.local import LocalEngine
 from megatron_stare.rollout.engines.model_folder import load_tokenizer
@@ -114,9 +116,15 @@ def test_a_layer_that_goes_stale_is_caught_by_the_trend(compared: dict[str, LogP
     """Though each step by itself would pass."""
     assert LIMITS.passed(compared["stale layer"]) == ""
     right, stale = (compared[fault].everywhere.mean for fault in ("", "stale layer"))
-    trend = Trend(CONFIG.agreement.window)
+    means = Window(CONFIG.agreement.window, first=CONFIG.agreement.window)
+
+    def follow(mean: float) -> dict[str, float]:
+        means.add(mean)
+        growth = means.growth()
+        return {"agreement/mean": mean} | ({} if growth is None else {"agreement/trend": growth})
+
     for mean in [right] * 2 * CONFIG.agreement.window:
-        require_steady(trend.add(mean), mean, LIMITS, "step")
-    growths = [trend.add(stale) for _ in range(CONFIG.agreement.window)]
+        require_steady(follow(mean), LIMITS, "step")
+    told = [follow(stale) for _ in range(CONFIG.agreement.window)]
     with pytest.raises(AgreementError, match="times as far apart"):
-        require_steady(growths[-1], stale, LIMITS, "step")
+        require_steady(told[-1], LIMITS, "step")

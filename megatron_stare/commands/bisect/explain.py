@@ -15,6 +15,7 @@ from statistics import median
 from types import MappingProxyType
 
 from megatron_stare.commands.bisect.causes import Change, LeftOut
+from megatron_stare.observability.metrics.conditions import NORMAL
 
 Row = Mapping[str, float]
 
@@ -30,7 +31,6 @@ NOT_COMPARED = ("time/", "perf/", "memory/", "plan/", "guard/", "engine/", "step
 
 FAR = 3.0  # standard errors from which on two courses of a figure differ
 NEAR_SHARE = 0.2  # of the unchanged steps' distance from the record, that is still as good as none
-NORMAL = 1.4826  # see driver/guards.py
 OF_MEDIAN = 1.2533  # the standard error of a median, in those of a mean
 LEAST_AGREEMENT = 1e-9  # nats: log-probs that are equal differ by this
 # the least noise of a figure: share of its median; decades of agreement

@@ -13,10 +13,10 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_stare.errors import UserError
-from megatron_stare.observability.metrics.alerts import Watch
 from megatron_stare.observability.metrics.own_metrics import WHERE as OWN
 from megatron_stare.observability.metrics.own_metrics import OwnMetric, measure
 from megatron_stare.observability.metrics.reflections import reflections, selected_reflections
+from megatron_stare.observability.metrics.rules import Watch
 from megatron_stare.observability.metrics.step_metrics import Stopwatch, step_metrics
 from megatron_stare.observability.sink import WHERE, RunOutline, Sink
 from megatron_stare.records.rollout_batch import RolloutBatch

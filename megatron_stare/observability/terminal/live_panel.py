@@ -15,8 +15,8 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from megatron_stare.observability.metrics.alerts import CHECKS
 from megatron_stare.observability.metrics.paired import BAND
+from megatron_stare.observability.metrics.rules import RULES
 from megatron_stare.observability.metrics.scales import short
 from megatron_stare.observability.sink import Alert
 from megatron_stare.observability.terminal.live_chart import Scale, bar, line, progress_bar, scale_of, strip, trend
@@ -280,7 +280,7 @@ def _phases(view: View, width: int) -> list[Text]:
 
 
 def _alerts(view: View) -> list[Text]:
-    order = list(CHECKS)
+    order = list(RULES)
     active = sorted(view.active, key=lambda a: order.index(a.name))
     lines = [Text.assemble(("▲ ", f"bold {_WARN}"), (a.announce(), _WARN)) for a in active]
     return lines + [Text(f"✓ {a.announce()}", style=_LABEL) for a in reversed(view.over)]

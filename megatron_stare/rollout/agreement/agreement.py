@@ -15,7 +15,7 @@ from megatron_stare.errors import UserError
 from megatron_stare.records.log_prob_difference import LogProbDifference, Sizes
 from megatron_stare.records.metric import Metric
 from megatron_stare.records.rollout_batch import RolloutBatch
-from megatron_stare.rollout.agreement.limits import TREND_FLOOR, Limits
+from megatron_stare.rollout.agreement.limits import Limits
 
 METRICS = (
     Metric(
@@ -204,26 +204,6 @@ def require_agreement(what: str, passed: str, verdict: str, where: str) -> None:
         fix="mend that, or raise sglang.agreement_limit, or the limit in the section agreement, where the difference "
         "is known to be harmless",
     )
-
-
-def require_steady(growth: float | None, mean: float, limits: Limits, where: str) -> None:
-    """Raises AgreementError where the mean has grown past its limit; a mean that is nearly nothing may grow.
-
-    Args:
-        growth: see Trend.
-        mean: of the newest step, nats.
-    """
-    if growth is None or limits.trend is None or mean <= TREND_FLOOR * limits.bounds["mean"]:
-        return
-    if growth > limits.trend:
-        raise AgreementError(
-            f"log-probs of sampled tokens lie {growth:.3g} times as far apart between rollout engine and trainer as at "
-            f"the start of the run, {mean:.3g} nats in the mean, the limit is {limits.trend:g} times; engine and "
-            "trainer drift apart, though each step's difference would pass: a part of the weights is not synced, or "
-            "rounding grows with the weights",
-            where=where,
-            fix="mend that, or raise agreement.trend where the growth is known to be harmless",
-        )
 
 
 def summary(differences: Sequence[LogProbDifference]) -> dict[str, float]:

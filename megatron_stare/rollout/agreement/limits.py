@@ -1,15 +1,14 @@
 """How far the log-probs of engine and trainer may lie apart, by what they compute in. Pure.
 
-In float32 the token that differs most decides; in 16 bits the mean, high quantiles and their trend do.
+In float32 the token that differs most decides; in 16 bits the mean and high quantiles do, and how the mean grows over a
+run: observability/metrics/rules.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from statistics import median
 
 from megatron_stare.config.schema import Config
 from megatron_stare.records.log_prob_difference import LogProbDifference, Sizes
@@ -22,7 +21,6 @@ BOUNDS = {"bfloat16": {"mean": 0.025, "p99": 0.2, "p999": 1.0}, "float16": {"mea
 WORDS = {"mean": "mean", "p99": "99 % quantile", "p999": "99.9 % quantile"}
 CANARY_ROOM = 4.0  # times the mean's bound: a text that the policy did not write, and few tokens of it
 ENOUGH_LIKELY = 16  # tokens of a canary that are likely; of fewer a mean says little, and all are judged
-TREND_FLOOR = 0.2  # share of the mean's bound below which a mean may have grown from whatever it was
 _AGREES = 0.1  # share of the limit under which two log-probs count as the same, when blame is sought
 
 
@@ -97,28 +95,3 @@ class Limits:
     def wrong(self) -> float:
         """Past which `size` counts as none."""
         return self.bounds["mean"] if self.largest is None or self.in_16_bits else self.largest
-
-
-class Trend:
-    """How the mean difference grows over a run: the median of the newest steps over that of the first.
-
-    Args:
-        window: steps of either.
-    """
-
-    def __init__(self, window: int) -> None:
-        self._window = window
-        self._first: list[float] = []
-        self._newest: deque[float] = deque(maxlen=window)
-
-    def add(self, mean: float) -> float | None:
-        """The growth with a step's mean; None until there are as many steps after the first as those are, and where
-        the first were all the same."""
-        if len(self._first) < self._window:
-            self._first.append(mean)
-            return None
-        self._newest.append(mean)
-        before = median(self._first)
-        if len(self._newest) < self._window or not before > 0:
-            return None
-        return median(self._newest) / before

@@ -1,10 +1,12 @@
-"""Every alert at its threshold, and none in a healthy run."""
+"""Every alert at its threshold, and none in a healthy run; what windows of earlier steps measure, by worked numbers."""
 
 import math
+from typing import Any
 
 import pytest
 
-from megatron_stare.observability.metrics.alerts import CHECKS, QUIET_STEPS, Watch
+from megatron_stare.observability.metrics.conditions import Spike, Window
+from megatron_stare.observability.metrics.rules import QUIET_STEPS, RULES, Watch
 
 HEALTHY = {
     "entropy/mean": 0.1,
@@ -121,5 +123,55 @@ def test_a_resumed_run_remembers_and_says_again_what_still_holds():
     assert sorted(watch.active) == ["entropy off target", "reward failures"]
 
 
-def test_names_tell_checks_apart():
-    assert len(CHECKS) == len({check.__doc__ for check in CHECKS.values()})
+def test_names_tell_rules_apart():
+    assert len(RULES) == len({(rule.when, rule.flag) for rule in RULES.values()})
+    assert [*RULES] == [rule.name for rule in RULES.values()]
+
+
+# 1, 2, 3, 4, 100: median 3, absolute deviations 2, 1, 0, 1, 97, whose median is 1
+FIVE = (1.0, 2.0, 3.0, 4.0, 100.0)
+SPREAD = 1.4826
+
+
+def window(values: tuple[float, ...] = FIVE) -> Window:
+    found = Window(5, 5)
+    for value in values:
+        found.add(value)
+    return found
+
+
+def distance(figure: float, values: tuple[float, ...] = FIVE, **more: Any) -> Any:
+    """In spreads, from the median of `values`; None where there is nothing to compare with."""
+    return Spike(("a/b",), steps=5, known=5, **more).judge({"a/b": figure}, window(values)).measured.get("away")
+
+
+def test_a_distance_is_measured_in_median_absolute_deviations() -> None:
+    assert window().scale() == (3.0, SPREAD)
+    assert distance(3.0 + 4 * SPREAD) == pytest.approx(4)  # one odd step before it has no say
+    assert distance(3.0 - 4 * SPREAD) == 0.0
+    assert distance(3.0 - 4 * SPREAD, both_ways=True) == pytest.approx(4)
+    assert distance(50.0, least=50.0) == 0.0
+    assert distance(51.0, least=50.0) == pytest.approx(48 / SPREAD)
+
+
+def test_there_is_no_distance_without_anything_to_compare_with() -> None:
+    assert distance(1e9, FIVE[:4]) is None
+    assert distance(1e9, (0.0,) * 5) is None
+    assert distance(3.0, (2.0,) * 5) == pytest.approx(1 / (0.05 * 2))  # at least a twentieth of the median
+    assert distance(math.nan) is None and distance(math.inf) is None
+    assert window((*FIVE, math.nan, math.inf)).scale() == (3.0, SPREAD)  # passed over: the five are still there
+    assert window((7.0, *FIVE)).scale() == (3.0, SPREAD)  # the oldest has left the window
+
+
+def growths(steps: int, values: tuple[float, ...]) -> list[float | None]:
+    found, told = Window(steps, first=steps), []
+    for value in values:
+        found.add(value)
+        told.append(found.growth())
+    return told
+
+
+def test_growth_is_that_of_the_newest_median_over_the_first() -> None:
+    told = growths(3, (0.02, 9.0, 0.01, 0.02, 0.04, 0.03, 0.08, 7.0, 0.06))
+    assert told[:5] == [None] * 5 and told[5:] == pytest.approx([1.5, 2.0, 4.0, 4.0])  # 9.0 and 7.0 are single steps
+    assert growths(2, (0.0,) * 6) == [None] * 6
