@@ -26,7 +26,7 @@ import psutil
 from machine import machine
 from pairs import spread
 
-from megatron_stare.config.black_box_section import BlackBoxConfig
+from megatron_stare.config.schema import BlackBoxConfig
 from megatron_stare.hangs.driver_beats import DriverBeats
 from megatron_stare.run_dir.json_lines import read_jsonl
 

@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from megatron_stare.config.load import dump_yaml, validate
-from megatron_stare.config.recovery_section import RecoveryConfig
-from megatron_stare.config.schema import Config
+from megatron_stare.config.schema import Config, RecoveryConfig
 from megatron_stare.process.recovery import RESTARTS_FILE, Attempts, RecoveryRule, note_restart, restarts_of
 
 

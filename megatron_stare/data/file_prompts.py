@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from megatron_stare.config.data_section import DataConfig, MixtureFile
+from megatron_stare.config.rollout_sections import DataConfig, MixtureFile
 from megatron_stare.config.schema import Config
 from megatron_stare.data.cleaning import Contamination, without_repeats
 from megatron_stare.data.encode import PromptEncoder, PromptTooLongError

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
-from megatron_stare.config.reward_section import RewardConfig
+from megatron_stare.config.schema import RewardConfig
 from megatron_stare.environments.environment import Environment
 from megatron_stare.errors import RewardFailureError
 from megatron_stare.evaluation.evaluate import Evaluated, evaluate

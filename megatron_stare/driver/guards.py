@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from megatron_stare.config.guards_section import GuardsConfig
+from megatron_stare.config.schema import GuardsConfig
 from megatron_stare.errors import GuardError, RollBack
 from megatron_stare.records.metric import Metric
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_stare.config.black_box_section import BlackBoxConfig
+from megatron_stare.config.schema import BlackBoxConfig
 from megatron_stare.observability.sink import RunOutline, Sink
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.run_dir.heartbeat import BETWEEN, DRIVER, Beat, beat_file, write_beat

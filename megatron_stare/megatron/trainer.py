@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_stare.config.device_rules import check_device
 from megatron_stare.config.performance import check_device_performance
 from megatron_stare.config.resolved import ResolvedRun
+from megatron_stare.config.rules import check_device
 from megatron_stare.errors import DataError
 from megatron_stare.megatron.backend.computes_on import computes_on
 from megatron_stare.megatron.backend.cpu_backend import device

@@ -9,12 +9,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, UserError
-from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.registry import resolve
+
+if TYPE_CHECKING:
+    from megatron_stare.records.rollout_batch import RolloutBatch  # imports torch, which the command line does without
 
 WHERE = "observability.sinks"
 SINKS = {

@@ -7,14 +7,12 @@ from pathlib import Path
 
 from megatron_stare.algorithms.method import Method
 from megatron_stare.algorithms.policy import PolicyGradient
-from megatron_stare.config.device_rules import check_device
 from megatron_stare.config.engines_alone import evaluation_engines
-from megatron_stare.config.layout_rules import check_layout, check_recompute
 from megatron_stare.config.load import reads_files, with_absolute_paths
-from megatron_stare.config.moe_rules import check_moe
 from megatron_stare.config.performance import check_device_performance, check_performance
 from megatron_stare.config.process_settings import check_environment, check_ports
 from megatron_stare.config.resolved import ResolvedRun, resolve_run
+from megatron_stare.config.rules import check_device, check_layout, check_moe, check_recompute
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.models import published_shape, read_shape

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_stare.config.reward_section import RewardConfig
+from megatron_stare.config.schema import RewardConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.rewards.verifier_pool import VerifierPool
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_stare.config.eval_section import EvalTask
+from megatron_stare.config.rollout_sections import EvalTask
 from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_source import held_out
 from megatron_stare.environments.environment import Environment, make_environment

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stare.config.black_box_section import BlackBoxConfig
+from megatron_stare.config.schema import BlackBoxConfig
 from megatron_stare.hangs.driver_beats import DriverBeats
 from megatron_stare.hangs.starvation import Starvation, of_the_run
 from megatron_stare.hangs.vigil import MOST, Vigil

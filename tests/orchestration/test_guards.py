@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from megatron_stare.config.guards_section import GuardsConfig
-from megatron_stare.config.schema import Config
+from megatron_stare.config.schema import Config, GuardsConfig
 from megatron_stare.data.prompt_queue import PromptQueue
 from megatron_stare.driver.guarded_batches import origin
 from megatron_stare.driver.guards import Baseline, Guards
