@@ -78,9 +78,17 @@ def page() -> str:
         section = info.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
             parts.append(f"## {name}\n\n{(section.__doc__ or '').strip()}\n\n{table(section)}")
-            for key, each in inner(section).items():
-                parts.append(f"### {name}.{key}\n\n{(each.__doc__ or '').strip()}\n\n{table(each)}")
+            parts += below(name, section)
     return "\n".join(parts)
+
+
+def below(name: str, section: type[BaseModel]) -> list[str]:
+    """The sections in a section, and those in them."""
+    parts = []
+    for key, each in inner(section).items():
+        parts.append(f"### {name}.{key}\n\n{(each.__doc__ or '').strip()}\n\n{table(each)}")
+        parts += below(f"{name}.{key}", each)
+    return parts
 
 
 def inner(section: type[BaseModel]) -> dict[str, type[BaseModel]]:
@@ -98,8 +106,7 @@ def inner(section: type[BaseModel]) -> dict[str, type[BaseModel]]:
 def table(section: type[BaseModel]) -> str:
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for key, info in section.model_fields.items():
-        default = "required" if info.is_required() else f"`{spelled(info.default)}`"
-        rows.append(f"| `{key}` | {kind(info)} | {default} | {info.description} |")
+        rows.append(f"| `{key}` | {kind(info)} | {default(info)} | {info.description} |")
     return "\n".join(rows) + "\n"
 
 
@@ -129,6 +136,14 @@ def bound(limit: Any) -> str:
         if (value := getattr(limit, attribute, None)) is not None:
             return f"{sign} {value}"
     return ""
+
+
+def default(info: FieldInfo) -> str:
+    """What holds where nothing is set; of a section whose defaults are those of its own table, no more than that."""
+    if info.is_required():
+        return "required"
+    value = info.default
+    return "see below" if isinstance(value, BaseModel) and value == type(value)() else f"`{spelled(value)}`"
 
 
 def spelled(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The sections about what happens when something fails: lost requests, engines and processes, odd figures, hangs."""
+"""The section `faults`: what happens when something fails, be it a request, an engine, the run, a figure, or a hang."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Action = Literal["off", "alert", "stop", "rollback"]
 SLOW = 5.0  # a phase may take so many times as long as usual, whatever the cap
 
 
-class LimitsConfig(Section):
+class RequestFaults(Section):
     """How long a run waits for a response, for a rollout and for a collective, and how often a lost request is made
     again; `runtime.timeout_s` is the limit of a remote call. They are checked against each other."""
 
@@ -55,18 +55,20 @@ class LimitsConfig(Section):
         """Raises ValueError where one limit leaves another no time; `remote_call_s` is runtime.timeout_s."""
         if self.collective_limit(remote_call_s) > remote_call_s:
             raise ValueError(
-                f"limits.collective_s {self.collective_s:g} exceeds runtime.timeout_s {remote_call_s:g}: the call that "
-                "a collective is part of would be given up first, and nothing would name the rank that is missing"
+                f"faults.requests.collective_s {self.collective_s:g} exceeds runtime.timeout_s {remote_call_s:g}: the "
+                "call that a collective is part of would be given up first, and nothing would name the rank that is "
+                "missing"
             )
         request = self.request_limit(remote_call_s)
         if self.rollout_s is not None and self.attempts * request > self.rollout_s:
             raise ValueError(
-                f"{self.attempts} attempts of {request:g} s each exceed limits.rollout_s {self.rollout_s:g}: a rollout "
-                "would be given up before a late request was made again; lower limits.request_s or limits.attempts"
+                f"{self.attempts} attempts of {request:g} s each exceed faults.requests.rollout_s {self.rollout_s:g}: "
+                "a rollout would be given up before a late request was made again; lower faults.requests.request_s or "
+                "faults.requests.attempts"
             )
 
 
-class RestartsConfig(Section):
+class EngineFaults(Section):
     """What becomes of an engine that is lost while others are left; see docs/fleet.md. It is started again, and given
     requests once a weight sync has been proven to be whole."""
 
@@ -88,7 +90,7 @@ class RestartsConfig(Section):
     )
 
 
-class RecoveryConfig(Section):
+class RunFaults(Section):
     """What becomes of a run that lost a process, a node or all its engines; see docs/recovery.md. It is opened again
     from its newest checkpoint: by the driver, or by `train --supervise` where it was the driver that was lost."""
 
@@ -171,7 +173,7 @@ class GuardsConfig(Section):
         return self
 
 
-class BlackBoxConfig(Section):
+class HangsConfig(Section):
     """What is written where a phase does not end, and after how long; see docs/black_box.md."""
 
     enabled: bool = Field(
@@ -200,3 +202,19 @@ class BlackBoxConfig(Section):
             return self.first_s
         median = statistics.median(recent)
         return min(max(self.factor * median, self.floor_s), max(self.cap_s, self.floor_s, SLOW * median))
+
+
+class FaultsConfig(Section):
+    """What a run does when something fails, from a single request to the whole run."""
+
+    requests: RequestFaults = Field(
+        RequestFaults(), description="limits of responses, rollouts and collectives; lost requests are made again"
+    )
+    engines: EngineFaults = Field(EngineFaults(), description="when an engine counts as lost; it is started again")
+    run: RunFaults = Field(
+        RunFaults(), description="the run is opened again from its newest checkpoint when a process is lost"
+    )
+    guards: GuardsConfig = Field(
+        GuardsConfig(), description="what is done about figures that are not finite or out of the ordinary"
+    )
+    hangs: HangsConfig = Field(HangsConfig(), description="when a phase counts as one that hangs, and what is done")

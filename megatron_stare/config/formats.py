@@ -17,6 +17,14 @@ from megatron_stare.errors import DataError
 Tree = dict[str, Any]
 KEY = "format"
 FORMER_CACHE_TOKENS = 20_000
+# sections of a configuration by the names they had up to the fifth format, and where they are now
+RENAMED = {
+    "limits": "faults.requests",
+    "restarts": "faults.engines",
+    "recovery": "faults.run",
+    "guards": "faults.guards",
+    "black_box": "faults.hangs",
+}
 
 
 def _same(tree: Tree) -> Tree:
@@ -41,6 +49,21 @@ def _cache_of_the_device(config: Tree) -> Tree:
 def _without_rollbacks(run_state: Tree) -> Tree:
     """No run of the fourth format went back to a checkpoint by itself."""
     return {**run_state, "rollbacks": []}
+
+
+def with_new_names(config: Tree) -> Tree:
+    """The configuration with every section of RENAMED under its new name; those that are not there are not made."""
+    config = dict(config)
+    for former, now in RENAMED.items():
+        if former in config:
+            section, _, group = now.partition(".")
+            config[section] = {**config.get(section, {}), group: config.pop(former)}
+    return config
+
+
+def names_met(config: Mapping[str, Any]) -> list[str]:
+    """The renamed sections that a configuration has, each as `limits is faults.requests now`."""
+    return [f"{former} is {now} now" for former, now in RENAMED.items() if former in config]
 
 
 def without_former_defaults(config: Tree) -> Tree:
@@ -70,6 +93,7 @@ UPGRADES = (
     Upgrade(config=_cache_of_the_device),  # from 2
     Upgrade(run_state=_of_unknown_inputs),  # from 3
     Upgrade(run_state=_without_rollbacks),  # from 4
+    Upgrade(config=with_new_names),  # from 5
 )
 FORMAT = 1 + len(UPGRADES)
 FIRST_WITH_CHECKSUMS = 4  # format of the checkpoints that have a list of them

@@ -12,7 +12,14 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_stare.config.algorithm import AlgorithmConfig
-from megatron_stare.config.formats import FORMAT, KEY, config_up_to_date, without_former_defaults
+from megatron_stare.config.formats import (
+    FORMAT,
+    KEY,
+    RENAMED,
+    config_up_to_date,
+    names_met,
+    without_former_defaults,
+)
 from megatron_stare.config.layers import DEFAULTS, Layer, Override, merged, read_layers, read_yaml
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, unknown_name
@@ -41,6 +48,16 @@ def load_recorded(path: str | Path) -> Config:
         UserError: as load_config, or a newer release wrote it.
     """
     return validate(config_up_to_date(read_yaml(path), path), str(path))
+
+
+def former_names(path: str | Path) -> list[str]:
+    """Says, in a line, which sections of a configuration have other names now; nothing where none has.
+
+    Raises:
+        ConfigError: the file is missing, or is not YAML.
+    """
+    met = names_met(read_yaml(path))
+    return [f"{path} is of an earlier format: {', '.join(met)}"] if met else []
 
 
 def validate(tree: dict[str, Any], source: str) -> Config:
@@ -77,12 +94,20 @@ def config_error(error: ValidationError, layers: Sequence[Layer | Override]) -> 
     if isinstance(told, ConfigError):
         return ConfigError(told.what, where=where, fix=told.fix)
     if first["type"] == "extra_forbidden":
+        if now := RENAMED.get(".".join(loc)):
+            return ConfigError(
+                f"unknown name {loc[-1]!r}",
+                where=where,
+                fix=f"here it is {' and '.join(_dotted(now, first['input']))}",
+            )
         near = _elsewhere(loc[-1])
         if near and loc[0] != "algorithm":
             return ConfigError(f"unknown name {loc[-1]!r}", where=where, fix=f"here it is {' or '.join(near)}")
         return unknown_name(loc[-1], _keys_at(loc[:-1]), where)
     if first["type"] == "missing":
         return ConfigError("this key is required and missing", where=where)
+    if first["type"] == "value_error" and isinstance(first["input"], Mapping):  # of settings together, which it names
+        return ConfigError(_in_words(first), where=where)
     return ConfigError(f"{_in_words(first)} (got {first['input']!r})", where=where)
 
 
@@ -135,12 +160,25 @@ def _elsewhere(name: str) -> list[str]:
     """Dotted settings that go by this name: in another trainer, or in other sections here."""
     if name in _ELSEWHERE:
         return [_ELSEWHERE[name]]
-    sections = ((section, field.annotation) for section, field in Config.model_fields.items())
-    return [
-        f"{section}.{name}"
-        for section, model in sections
-        if isinstance(model, type) and issubclass(model, BaseModel) and name in model.model_fields
-    ]
+    return _having(name, Config)
+
+
+def _having(name: str, model: type[BaseModel], above: str = "") -> list[str]:
+    """The dotted settings of this name in the sections of a model, and in theirs."""
+    found = []
+    for key, field in model.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            found += [f"{above}{key}.{name}"] if name in section.model_fields else []
+            found += _having(name, section, f"{above}{key}.")
+    return found
+
+
+def _dotted(name: str, value: Any) -> list[str]:
+    """The settings that a section of this name holds, by their dotted names."""
+    if not isinstance(value, Mapping) or not value:
+        return [name]
+    return [each for key, inner in value.items() for each in _dotted(f"{name}.{key}", inner)]
 
 
 _KINDS = {

@@ -10,13 +10,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from megatron_stare.config.algorithm import AlgorithmConfig
-from megatron_stare.config.fault_sections import (
-    BlackBoxConfig,
-    GuardsConfig,
-    LimitsConfig,
-    RecoveryConfig,
-    RestartsConfig,
-)
+from megatron_stare.config.fault_sections import FaultsConfig
 from megatron_stare.config.rollout_sections import (
     AgreementConfig,
     DataConfig,
@@ -165,7 +159,9 @@ class RuntimeConfig(Section):
     ray_address: str | None = Field(None, description="running Ray cluster to join; default: start one here")
     object_store_mb: int = Field(128, ge=80, description="cap of a locally started Ray object store, MB")
     trainer_threads: int = Field(1, ge=1, description="CPU threads of a trainer rank")
-    timeout_s: float = Field(1800.0, gt=0, description="limit of one remote call, seconds; see `limits` for the others")
+    timeout_s: float = Field(
+        1800.0, gt=0, description="limit of one remote call, seconds; the others are in `faults.requests`"
+    )
     placement_s: float = Field(60.0, ge=0, description="limit of the wait for GPUs that others still hold, seconds")
     gpu_resource: str = Field(
         "GPU", min_length=1, description="Ray's name of what ranks and engines are placed by; another: simulated GPUs"
@@ -259,12 +255,8 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     runtime: RuntimeConfig = RuntimeConfig()
-    limits: LimitsConfig = LimitsConfig()
-    restarts: RestartsConfig = RestartsConfig()
-    guards: GuardsConfig = GuardsConfig()
-    recovery: RecoveryConfig = RecoveryConfig()
+    faults: FaultsConfig = FaultsConfig()
     services: ServicesConfig = ServicesConfig()
-    black_box: BlackBoxConfig = BlackBoxConfig()
 
     @model_validator(mode="after")
     def _servers_are_used(self) -> Config:
@@ -281,7 +273,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _limits_leave_each_other_time(self) -> Config:
-        self.limits.check(self.runtime.timeout_s)
+        self.faults.requests.check(self.runtime.timeout_s)
         return self
 
     @property

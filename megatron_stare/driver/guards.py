@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from megatron_stare.config.schema import GuardsConfig
+from megatron_stare.config.fault_sections import GuardsConfig
 from megatron_stare.errors import GuardError, RollBack
 from megatron_stare.records.metric import Metric
 
@@ -28,34 +28,34 @@ METRICS = (
             Metric(
                 f"guard/{name}",
                 "spreads",
-                f"of {what}, its distance from the median of the guards.window steps before it",
-                f"below guards.{key}.spreads",
+                f"of {what}, its distance from the median of the faults.guards.window steps before it",
+                f"below faults.guards.{key}.spreads",
             ),
             Metric(
                 f"guard/{name}_spike",
                 "0 or 1",
-                f"1: {what} is guards.{key}.spreads or more away from that median",
-                f"0; 1 is an alert, or what guards.{key}.action says",
+                f"1: {what} is faults.guards.{key}.spreads or more away from that median",
+                f"0; 1 is an alert, or what faults.guards.{key}.action says",
             ),
         )
     ),
     Metric(
         "guard/entropy_outside",
         "0 or 1",
-        "1: entropy/mean is below guards.entropy.low or above guards.entropy.high",
-        "0; 1 is an alert, or what guards.entropy.action says",
+        "1: entropy/mean is below faults.guards.entropy.low or above faults.guards.entropy.high",
+        "0; 1 is an alert, or what faults.guards.entropy.action says",
     ),
     Metric(
         "guard/rollbacks",
         "rollbacks",
         "of the run so far; missing before the first",
-        "few; guards.rollbacks more than that stop the run",
+        "few; faults.guards.rollbacks more than that stop the run",
     ),
     Metric("guard/left_out", "prompts", "that rollbacks left out of the data so far", "a few steps' batches"),
     Metric(
         "update/held",
         "updates",
-        "not taken because their gradient norm was a spike, with guards.grad_norm.action: stop or rollback",
+        "not taken because their gradient norm was a spike, with faults.guards.grad_norm.action: stop or rollback",
         "0",
     ),
 )
@@ -209,14 +209,14 @@ class Guards:
             return
         first = ending[0]
         where, text = f"step {first.step}", "; ".join(each.text for each in ending)
-        fix = f"look at the step's batch in the folder guards/, or change guards.{first.guard}"
+        fix = f"look at the step's batch in the folder guards/, or change faults.guards.{first.guard}"
         if first.action == "stop":
             raise GuardError(text, where=where, fix=fix)
         if rollbacks >= self._config.rollbacks:
             raise GuardError(
                 f"{text}; the run has gone back {rollbacks} times already",
                 where=where,
-                fix=f"{fix}, or guards.rollbacks",
+                fix=f"{fix}, or faults.guards.rollbacks",
             )
         raise RollBack(first.step, text, first.prompts)
 
@@ -227,7 +227,7 @@ class Guards:
         low, high = -math.inf if band.low is None else band.low, math.inf if band.high is None else band.high
         outside = not low <= entropy <= high
         if outside:
-            text = f"entropy {entropy:.3g} is outside guards.entropy, {low:g} to {high:g} nats"
+            text = f"entropy {entropy:.3g} is outside faults.guards.entropy, {low:g} to {high:g} nats"
             self.fired.append(Fired(step, "entropy", band.action, text, tuple(prompts)))
         return {"guard/entropy_outside": float(outside)}
 

@@ -14,6 +14,7 @@ from types import TracebackType
 from megatron_stare.cluster.colocation import Colocation
 from megatron_stare.cluster.trainer_group import Runner
 from megatron_stare.config.engines_alone import evaluation_engines
+from megatron_stare.config.load import former_names
 from megatron_stare.config.process_settings import port_share
 from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.data.prompt_queue import PromptQueue
@@ -59,7 +60,7 @@ from megatron_stare.rollout.sources.calls import CALLS, CallJournal
 from megatron_stare.rollout.sources.kept import without
 from megatron_stare.rollout.sources.make_source import make_groups, make_source
 from megatron_stare.run_dir.run_files import evaluated_steps
-from megatron_stare.run_dir.run_state import RunState
+from megatron_stare.run_dir.run_state import CONFIG, RunState
 
 INTERRUPTED_S = 20.0  # for a checkpoint under way when a signal ends the run; Slurm kills 30 s after it sends one
 
@@ -111,7 +112,7 @@ class Session:
                 check_dump_step(config, dump_step, self.state.step)
             self.black_box: BlackBox | None = None
             sinks = dict(inputs.sinks)
-            if config.black_box.enabled:
+            if config.faults.hangs.enabled:
                 ports = port_share(config, 0, replica_count(config) * replica_nodes(config))
                 self.black_box = BlackBox(config, self.dir.path, ports, supervised=supervised())
                 stack.callback(self.black_box.close)
@@ -138,7 +139,7 @@ class Session:
             stack.push(self._close_checkpoints)
             agreement = AgreementWatch(inputs.run, self.ranks, self.engines)
             agreement.restore(self.monitor.resumed)
-            self.guards = Guards(config.guards, config.model.dtype)
+            self.guards = Guards(config.faults.guards, config.model.dtype)
             self.guards.restore(self.monitor.resumed)
             self.monitor.gauges.append(self._rollback_metrics)
             self.colocation = colocation = Colocation(config, self.ranks, self.engines)
@@ -197,6 +198,8 @@ class Session:
             if held.restarted and held.restarts:
                 self.monitor.note(f"restart {held.restarts} of this run, by itself")
             if resume:
+                for line in former_names(self.dir.path / CONFIG):
+                    self.monitor.note(line)
                 self.dir.record(config)  # run.steps, the layout and more may be others from here on
             freeze()
             stack.callback(self._last_phase, "closing")

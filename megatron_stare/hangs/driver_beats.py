@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_stare.config.schema import BlackBoxConfig
+from megatron_stare.config.fault_sections import HangsConfig
 from megatron_stare.observability.sink import RunOutline, Sink
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.run_dir.heartbeat import BETWEEN, DRIVER, Beat, beat_file, write_beat
@@ -39,7 +39,7 @@ class DriverBeats(Sink):
         clock: that the watcher reads too.
     """
 
-    def __init__(self, folder: Path, rule: BlackBoxConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, folder: Path, rule: HangsConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._file, self._rule, self._clock = beat_file(folder, DRIVER), rule, clock
         self._taken: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT))
         self._steps: deque[float] = deque(maxlen=KEPT)

@@ -49,7 +49,7 @@ class BlackBox:
         forget_left(where)
         self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=where))
         self._joined = config.runtime.ray_address is not None
-        rule = config.black_box
+        rule = config.faults.hangs
         settings = Settings(
             str(self._folder),
             str(run_dir.resolve()),
@@ -84,7 +84,7 @@ class BlackBox:
                 if port := (self._folder / LISTENING).read_text():
                     return port
             time.sleep(0.02)
-        raise UserError("the watcher of the run does not start", where="black_box.enabled", fix="set it to false")
+        raise UserError("the watcher of the run does not start", where="faults.hangs.enabled", fix="set it to false")
 
     def close(self) -> None:
         """Ends the watcher."""

@@ -11,7 +11,7 @@ from megatron_stare.hangs.driver_side import BlackBox
 
 
 class Watched:
-    """The phases of this process, and what is done in them; told to nobody where black_box.enabled is false. Closing
+    """The phases of this process, and what is done in them; told to nobody where faults.hangs.enabled is false. Closing
     twice is allowed.
 
     Args:
@@ -25,7 +25,7 @@ class Watched:
 
     def __init__(self, config: Config, folder: Path, step: int, ports: Sequence[int] | None) -> None:
         self._box: BlackBox | None = None
-        if config.black_box.enabled:
+        if config.faults.hangs.enabled:
             self._box = BlackBox(config, folder, ports)
             self._box.beats.begin_step(step)
 

@@ -74,7 +74,7 @@ class Trainer:
         check_device(config, experts=shape.experts > 0)
         check_device_performance(config.performance)
         self._computes_on = computes_on()  # now: while it runs its files may be replaced
-        timeout_s = config.limits.collective_limit(config.runtime.timeout_s)
+        timeout_s = config.faults.requests.collective_limit(config.runtime.timeout_s)
         layout = join(config.parallel, rank, init_method, config.run.seed, timeout_s)
         model = build_policy(
             shape,

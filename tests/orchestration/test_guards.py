@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from megatron_stare.config.schema import Config, GuardsConfig
+from megatron_stare.config.fault_sections import GuardsConfig
+from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_queue import PromptQueue
 from megatron_stare.driver.guarded_batches import origin
 from megatron_stare.driver.guards import Baseline, Guards
@@ -138,7 +139,7 @@ def test_entropy_may_not_leave_its_band() -> None:
     for entropy, outside in ((0.1, 0.0), (0.5, 0.0), (0.0999, 1.0), (0.5001, 1.0)):
         assert watch.judge(1, {"entropy/mean": entropy}, []) == {"guard/entropy_outside": outside}
         assert bool(watch.fired) == bool(outside)
-    with pytest.raises(GuardError, match=r"entropy 0.5 is outside guards.entropy, 0.1 to 0.5 nats"):
+    with pytest.raises(GuardError, match=r"entropy 0.5 is outside faults.guards.entropy, 0.1 to 0.5 nats"):
         watch.heed(0)
     assert guards().judge(1, {"entropy/mean": 9.0}, []) == {}
     with pytest.raises(ValidationError, match="not below"):

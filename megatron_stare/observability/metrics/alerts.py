@@ -163,7 +163,7 @@ def gradient_spike(recent: Recent) -> str | None:
 
 
 def loss_guard(recent: Recent) -> str | None:
-    """The loss is a spike, by the section `guards`."""
+    """The loss is a spike, by the section `faults.guards`."""
     return _spike(recent, "loss", "loss/policy")
 
 
@@ -181,14 +181,14 @@ def _spike(recent: Recent, guard: str, figure: str) -> str | None:
     if recent.now(f"guard/{guard}_spike") != 1:
         return None
     away = recent.now(f"guard/{guard}")
-    return f"{figure} {recent.now(figure):.3g} is {away:.3g} spreads from the median before it (guards.{guard})"
+    return f"{figure} {recent.now(figure):.3g} is {away:.3g} spreads from the median before it (faults.guards.{guard})"
 
 
 def entropy_guard(recent: Recent) -> str | None:
-    """Entropy is outside the band of the section `guards`."""
+    """Entropy is outside the band of the section `faults.guards`."""
     if recent.now("guard/entropy_outside") != 1:
         return None
-    return f"entropy {recent.now('entropy/mean'):.3g} is outside the band of guards.entropy"
+    return f"entropy {recent.now('entropy/mean'):.3g} is outside the band of faults.guards.entropy"
 
 
 def rolled_back(recent: Recent) -> str | None:
