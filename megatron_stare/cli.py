@@ -17,7 +17,7 @@ from megatron_stare.commands import recipes as recipes_command
 from megatron_stare.commands import views
 from megatron_stare.commands.bisect import bisect_command
 from megatron_stare.commands.evaluate import command as eval_command
-from megatron_stare.config.formats import FORMAT, RENAMED
+from megatron_stare.config.formats import FORMAT, RENAMED, SERVICES, names_now
 from megatron_stare.config.load import dump_yaml, former_names, load_config
 from megatron_stare.config.schema import Config
 from megatron_stare.driver.supervision import attach, supervise
@@ -54,10 +54,8 @@ def _hint(unrecognized: Sequence[str]) -> str:
     """What is meant, where a setting has dashes before it like an option."""
     for word, following in zip(unrecognized, [*unrecognized[1:], "..."], strict=True):
         key, eq, value = word.lstrip("-").partition("=")
-        section, _, rest = key.partition(".")
-        if section in RENAMED:
-            section, key = RENAMED[section], f"{RENAMED[section]}.{rest}"
-        if word.startswith("-") and section.partition(".")[0] in Config.model_fields:
+        key = names_now(key) or key
+        if word.startswith("-") and key.partition(".")[0] in Config.model_fields:
             return f"\n  fix: settings have no dashes: {key}={value if eq else following}"
     return ""
 
@@ -302,7 +300,8 @@ def _train_or_check(args: argparse.Namespace, begun: float) -> None:
 def _format(args: argparse.Namespace) -> None:
     if args.config is None:
         print(f"configurations and run states are of format {FORMAT}; up to format 5 a configuration had")
-        print("\n".join(f"  {former:9} which is {now} now" for former, now in RENAMED.items()))
+        former = [*RENAMED, *(f"services.{setting}" for setting in SERVICES)]
+        print("\n".join(f"  {each:27} which is {names_now(each)} now" for each in former))
     else:
         print("\n".join(former_names(args.config)) or f"{args.config}: all names are of today")
 

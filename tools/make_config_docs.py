@@ -15,9 +15,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megatron_stare.config.schema import Config
+from megatron_stare.registry import Extension
 
 NAMES: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "true \\| false", type(None): "null"} | {
-    list[int]: "list of integer"
+    list[int]: "list of integer",
+    Extension: "name",
 }
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 
@@ -34,6 +36,9 @@ This page is made by `tools/make_config_docs.py`.
 `algorithm` holds `name` (a method's short name, or the dotted path of your own) and the method's own settings, which
 are the documented fields of its class in `megatron_stare/algorithms/`. `algorithm: stare` is short for
 `algorithm: {name: stare}`.
+
+A setting of type **name** is a short name or a path in Python, or `{name: ..., setting: value}` with settings of its
+own: those are the keyword-only parameters of the function or class that it names. See [howto](howto/README.md).
 
 ## Layers
 
@@ -152,6 +157,8 @@ def spelled(value: Any) -> str:
         return "null"
     if isinstance(value, BaseModel):
         return "{" + ", ".join(f"{key}: {spelled(each)}" for key, each in value) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(spelled, value)) + "]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

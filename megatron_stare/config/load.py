@@ -15,14 +15,14 @@ from megatron_stare.config.algorithm import AlgorithmConfig
 from megatron_stare.config.formats import (
     FORMAT,
     KEY,
-    RENAMED,
     config_up_to_date,
     names_met,
+    names_now,
     without_former_defaults,
 )
 from megatron_stare.config.layers import DEFAULTS, Layer, Override, merged, read_layers, read_yaml
 from megatron_stare.config.schema import Config
-from megatron_stare.errors import ConfigError, unknown_name
+from megatron_stare.errors import ConfigError, in_words, unknown_name
 
 if TYPE_CHECKING:
     from megatron_stare.algorithms.method import Method
@@ -94,12 +94,9 @@ def config_error(error: ValidationError, layers: Sequence[Layer | Override]) -> 
     if isinstance(told, ConfigError):
         return ConfigError(told.what, where=where, fix=told.fix)
     if first["type"] == "extra_forbidden":
-        if now := RENAMED.get(".".join(loc)):
-            return ConfigError(
-                f"unknown name {loc[-1]!r}",
-                where=where,
-                fix=f"here it is {' and '.join(_dotted(now, first['input']))}",
-            )
+        if len(loc) == 1 and names_now(loc[0]):
+            now = [names_now(each) for each in _dotted(loc[0], first["input"])]
+            return ConfigError(f"unknown name {loc[0]!r}", where=where, fix=f"here it is {' and '.join(now)}")
         near = _elsewhere(loc[-1])
         if near and loc[0] != "algorithm":
             return ConfigError(f"unknown name {loc[-1]!r}", where=where, fix=f"here it is {' or '.join(near)}")
@@ -107,8 +104,8 @@ def config_error(error: ValidationError, layers: Sequence[Layer | Override]) -> 
     if first["type"] == "missing":
         return ConfigError("this key is required and missing", where=where)
     if first["type"] == "value_error" and isinstance(first["input"], Mapping):  # of settings together, which it names
-        return ConfigError(_in_words(first), where=where)
-    return ConfigError(f"{_in_words(first)} (got {first['input']!r})", where=where)
+        return ConfigError(in_words(first), where=where)
+    return ConfigError(f"{in_words(first)} (got {first['input']!r})", where=where)
 
 
 # settings by the names that other trainers have for them; docs/from_trl.md, from_verl.md and from_slime.md have more
@@ -181,37 +178,6 @@ def _dotted(name: str, value: Any) -> list[str]:
     return [each for key, inner in value.items() for each in _dotted(f"{name}.{key}", inner)]
 
 
-_KINDS = {
-    "bool": "true or false",
-    "int": "a whole number",
-    "float": "a number",
-    "string": "text",
-    "list": "a list, such as [{0}] or [a, b]",
-    "dict": "a section of settings",
-    "model": "a section of settings",
-}
-_BOUNDS = {
-    "greater_than": ("must be above", "gt"),
-    "greater_than_equal": ("must be at least", "ge"),
-    "less_than": ("must be below", "lt"),
-    "less_than_equal": ("must be at most", "le"),
-}
-
-
-def _in_words(error: ErrorDetails) -> str:
-    """What is wrong with a value, in words of ours; pydantic's where there are none."""
-    kind, context = error["type"], error.get("ctx", {})
-    if kind in _BOUNDS:
-        words, name = _BOUNDS[kind]
-        return f"{words} {context[name]:g}"
-    if kind == "literal_error":
-        return f"must be {context['expected']}"
-    stem = kind.removesuffix("_from_float").removesuffix("_parsing").removesuffix("_type")
-    if stem in _KINDS and kind != stem:
-        return f"must be {_KINDS[stem].format(error['input'])}"
-    return error["msg"].removeprefix("Value error, ")
-
-
 def _to_blame(wrong: ErrorDetails, layers: Sequence[Layer | Override]) -> str:
     """The last one that sets what is wrong; of a whole section, which several may set parts of, the last on which the
     error depends. The file that was read, where none does."""
@@ -248,7 +214,7 @@ def with_absolute_paths(config: Config) -> Config:
     """The same configuration, with the files and folders it reads named from the root, so that it means the same
     wherever it is read. Symbolic links stay: the Python of an environment is one."""
     data: dict[str, Any] = {}
-    if reads_files(config.data.source):  # to a source of the user's own they are what it makes of them
+    if reads_files(config.data.source.name):  # to a source of the user's own they are what it makes of them
         data = {
             "path": _absolute(config.data.path),
             "eval_path": _absolute(config.data.eval_path),
@@ -257,7 +223,7 @@ def with_absolute_paths(config: Config) -> Config:
         }
     tasks = [
         task.model_copy(update={"path": _absolute(task.path)})
-        if reads_files(task.source or config.data.source)
+        if reads_files((task.source or config.data.source).name)
         else task
         for task in config.eval.tasks
     ]

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from megatron_stare.config.section import Section, check_template
+from megatron_stare.registry import Extension
 
 
 class MixtureFile(Section):
@@ -25,8 +26,8 @@ class MixtureFile(Section):
 class DataConfig(Section):
     """The prompts."""
 
-    source: str = Field(
-        "jsonl", description="'files', by its older name 'jsonl'; 'arithmetic', 'signs' or a class path"
+    source: Extension = Field(
+        Extension("jsonl"), description="'files', by its older name 'jsonl'; 'arithmetic', 'signs' or a class path"
     )
     path: str | None = Field(
         None, description="training prompts of source 'files': .parquet, JSON lines or hf:owner/name; see docs/data.md"
@@ -66,12 +67,12 @@ class DataConfig(Section):
 class RolloutConfig(Section):
     """Where responses come from and how they are sampled."""
 
-    engine: str = Field(
-        "local", description="'local' (transformers, in process), 'sglang' or a class path my_pkg.MyEngine"
+    engine: Extension = Field(
+        Extension("local"), description="'local' (transformers, in process), 'sglang' or a class path my_pkg.MyEngine"
     )
     engines: int = Field(1, ge=1, description="number of engines, each a replica of the policy")
-    environment: str = Field(
-        "single_turn",
+    environment: Extension = Field(
+        Extension("single_turn"),
         description="what makes a response of a prompt: 'single_turn' or a class path my_pkg.MyEnvironment",
     )
     temperature: float = Field(1.0, gt=0, description="divides the logits, in rollout and training alike")
@@ -203,8 +204,8 @@ class AgreementConfig(Section):
 class RewardConfig(Section):
     """How answers are verified, in worker processes."""
 
-    verifier: str = Field(
-        "math",
+    verifier: Extension = Field(
+        Extension("math"),
         description="'math', 'stare', 'dapo', 'dapo_boxed', 'exact', 'numeric', 'choice', 'format', "
         "'arithmetic', 'signs', a function my_pkg.my_module.verify or my_file.py:verify, a server's URL, "
         "or a sum 'math + 0.1 * format'; see docs/verifiers.md",
@@ -225,14 +226,14 @@ class EvalTask(Section):
     """A task that the policy is evaluated on. What it leaves out, or sets to null, is the run's own."""
 
     name: str = Field(pattern=r"^[\w.@+-]+$", description="in eval.jsonl, the report and TensorBoard; each has its own")
-    source: str | None = Field(None, description="as data.source")
+    source: Extension | None = Field(None, description="as data.source")
     path: str | None = Field(None, description="as data.eval_path")
     template: str | None = Field(None, description="as data.template; the template '{prompt}' adds nothing")
     chat_template: bool | None = Field(None, description="as data.chat_template")
     max_prompt_tokens: int | None = Field(None, ge=1, description="as rollout.max_prompt_tokens")
     truncate_prompt: Literal["error", "drop", "left"] | None = Field(None, description="as rollout.truncate_prompt")
-    verifier: str | None = Field(None, description="as reward.verifier")
-    environment: str | None = Field(None, description="as rollout.environment")
+    verifier: Extension | None = Field(None, description="as reward.verifier")
+    environment: Extension | None = Field(None, description="as rollout.environment")
     prompts: int | None = Field(None, ge=1, description="problems; null: eval.prompts, and where that is 0, all")
     samples: int | None = Field(None, ge=1, description="as eval.samples")
     k: list[int] | None = Field(None, description="as eval.k")

@@ -5,7 +5,7 @@ The sections about training, responses and faults have a module each; all are im
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -31,6 +31,7 @@ from megatron_stare.config.training_sections import (
     PerformanceConfig,
     StatisticsConfig,
 )
+from megatron_stare.registry import Extension
 
 PORTS = (1024, 65535)  # below are the system's
 
@@ -128,10 +129,11 @@ class ObservabilityConfig(Section):
     reflection_words: list[str] = Field(
         [], description="words counted in every response, such as [wait, alternatively]: metric `response/reflections`"
     )
-    sinks: list[str] = Field(
-        ["jsonl", "tensorboard", "console", "report"],
+    sinks: list[Extension] = Field(
+        [Extension(name) for name in ("jsonl", "tensorboard", "console", "report")],
         description="what the run's reports go to: 'jsonl', 'tensorboard', 'console', 'report', 'wandb', 'mlflow', "
-        "'prometheus', 'webhook' (see services) or a class path my_pkg.MySink",
+        "'prometheus', 'webhook' or a class path my_pkg.MySink; with settings of its own {name: ..., setting: value}, "
+        "see docs/sinks.md",
     )
     metrics: list[str] = Field(
         [], description="functions of a step's batch whose numbers are logged too: paths my_pkg.my_metric"
@@ -146,8 +148,9 @@ class ObservabilityConfig(Section):
 
     @field_validator("sinks", "metrics")
     @classmethod
-    def _each_is_told_once(cls, value: list[str]) -> list[str]:
-        if twice := sorted({name for name in value if value.count(name) > 1}):
+    def _each_is_told_once(cls, value: list[Any]) -> list[Any]:
+        names = [Extension.read(each).name for each in value]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"{', '.join(twice)} is named more than once")
         return value
 
@@ -198,36 +201,6 @@ class RuntimeConfig(Section):
         return range(first + number, last + 1, shares)
 
 
-class ServicesConfig(Section):
-    """What the sinks 'wandb', 'mlflow', 'prometheus' and 'webhook' of `observability.sinks` need to know; see
-    docs/sinks.md. Secrets do not stand here: they are read from the environment."""
-
-    wandb_project: str = Field("megatron_stare", min_length=1, description="project in W&B")
-    wandb_entity: str | None = Field(None, description="user or team in W&B; null: that of the login")
-    wandb_mode: Literal["online", "offline"] | None = Field(
-        None,
-        description="'offline' writes into the run directory, for `wandb sync`. null: as WANDB_MODE says, or online",
-    )
-    mlflow_uri: str | None = Field(
-        None,
-        description="tracking server, or file:/folder; null: MLFLOW_TRACKING_URI, or else the folder mlflow of the run "
-        "directory",
-    )
-    mlflow_experiment: str = Field("megatron_stare", min_length=1, description="experiment in MLflow")
-    prometheus_host: str = Field(
-        "127.0.0.1", min_length=1, description="address that the figures are served at; 0.0.0.0: to every machine"
-    )
-    prometheus_port: int = Field(9464, ge=1, le=65535, description="port that the figures are served at")
-    webhook_env: str = Field(
-        "MEGATRON_STARE_WEBHOOK",
-        min_length=1,
-        description="name of the environment variable that holds the address which alerts are posted to",
-    )
-    webhook_attempts: int = Field(3, ge=1, description="times that an alert is posted until it is given up")
-    webhook_timeout_s: float = Field(10.0, gt=0, description="seconds that the service may take to answer")
-    webhook_back_off_s: float = Field(1.0, ge=0, description="seconds before a second attempt, doubled by each")
-
-
 class Config(Section):
     """A whole run."""
 
@@ -256,19 +229,18 @@ class Config(Section):
     observability: ObservabilityConfig = ObservabilityConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     faults: FaultsConfig = FaultsConfig()
-    services: ServicesConfig = ServicesConfig()
 
     @model_validator(mode="after")
     def _servers_are_used(self) -> Config:
-        if self.rollout.engine != "sglang":
+        if self.rollout.engine.name != "sglang":
             for name, default in SGLangConfig():
                 if getattr(self.sglang, name) != default:
                     raise ValueError(
-                        f"sglang.{name} is set, but rollouts come from the engine {self.rollout.engine!r}, which has "
-                        "no servers: set rollout.engine=sglang, or leave it out"
+                        f"sglang.{name} is set, but rollouts come from the engine {self.rollout.engine.name!r}, which "
+                        "has no servers: set rollout.engine=sglang, or leave it out"
                     )
             if self.eval.urls:
-                raise ValueError(f"eval.urls names servers, and the engine {self.rollout.engine!r} has none")
+                raise ValueError(f"eval.urls names servers, and the engine {self.rollout.engine.name!r} has none")
         return self
 
     @model_validator(mode="after")

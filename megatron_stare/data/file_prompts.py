@@ -231,6 +231,6 @@ def _files(data: DataConfig, split: Split) -> list[MixtureFile]:
     path = data.path if split == "train" else data.eval_path
     if path is None:
         raise ConfigError(
-            f"the source {data.source!r} needs a file", where=f"data.{key}", fix=f"data.{key}=prompts.jsonl"
+            f"the source {data.source.name!r} needs a file", where=f"data.{key}", fix=f"data.{key}=prompts.jsonl"
         )
     return [MixtureFile(path=path)]

@@ -19,7 +19,6 @@ FREE_TO_CHANGE = (
     "checkpoint.",
     "eval.",
     "observability.",
-    "services.",
     "runtime.",
     "faults.guards.",
     "faults.run.",

@@ -51,6 +51,7 @@ from megatron_stare.process.interruption import (
 from megatron_stare.process.memory_allocator import freeze, frozen_heap
 from megatron_stare.process.time_limit import TimeLimit
 from megatron_stare.process.workers import WorkerLostError
+from megatron_stare.registry import Extension
 from megatron_stare.rewards.known_answers import open_pool
 from megatron_stare.rewards.verifier_pool import VerifierPool
 from megatron_stare.rollout.engines.model_folder import token_texts
@@ -120,7 +121,7 @@ class Session:
             self.monitor = Monitor(sinks, RunOutline(self.dir.path, config), inputs.metrics)
             stack.callback(self.monitor.close)
             self.monitor.resume(self.state.step) if resume else self.monitor.start()
-            self.verifiers: dict[str, VerifierPool] = {}
+            self.verifiers: dict[Extension, VerifierPool] = {}
             for verifier, task in inputs.verifiers().items():
                 with task.blamed():
                     self.verifiers[verifier] = open_pool(verifier, config.reward, config.reward.workers)

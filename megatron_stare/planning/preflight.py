@@ -231,8 +231,8 @@ def prompt_files(config: Config) -> list[str]:
     """Files that prompts are read from, in training and evaluation, each once, as the configuration names them."""
     tasks = [task.config.data for task in evaluation_tasks(config)]
     trained: list[str | None] = [each.path for each in config.data.mixture] or [config.data.path]
-    read = [*trained, *config.data.decontaminate] if reads_files(config.data.source) else []
-    read += [data.eval_path for data in tasks if reads_files(data.source)]
+    read = [*trained, *config.data.decontaminate] if reads_files(config.data.source.name) else []
+    read += [data.eval_path for data in tasks if reads_files(data.source.name)]
     return list(dict.fromkeys(path for path in read if path))
 
 

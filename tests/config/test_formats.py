@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 
@@ -11,10 +12,12 @@ from support.runs import ROOT
 
 from megatron_stare.cli import main
 from megatron_stare.config import formats
-from megatron_stare.config.formats import FORMAT, RENAMED, Upgrade, config_up_to_date, run_state_up_to_date
+from megatron_stare.config.formats import FORMAT, RENAMED, SERVICES, Upgrade, config_up_to_date, run_state_up_to_date
 from megatron_stare.config.load import dump_yaml, former_names, load_config, load_recorded
 from megatron_stare.config.recipes import recipes
 from megatron_stare.errors import ConfigError, DataError
+from megatron_stare.observability.sink import SINKS
+from megatron_stare.registry import resolve
 from megatron_stare.run_dir.run_files import read_run
 from megatron_stare.run_dir.run_state import RunState
 
@@ -95,6 +98,39 @@ def test_what_is_done_about_faults_was_five_sections(tmp_path: Path, there: list
     assert former_names(written_today) == []
 
 
+def test_settings_of_services_were_a_section(tmp_path: Path) -> None:
+    """As a run wrote it, with every default; and as a person may have, with some."""
+    whole = {former: default for former, (_, _, default) in SERVICES.items()}
+    own = {"wandb_project": "mine", "wandb_mode": "offline", "webhook_attempts": 5, "prometheus_port": 9000}
+    listed = ["jsonl", "wandb", "my.Sink", "mlflow", "webhook"]
+    now = [
+        "jsonl",
+        {"name": "wandb", "project": "mine", "mode": "offline"},
+        "my.Sink",
+        "mlflow",
+        {"name": "webhook", "attempts": 5},
+    ]
+
+    def read(number: int, services: dict, sinks: list | None = listed) -> list:
+        tree = {"format": number, "model": {"path": "m"}, "services": services}
+        tree |= {} if sinks is None else {"observability": {"sinks": sinks}}
+        config = load_recorded(write(tmp_path / "config.yaml", tree))
+        return [sink.written() for sink in config.observability.sinks]
+
+    for number in range(1, 6):
+        assert read(number, {**whole, **own}) == read(number, own) == now
+        assert read(number, whole) == listed
+        assert read(number, own, None) == ["jsonl", "tensorboard", "console", "report"]  # which read none of them
+    assert former_names(tmp_path / "config.yaml")[0].endswith(": services is settings of observability.sinks now")
+    made = {name: SINKS[name] for name, _, _ in SERVICES.values()}
+    for former, (sink, setting, default) in SERVICES.items():
+        parameter = inspect.signature(resolve(made[sink], {}, "")).parameters[setting]
+        assert (parameter.kind, parameter.default) == (parameter.KEYWORD_ONLY, default), former
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path / "mine.yaml", {"model": {"path": "m"}}), ["services.wandb_project=mine"])
+    assert caught.value.fix == "here it is observability.sinks: [{name: wandb, project: ...}]"
+
+
 SHIPPED = [*(str(path.relative_to(ROOT)) for path in sorted((ROOT / "configs").glob("*.yaml")))]
 SHIPPED += [f"recipes/{name}" for name in recipes()]
 
@@ -107,6 +143,7 @@ def test_what_ships_is_the_same_as_an_earlier_release_wrote_it(tmp_path: Path, n
     for former, now in RENAMED.items():
         tree[former] = faults.pop(now.removeprefix("faults."))
     assert faults == {}
+    tree["services"] = {former: default for former, (_, _, default) in SERVICES.items()}
     run = tmp_path / "run"
     run.mkdir()
     former = write(run / "config.yaml", {**tree, "format": 5})
@@ -143,8 +180,9 @@ def test_the_names_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["format"]) == 0
     said = capsys.readouterr().out
     assert f"format {FORMAT}" in said and all(
-        f"  {former:9} which is {now} now\n" in said for former, now in RENAMED.items()
+        f"  {former:27} which is {now} now\n" in said for former, now in RENAMED.items()
     )
+    assert f"  {'services.webhook_env':27} which is observability.sinks: [{{name: webhook, env: ...}}] now\n" in said
     file = write(tmp_path / "mine.yaml", {"guards": {}, "run": {}})
     assert main(["format", str(file)]) == 0
     assert capsys.readouterr().out == f"{file} is of an earlier format: guards is faults.guards now\n"
