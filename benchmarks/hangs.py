@@ -52,7 +52,7 @@ def undisturbed() -> dict[str, Any]:
     settings = {"reward.verifier": "support.stalling_verifier.slow", "run.steps": 8, "reward.workers": 1}
     with (
         tempfile.TemporaryDirectory() as folder,
-        HungRun(Path(folder), **settings, **{"black_box.floor_s": 2}) as run,
+        HungRun(Path(folder), **settings, **{"faults.hangs.floor_s": 2}) as run,
     ):
         run.step(5)
         run.stall.write_text("0.1")
@@ -69,7 +69,7 @@ def crowded() -> dict[str, Any]:
     settings = {"batch.prompts": 16, "batch.samples_per_prompt": 8}
     with (
         tempfile.TemporaryDirectory() as folder,
-        HungRun(Path(folder), **settings, **{"black_box.floor_s": 0.5}) as run,
+        HungRun(Path(folder), **settings, **{"faults.hangs.floor_s": 0.5}) as run,
     ):
         found = loaded(run, slower=3.0, steps=10)
         bundles = list(run.dir.glob("blackbox/*"))

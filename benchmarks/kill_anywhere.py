@@ -63,7 +63,7 @@ SMALL = {
     "batch.samples_per_prompt": 4,
     "eval.prompts": 0,
     "reward.workers": 1,
-    "recovery.back_off_s": 0.1,
+    "faults.run.back_off_s": 0.1,
     "observability.sinks": "[jsonl, console]",
 }
 # ranks and engines are told apart by their threads

@@ -50,7 +50,7 @@ ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results/long_run.json"
 STARE = {
     "run.checkpoint_every": 20,
-    "black_box.end_run": True,
+    "faults.hangs.end_run": True,
     "rollout.threads": 1,
     # several micro-batches a step, as any run but a tiny one has: in one of the whole batch tensors are as large as the
     # batch happens to be, and the C library's heap breaks into pieces for some 200 steps after each start

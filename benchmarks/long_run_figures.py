@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from kill_anywhere import PROCESSES
 
+from megatron_stare.config.formats import with_new_names
 from megatron_stare.process.recovery import RESTARTS_FILE
 from megatron_stare.run_dir.json_lines import read_jsonl
 
@@ -25,7 +26,7 @@ LAST = 100  # steps that say where a run ended
 FAULTS = 10
 COUNT_SHARE = 0.01  # of the mean, over the run
 COUNTED = ("descriptors", "processes", "shm")  # the entries of the last
-SETTINGS = ("parallel", "batch", "rollout", "runtime", "algorithm", "optimizer", "checkpoint", "black_box", "recovery")
+SETTINGS = ("parallel", "batch", "rollout", "runtime", "algorithm", "optimizer", "checkpoint", "faults")
 Sample = dict[str, Any]
 
 
@@ -40,7 +41,7 @@ def figures(run_dir: Path, events: Sequence[Mapping[str, Any]]) -> dict[str, Any
         (time.mktime(time.strptime(each["date"][:19], "%Y-%m-%dT%H:%M:%S")), each["step"])
         for each in read_jsonl(run_dir / "starts.jsonl")
     ]
-    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    config = with_new_names(yaml.safe_load((run_dir / "config.yaml").read_text()))
     return {
         "settings": {section: config[section] for section in SETTINGS},
         "code": ended[-1]["code"] if ended else None,

@@ -26,7 +26,7 @@ import psutil
 from machine import machine
 from pairs import spread
 
-from megatron_stare.config.black_box_section import BlackBoxConfig
+from megatron_stare.config.fault_sections import HangsConfig
 from megatron_stare.hangs.driver_side import DriverBeats
 from megatron_stare.run_dir.json_lines import read_jsonl
 
@@ -79,7 +79,7 @@ def run(steps: int, watched: bool) -> dict[str, Any]:
         "model.path": ROOT / "assets/tiny-adder",
         "eval.prompts": 0,
         "observability.sinks": "[jsonl]",
-        "black_box.enabled": str(watched).lower(),
+        "faults.hangs.enabled": str(watched).lower(),
     }
     words = [str(ROOT / "configs/quickstart.yaml"), *(f"{key}={value}" for key, value in settings.items())]
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "said").open("w+") as said:
@@ -132,7 +132,7 @@ def children(pid: int) -> list[psutil.Process]:
 def beats_s() -> float:
     """Seconds that a driver takes for the beats of a step, into a folder in memory: mean of many."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        beats = DriverBeats(Path(folder), BlackBoxConfig())
+        beats = DriverBeats(Path(folder), HangsConfig())
         begun = time.perf_counter()
         for step in range(PUTS):
             beats.begin_step(step)

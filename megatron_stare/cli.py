@@ -17,7 +17,8 @@ from megatron_stare.commands import recipes as recipes_command
 from megatron_stare.commands import views
 from megatron_stare.commands.bisect import bisect_command
 from megatron_stare.commands.evaluate import command as eval_command
-from megatron_stare.config.load import dump_yaml, load_config
+from megatron_stare.config.formats import FORMAT, RENAMED, SERVICES, names_now
+from megatron_stare.config.load import dump_yaml, former_names, load_config
 from megatron_stare.config.schema import Config
 from megatron_stare.driver.supervision import attach, supervise
 from megatron_stare.errors import UnusableCheckpointError, UserError
@@ -53,6 +54,7 @@ def _hint(unrecognized: Sequence[str]) -> str:
     """What is meant, where a setting has dashes before it like an option."""
     for word, following in zip(unrecognized, [*unrecognized[1:], "..."], strict=True):
         key, eq, value = word.lstrip("-").partition("=")
+        key = names_now(key) or key
         if word.startswith("-") and key.partition(".")[0] in Config.model_fields:
             return f"\n  fix: settings have no dashes: {key}={value if eq else following}"
     return ""
@@ -111,6 +113,15 @@ def parser() -> argparse.ArgumentParser:
     )
     recipes_command.add_arguments(recipes)
     recipes.set_defaults(run=recipes_command.run_recipes)
+
+    formats = commands.add_parser(
+        "format",
+        help="say which settings had other names in earlier releases",
+        description="Prints the sections that had other names in earlier releases and what they are called now; of "
+        "CONFIG, those that are in it. A run's own config.yaml is read as it is; a file that a person wrote is not.",
+    )
+    formats.add_argument("config", nargs="?", help="YAML file, of a run or a person's own")
+    formats.set_defaults(run=_format)
 
     convert = commands.add_parser(
         "convert",
@@ -268,6 +279,9 @@ def _typed(
 def _train_or_check(args: argparse.Namespace, begun: float) -> None:
     limit = TimeLimit(None if args.stop_after is None else seconds_of(args.stop_after), begun)
     config = load_config(args.config, args.overrides)
+    if Path(args.config).is_file():
+        for line in former_names(args.config):
+            print(line, file=sys.stderr)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers are forked and spawned around it
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models and tokenizers are local folders
     if args.dry_run:
@@ -281,6 +295,15 @@ def _train_or_check(args: argparse.Namespace, begun: float) -> None:
 
     run_dir = train(config, resume=args.resume, from_step=args.from_step, dump_step=args.dump_step, limit=limit)
     print(closing(run_dir))
+
+
+def _format(args: argparse.Namespace) -> None:
+    if args.config is None:
+        print(f"configurations and run states are of format {FORMAT}; up to format 5 a configuration had")
+        former = [*RENAMED, *(f"services.{setting}" for setting in SERVICES)]
+        print("\n".join(f"  {each:27} which is {names_now(each)} now" for each in former))
+    else:
+        print("\n".join(former_names(args.config)) or f"{args.config}: all names are of today")
 
 
 def _add_convert_arguments(convert: argparse.ArgumentParser) -> None:

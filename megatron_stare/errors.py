@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 
 class UserError(Exception):
@@ -92,3 +93,34 @@ def unknown_name(key: str, known: Iterable[str], where: str) -> ConfigError:
     near = difflib.get_close_matches(key, known, n=1)
     fix = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
     return ConfigError(f"unknown name {key!r}", where=where, fix=fix)
+
+
+_KINDS = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "string": "text",
+    "list": "a list, such as [{0}] or [a, b]",
+    "dict": "a section of settings",
+    "model": "a section of settings",
+}
+_BOUNDS = {
+    "greater_than": ("must be above", "gt"),
+    "greater_than_equal": ("must be at least", "ge"),
+    "less_than": ("must be below", "lt"),
+    "less_than_equal": ("must be at most", "le"),
+}
+
+
+def in_words(error: Mapping[str, Any]) -> str:
+    """Says what is wrong with a value, of one of pydantic's errors; in its own words where there are none of ours."""
+    kind, context = error["type"], error.get("ctx", {})
+    if kind in _BOUNDS:
+        words, name = _BOUNDS[kind]
+        return f"{words} {context[name]:g}"
+    if kind == "literal_error":
+        return f"must be {context['expected']}"
+    stem = kind.removesuffix("_from_float").removesuffix("_parsing").removesuffix("_type")
+    if stem in _KINDS and kind != stem:
+        return f"must be {_KINDS[stem].format(error['input'])}"
+    return str(error["msg"]).removeprefix("Value error, ")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import inspect
+import json
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
-from megatron_stare.errors import ConfigError, unknown_name
+from megatron_stare.errors import ConfigError, in_words, unknown_name
 
 # Modules of earlier releases that configurations name or a user's files import, and where they are now.
 MOVED = {
@@ -31,6 +35,110 @@ MOVED = {
     "megatron_stare.rollout.turns": "megatron_stare.rollout.sources.turns",
     "megatron_stare.shipped": "megatron_stare.process.shipped",
 }
+
+
+@dataclass(frozen=True)
+class Extension:
+    """Something that a configuration names, ours or a user's own, and settings of its own.
+
+    In YAML it is a name, or `{name: ..., setting: value}`. Which settings there are says whoever reads them, see
+    `settings_of`.
+
+    name: a short name, or a path as `resolve` takes it.
+    settings: as they were read, not checked.
+    """
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, value: Any) -> Extension:
+        """The extension that is written so. Raises ValueError where it has no name."""
+        if isinstance(value, cls):
+            return value
+        written = {"name": value} if isinstance(value, str) else value
+        if not isinstance(written, Mapping) or not isinstance(written.get("name"), str):
+            raise ValueError("must be a name, or {name: ...} with settings of its own beside the name")
+        return cls(written["name"], {key: each for key, each in written.items() if key != "name"})
+
+    @classmethod
+    def parse(cls, text: str) -> Extension:
+        """The extension whose `str` is this text."""
+        return cls.read(json.loads(text) if text.startswith("{") else text)
+
+    def written(self) -> str | dict[str, Any]:
+        """As `read` takes it: the name alone where there are no settings."""
+        return {"name": self.name, **self.settings} if self.settings else self.name
+
+    def __str__(self) -> str:
+        return json.dumps(self.written(), sort_keys=True) if self.settings else self.name
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_plain_validator_function(
+            cls.read, serialization=core_schema.plain_serializer_function_ser_schema(cls.written)
+        )
+
+
+def settings_of(
+    extension: Extension, reader: Callable[..., Any], where: str, given: Collection[str] = ()
+) -> dict[str, Any]:
+    """The settings of an extension, checked and converted as the function or class that reads them says.
+
+    Its settings are its keyword-only parameters, with their types and defaults.
+
+    Args:
+        reader: what the extension names.
+        where: the configuration key, for the error.
+        given: keyword-only parameters that the run gives, which are no settings.
+
+    Returns:
+        The settings that are written, by name; the others have their defaults.
+
+    Raises:
+        ConfigError: a setting that there is not (with a suggestion), one that is missing, or a value of the wrong type
+            or out of range.
+    """
+    parameters: Collection[inspect.Parameter] = ()
+    with contextlib.suppress(TypeError, ValueError):  # of something that is not Python's
+        parameters = inspect.signature(reader).parameters.values()
+    known = {each.name: each for each in parameters if each.kind is each.KEYWORD_ONLY and each.name not in given}
+    for key in extension.settings:
+        if key not in known and known:
+            raise unknown_name(str(key), known, f"{where}.{key}")
+        if key not in known:
+            raise ConfigError(
+                f"{extension.name!r} has no settings of its own", where=f"{where}.{key}", fix="leave it out"
+            )
+    for key, parameter in known.items():
+        if parameter.default is parameter.empty and key not in extension.settings:
+            raise ConfigError(f"{extension.name!r} needs this setting, and it is missing", where=f"{where}.{key}")
+    return {key: _typed(reader, key, value, f"{where}.{key}") for key, value in extension.settings.items()}
+
+
+def _typed(reader: Callable[..., Any], key: str, value: Any, where: str) -> Any:
+    """The value of a setting, as the annotation of its parameter has it; without one, as it is."""
+    from pydantic import TypeAdapter, ValidationError  # not needed where nothing has settings
+    from pydantic.errors import PydanticUserError
+
+    annotated = reader.__init__ if isinstance(reader, type) else reader  # type: ignore[misc]
+    try:
+        hints = get_type_hints(
+            annotated if inspect.isroutine(annotated) else type(reader).__call__, include_extras=True
+        )
+        return TypeAdapter(hints.get(key, Any)).validate_python(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        below = "".join(f".{part}" for part in first["loc"])
+        raise ConfigError(f"{in_words(first)} (got {first['input']!r})", where=where + below) from error
+    except (NameError, PydanticUserError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"the type of this setting cannot be read: {reason}", where=where) from error
 
 
 def resolve(name: str, known: Mapping[str, str], where: str) -> Any:

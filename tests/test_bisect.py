@@ -39,7 +39,7 @@ SETTINGS = {
     "optimizer.schedule": "linear",
     "optimizer.warmup_steps": 0,
     "observability.sinks": "[jsonl]",
-    "black_box.enabled": "false",
+    "faults.hangs.enabled": "false",
 }
 OPEN = "algorithm={name: stare, variant: C2, amplify: 2.0, attenuate: 0.3, entropy_target: 100.0}"  # it always is
 CORRECTED = "algorithm={name: stare, entropy_target: null, correction: {mode: truncate, high: 1.05}}"

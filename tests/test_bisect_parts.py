@@ -244,7 +244,7 @@ def test_a_re_run_begins_where_the_run_stood_and_shares_what_it_does_not_write(t
     again, was = load_recorded(folder / "config.yaml"), load_recorded(run / "config.yaml")
     assert (again.run.dir, again.run.steps, again.rollout.max_batch) == (str(folder), was.run.steps, 3)
     assert again.algorithm.settings()["entropy_target"] == 0.3  # the method's default
-    assert (again.eval.every, again.observability.sinks) == (0, ["jsonl"])
+    assert (again.eval.every, [sink.name for sink in again.observability.sinks]) == (0, ["jsonl"])
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 5
     there = folder / "checkpoints/step_000005"
     assert os.path.samefile(there / "part.bin", checkpoint / "part.bin")

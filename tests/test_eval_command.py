@@ -167,7 +167,7 @@ def test_an_evaluation_is_watched(whole: tuple[Path, dict[str, Any]], tmp_path: 
     assert beat is not None and (beat.pid, beat.phase, beat.process) == (os.getpid(), "closing", "ended")
     assert not (whole[0] / "blackbox").exists()
     assert FOLDER_VARIABLE not in os.environ
-    evaluated(tmp_path / "out", "eval.prompts=1", "black_box.enabled=false")
+    evaluated(tmp_path / "out", "eval.prompts=1", "faults.hangs.enabled=false")
     assert read_heartbeat(tmp_path / "out") is None
 
 

@@ -24,7 +24,7 @@ from megatron_stare.rollout.engines.engine import EngineLostError
 from megatron_stare.rollout.fleet.health import NoEngineError
 from megatron_stare.run_dir.run_state import RunState
 
-ALONE = {**SMALL, "runtime.runner": "inline", "parallel.tensor": 1, "eval.prompts": 0, "recovery.back_off_s": 0}
+ALONE = {**SMALL, "runtime.runner": "inline", "parallel.tensor": 1, "eval.prompts": 0, "faults.run.back_off_s": 0}
 LOST = (
     WorkerLostError("a rank died"),
     EngineLostError("gone"),
@@ -120,12 +120,12 @@ def test_what_never_came_up_is_more_likely_asked_for_wrongly(tmp_path: Path, err
 
 def test_the_bound_is_that_of_the_configuration(tmp_path: Path) -> None:
     lost = [(step, WorkerLostError(f"after {step}")) for step in (5, 3, 6, 20, 20, 21)]
-    with pytest.raises(WorkerLostError, match="after 21"), held(tmp_path, **{"recovery.attempts": 2}) as run:
+    with pytest.raises(WorkerLostError, match="after 21"), held(tmp_path, **{"faults.run.attempts": 2}) as run:
         run.until_done(run.first, sessions(run, *lost[:2], *lost[3:]))
     assert [row["step"] for row in rows(tmp_path)] == [5, 3, 20, 20]
     with (
         pytest.raises(WorkerLostError, match="after 5"),
-        held(tmp_path, resume=True, **{"recovery.attempts": 0}) as run,
+        held(tmp_path, resume=True, **{"faults.run.attempts": 0}) as run,
     ):
         run.until_done(run.first, sessions(run, lost[0]))
     assert len(rows(tmp_path)) == 4

@@ -111,7 +111,7 @@ def test_a_node_is_killed_in_mid_run_comes_back_and_the_run_ends_as_undisturbed(
     """A rank's node is killed with everything on it once step 3 is made, whose checkpoint is that of step 2, and starts
     again when the run says that it waits for it. Nobody touches the run, which ends with the undisturbed run's policy,
     bit for bit, and every step once in its record."""
-    settings = "run.checkpoint_every=2 checkpoint.background=false recovery.back_off_s=0.1 rollout.threads=1"
+    settings = "run.checkpoint_every=2 checkpoint.background=false faults.run.back_off_s=0.1 rollout.threads=1"
     with simulated(1, 1) as nodes:
         here = {**os.environ, "STEPS": "6", "RAY_ADDRESS": nodes.address, "PYTHONUNBUFFERED": "1"}
         command = ["bash", *map(str, SCRIPT)]

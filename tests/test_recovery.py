@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_stare.config.fault_sections import FaultsConfig, RunFaults
 from megatron_stare.config.load import dump_yaml, validate
-from megatron_stare.config.recovery_section import RecoveryConfig
-from megatron_stare.config.schema import Config
 from megatron_stare.process.recovery import RESTARTS_FILE, Attempts, RecoveryRule, note_restart, restarts_of
 
 
@@ -46,13 +45,13 @@ def test_none_is_none() -> None:
 
 def test_the_rule_is_that_of_the_section_however_it_is_read() -> None:
     """A supervisor reads what a run wrote down without the configuration's own code."""
-    assert RecoveryRule.of(RecoveryConfig()) == RecoveryRule()
+    assert RecoveryRule.of(RunFaults()) == RecoveryRule()
     asked = {"attempts": 7, "window_steps": 2, "back_off_s": 0.5, "longest_back_off_s": 9.0}
-    config = validate({"model": {"path": "m"}, "recovery": asked}, "a.yaml")
-    assert RecoveryRule.of(config.recovery) == RecoveryRule(7, 2, 0.5, 9.0)
-    assert RecoveryRule.of(yaml.safe_load(dump_yaml(config))["recovery"]) == RecoveryRule(7, 2, 0.5, 9.0)
+    config = validate({"model": {"path": "m"}, "faults": {"run": asked}}, "a.yaml")
+    assert RecoveryRule.of(config.faults.run) == RecoveryRule(7, 2, 0.5, 9.0)
+    assert RecoveryRule.of(yaml.safe_load(dump_yaml(config))["faults"]["run"]) == RecoveryRule(7, 2, 0.5, 9.0)
     assert RecoveryRule.of({"attempts": 1, "of_a_newer_release": 3}) == RecoveryRule(attempts=1)
-    assert "recovery" in Config.model_fields
+    assert "run" in FaultsConfig.model_fields
 
 
 def test_every_restart_is_a_line(tmp_path: Path) -> None:
@@ -67,4 +66,4 @@ def test_every_restart_is_a_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [{"attempts": -1}, {"window_steps": 0}, {"back_off_s": -1}])
 def test_what_makes_no_sense_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="greater than or equal"):
-        RecoveryConfig(**wrong)
+        RunFaults(**wrong)

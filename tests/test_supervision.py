@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 # Runs the supervisor over another program than `train`, and does not wait long for what a driver leaves.
 SUPERVISOR = """
 import os, sys
-from megatron_stare import supervision
+from megatron_stare.driver import supervision
 supervision.LEFT_S = 0.1
 limit_s = float(os.environ.get('LIMIT_S', 0)) or None
 sys.exit(supervision.supervise(sys.argv[2:], limit_s, [sys.executable, sys.argv[1]]))
@@ -26,8 +26,9 @@ sys.exit(supervision.supervise(sys.argv[2:], limit_s, [sys.executable, sys.argv[
 DRIVER = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
-from megatron_stare import supervision
+from megatron_stare.driver import supervision
 
+SPELT = "faults: {run: %s}"
 here = Path.cwd()
 with (here / "starts").open("a") as starts:
     starts.write(json.dumps(sys.argv[1:]) + chr(10))
@@ -37,7 +38,7 @@ run = here / "run"
 
 def begin(recovery="attempts: 3, back_off_s: 0"):
     run.mkdir(exist_ok=True)
-    (run / "config.yaml").write_text(f"recovery: {{{recovery}}}")
+    (run / "config.yaml").write_text(SPELT % f"{{{recovery}}}")
     supervision.tell_run_dir(run)
 
 def step(number):
@@ -162,8 +163,10 @@ die(signal.SIGKILL)
     assert len(starts(tmp_path)) == 5, said
 
 
-def test_the_wait_grows(done, tmp_path: Path) -> None:
-    done("begin('attempts: 3, back_off_s: 0.01, longest_back_off_s: 0.03')\ndie(signal.SIGKILL)\n")
+@pytest.mark.parametrize("spelt", ["faults: {run: %s}", "recovery: %s"])
+def test_the_wait_grows(done, tmp_path: Path, spelt: str) -> None:
+    """As the run wrote it down, or an earlier release did."""
+    done(f"SPELT = {spelt!r}\nbegin('attempts: 3, back_off_s: 0.01, longest_back_off_s: 0.03')\ndie(signal.SIGKILL)\n")
     assert [row["wait_s"] for row in restarts(tmp_path)] == [0.01, 0.02, 0.03]
 
 

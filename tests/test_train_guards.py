@@ -43,9 +43,9 @@ SETTINGS = {
     "eval.prompts": 0,
     "observability.sinks": "[jsonl]",
     "observability.entropy_forecast": "false",
-    "black_box.enabled": "false",
-    "guards.window": 5,
-    "guards.known": 5,
+    "faults.hangs.enabled": "false",
+    "faults.guards.window": 5,
+    "faults.guards.known": 5,
 }
 
 
@@ -85,7 +85,7 @@ def test_a_spike_stops_a_run_or_sends_it_back_past_its_batch(
 
     stopped = tmp_path / "stopped"
     with pytest.raises(GuardError, match=rf"step {SPIKE}: the gradient norm .* spreads from the median"):
-        run(stopped, "guards.grad_norm.action=stop")
+        run(stopped, "faults.guards.grad_norm.action=stop")
     last = metrics(stopped)[-1]
     assert (last["step"], last["guard/grad_norm_spike"], last["update/held"], last["update/count"]) == (SPIKE, 1, 1, 0)
     assert last["guard/grad_norm"] > 1e3
@@ -100,7 +100,7 @@ def test_a_spike_stops_a_run_or_sends_it_back_past_its_batch(
 
     # opening the run again takes 1000 s of 1500, and is not what a step takes, of which the next would be too many
     limit = TimeLimit(1500.0, clock=lambda: 1000.0 * sum("goes back" in note for note in notes))
-    assert run(stopped, "guards.grad_norm.action=rollback", resume=True, limit=limit) == stopped
+    assert run(stopped, "faults.guards.grad_norm.action=rollback", resume=True, limit=limit) == stopped
     (rollback,) = json.loads((stopped / "rollbacks.json").read_text())
     assert (rollback["step"], rollback["prompts"]) == (SPIKE, [first, first + 1])
     assert any(f"step {SPIKE}: the gradient norm" in note and "goes back" in note for note in notes)
@@ -120,7 +120,7 @@ def test_a_spike_stops_a_run_or_sends_it_back_past_its_batch(
     # killed after it went back, before the next checkpoint: it does not meet the batch again
     for name in (f"checkpoints/step_{STEPS:06d}", "hf"):
         shutil.rmtree(stopped / name)
-    run(stopped, "guards.grad_norm.action=stop", resume=True)
+    run(stopped, "faults.guards.grad_norm.action=stop", resume=True)
     assert weights(stopped) == weights(plain)
 
 
@@ -145,7 +145,7 @@ def test_a_rollback_leaves_out_the_batch_and_nothing_else(
     drawn = [draw_problem(seed, "train", i).answer for i in range(max(used[STEPS]) + 8)]
     answer = next(drawn[cursor] for cursor in used[SPIKE] if drawn.count(drawn[cursor]) == 1)
     monkeypatch.setenv(PAID, answer)
-    back = run(tmp_path / "back", sinks, "guards.grad_norm.action=rollback", *overrides)
+    back = run(tmp_path / "back", sinks, "faults.guards.grad_norm.action=rollback", *overrides)
     assert metrics(back)[-1]["guard/rollbacks"] == 1
     (rollback,) = json.loads((back / "rollbacks.json").read_text())
     assert rollback["step"] == SPIKE and rollback["prompts"] == sorted(used[SPIKE])
@@ -176,7 +176,7 @@ def test_a_batch_that_is_not_finite_is_left_out_and_written_down_until_there_are
 
     monkeypatch.setattr(Trainer, "measure", broken)
     with pytest.raises(NonFiniteError, match=r"step 5: loss or gradient was not finite in 2 optimizer steps in a row"):
-        run(tmp_path, "guards.not_finite=2", "guards.dumps=2")
+        run(tmp_path, "faults.guards.not_finite=2", "faults.guards.dumps=2")
     rows = metrics(tmp_path)
     assert [(row["step"], row["update/finite"], row["update/count"]) for row in rows] == [
         *((1, 1.0, 1.0), (2, 0.0, 0.0), (3, 1.0, 1.0), (4, 0.0, 0.0))

@@ -12,6 +12,7 @@ import yaml
 from support.runs import ROOT, command, metrics, train
 
 from megatron_stare.cli import main
+from megatron_stare.config.formats import FORMAT, RENAMED
 from megatron_stare.config.load import dump_yaml, load_config
 from megatron_stare.driver.opening import finished_run
 from megatron_stare.driver.resuming import find_run, refuse_changes, resume_point
@@ -88,12 +89,16 @@ def test_a_run_is_continued_to_its_end_and_no_further(
     assert exported_step(run / "hf") == 2
     assert metrics(run) == whole
 
-    # begun by a release that recorded paths as they were given, and continued to a third step
-    tree = recorded(run)
+    # begun by a release that recorded paths as they were given, and faults in five sections; continued to a third step
+    tree = {**recorded(run), "format": 5}
     tree["model"]["path"] = "model"
+    faults = tree.pop("faults")
+    tree |= {former: faults[now.removeprefix("faults.")] for former, now in RENAMED.items()}
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
     done = train(*begun, "--resume", cwd=tmp_path, **{**ALONE, "run.steps": 3})
     assert done.returncode == 0, done.stderr
+    assert "config.yaml is of an earlier format: limits is faults.requests now, restarts is" in done.stdout
+    assert (recorded(run)["format"], recorded(run)["faults"]) == (FORMAT, faults)
     assert (recorded(run)["run"]["steps"], recorded(run)["model"]["path"]) == (3, str(tmp_path / "model"))
     assert [row["step"] for row in metrics(run)] == [1, 2, 3]
     assert [record["step"] for record in evaluations(run)] == [0, 2, 3]

@@ -66,12 +66,12 @@ def test_a_run_goes_on_though_a_server_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_server_that_hangs_in_a_weight_sync_costs_what_the_black_box_waits_for(tmp_path: Path) -> None:
-    """All of its processes are stopped once a rank sends, which would wait for limits.collective_s. The server is named
-    and killed, the sync is made by the same call, and the run goes on with the other."""
+    """All of its processes are stopped once a rank sends, which would wait for faults.requests.collective_s. The server
+    is named and killed, the sync is made by the same call, and the run goes on with the other."""
     run = Run(
         tmp_path,
         *("parallel.tensor=2", "rollout.engines=2", "sglang.sync=distributed", f"sglang.agreement_limit={LIMIT}"),
-        *("black_box.end_run=true", "black_box.floor_s=5", "recovery.attempts=0"),
+        *("faults.hangs.end_run=true", "faults.hangs.floor_s=5", "faults.run.attempts=0"),
         **{"run.steps": 8},
     )
     try:
@@ -91,7 +91,7 @@ def test_a_server_that_hangs_in_a_weight_sync_costs_what_the_black_box_waits_for
         screen = run.errors()
         assert re.search(r"waits for the server of rollout engine \d.*which are\s+stopped", screen, re.DOTALL), screen
         assert re.search(r"trainer rank 0 .* send_weights, ", screen), screen
-        assert "black_box.end_run: killing server of rollout engine" in screen
+        assert "faults.hangs.end_run: killing server of rollout engine" in screen
     finally:
         run.process.kill()
         run.process.wait()

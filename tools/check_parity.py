@@ -57,7 +57,7 @@ def check(args: argparse.Namespace) -> int:
     from parity import TIMEOUT_S, Task, compare, one_rank
     from rank_processes import rank_processes
 
-    from megatron_stare.config.layout_rules import check_layout
+    from megatron_stare.config.rules import check_layout
     from megatron_stare.config.schema import ParallelConfig
     from megatron_stare.models import read_shape
     from megatron_stare.weights.files.check import check_folder

@@ -15,9 +15,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megatron_stare.config.schema import Config
+from megatron_stare.registry import Extension
 
 NAMES: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "true \\| false", type(None): "null"} | {
-    list[int]: "list of integer"
+    list[int]: "list of integer",
+    Extension: "name",
 }
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 
@@ -34,6 +36,9 @@ This page is made by `tools/make_config_docs.py`.
 `algorithm` holds `name` (a method's short name, or the dotted path of your own) and the method's own settings, which
 are the documented fields of its class in `megatron_stare/algorithms/`. `algorithm: stare` is short for
 `algorithm: {name: stare}`.
+
+A setting of type **name** is a short name or a path in Python, or `{name: ..., setting: value}` with settings of its
+own: those are the keyword-only parameters of the function or class that it names. See [howto](howto/README.md).
 
 ## Layers
 
@@ -78,9 +83,17 @@ def page() -> str:
         section = info.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
             parts.append(f"## {name}\n\n{(section.__doc__ or '').strip()}\n\n{table(section)}")
-            for key, each in inner(section).items():
-                parts.append(f"### {name}.{key}\n\n{(each.__doc__ or '').strip()}\n\n{table(each)}")
+            parts += below(name, section)
     return "\n".join(parts)
+
+
+def below(name: str, section: type[BaseModel]) -> list[str]:
+    """The sections in a section, and those in them."""
+    parts = []
+    for key, each in inner(section).items():
+        parts.append(f"### {name}.{key}\n\n{(each.__doc__ or '').strip()}\n\n{table(each)}")
+        parts += below(f"{name}.{key}", each)
+    return parts
 
 
 def inner(section: type[BaseModel]) -> dict[str, type[BaseModel]]:
@@ -98,8 +111,7 @@ def inner(section: type[BaseModel]) -> dict[str, type[BaseModel]]:
 def table(section: type[BaseModel]) -> str:
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for key, info in section.model_fields.items():
-        default = "required" if info.is_required() else f"`{spelled(info.default)}`"
-        rows.append(f"| `{key}` | {kind(info)} | {default} | {info.description} |")
+        rows.append(f"| `{key}` | {kind(info)} | {default(info)} | {info.description} |")
     return "\n".join(rows) + "\n"
 
 
@@ -131,12 +143,22 @@ def bound(limit: Any) -> str:
     return ""
 
 
+def default(info: FieldInfo) -> str:
+    """What holds where nothing is set; of a section whose defaults are those of its own table, no more than that."""
+    if info.is_required():
+        return "required"
+    value = info.default
+    return "see below" if isinstance(value, BaseModel) and value == type(value)() else f"`{spelled(value)}`"
+
+
 def spelled(value: Any) -> str:
     """As YAML writes it."""
     if value is None:
         return "null"
     if isinstance(value, BaseModel):
         return "{" + ", ".join(f"{key}: {spelled(each)}" for key, each in value) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(spelled, value)) + "]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -91,7 +91,7 @@ def reserve(config: Config, awaited: Awaited | None = None, demand: Demand | Non
                 raise
             if error.what != told:
                 told = error.what
-                awaited.tell(f"waiting up to {left:.0f} s (recovery.nodes_s) for the GPUs that this run had: {told}")
+                awaited.tell(f"waiting up to {left:.0f} s (faults.run.nodes_s) for the GPUs that this run had: {told}")
         raise_if_received()
         time.sleep(PROBE_S)
 

@@ -17,15 +17,42 @@ from megatron_stare.errors import DataError
 Tree = dict[str, Any]
 KEY = "format"
 FORMER_CACHE_TOKENS = 20_000
+# sections of a configuration by the names they had up to the fifth format, and where they are now
+RENAMED = {
+    "limits": "faults.requests",
+    "restarts": "faults.engines",
+    "recovery": "faults.run",
+    "guards": "faults.guards",
+    "black_box": "faults.hangs",
+}
+# and the section `services` of those formats: the sink that reads a setting, its name there, and its default
+SERVICES = {
+    "wandb_project": ("wandb", "project", "megatron_stare"),
+    "wandb_entity": ("wandb", "entity", None),
+    "wandb_mode": ("wandb", "mode", None),
+    "mlflow_uri": ("mlflow", "uri", None),
+    "mlflow_experiment": ("mlflow", "experiment", "megatron_stare"),
+    "prometheus_host": ("prometheus", "host", "127.0.0.1"),
+    "prometheus_port": ("prometheus", "port", 9464),
+    "webhook_env": ("webhook", "env", "MEGATRON_STARE_WEBHOOK"),
+    "webhook_attempts": ("webhook", "attempts", 3),
+    "webhook_timeout_s": ("webhook", "timeout_s", 10.0),
+    "webhook_back_off_s": ("webhook", "back_off_s", 1.0),
+}
 
 
 def _same(tree: Tree) -> Tree:
     return tree
 
 
+def _has_servers(config: Tree) -> bool:
+    rollout = config.get("rollout")
+    return isinstance(rollout, Mapping) and rollout.get("engine") in ("sglang", {"name": "sglang"})
+
+
 def _servers_that_are_used(config: Tree) -> Tree:
     """The first format allowed settings of servers beside an engine that has none, and nobody read them."""
-    if config.get("rollout", {}).get("engine") != "sglang":
+    if not _has_servers(config):
         config.pop("sglang", None)
     return config
 
@@ -43,12 +70,53 @@ def _without_rollbacks(run_state: Tree) -> Tree:
     return {**run_state, "rollbacks": []}
 
 
+def with_new_names(config: Tree) -> Tree:
+    """The configuration with every section of RENAMED under its new name, and with settings of `services` beside the
+    sinks that read them; what is not there is not made."""
+    config = dict(config)
+    if "services" in config:
+        services, watched = config.pop("services") or {}, config.get("observability") or {}
+        if sinks := watched.get("sinks"):
+            config["observability"] = {**watched, "sinks": [_with_services(name, services) for name in sinks]}
+    for former, now in RENAMED.items():
+        if former in config:
+            section, _, group = now.partition(".")
+            config[section] = {**config.get(section, {}), group: config.pop(former)}
+    return config
+
+
+def _with_services(name: Any, services: Mapping[str, Any]) -> Any:
+    """A sink of the list with those settings of the former section that it reads and that say something."""
+    settings = {
+        setting: services[former]
+        for former, (sink, setting, default) in SERVICES.items()
+        if sink == name and services.get(former, default) != default
+    }
+    return {"name": name, **settings} if settings else name
+
+
+def names_now(former: str) -> str:
+    """What a setting of an earlier format is called now; "" where it never had another name."""
+    section, _, setting = former.partition(".")
+    if section in RENAMED:
+        return f"{RENAMED[section]}.{setting}" if setting else RENAMED[section]
+    if section != "services":
+        return ""
+    sink, name, _ = SERVICES.get(setting, ("wandb", "setting", None))
+    return f"observability.sinks: [{{name: {sink}, {name}: ...}}]"
+
+
+def names_met(config: Mapping[str, Any]) -> list[str]:
+    """The renamed sections that a configuration has, each as `limits is faults.requests now`."""
+    met = [f"{former} is {now} now" for former, now in RENAMED.items() if former in config]
+    return met + (["services is settings of observability.sinks now"] if "services" in config else [])
+
+
 def without_former_defaults(config: Tree) -> Tree:
     """Without what earlier releases wrote down of servers beside an engine that has none; files without a number, which
     a user gives, may have been taken from such a run."""
-    rollout, servers = config.get("rollout"), config.get("sglang")
-    served = isinstance(rollout, Mapping) and rollout.get("engine") == "sglang"
-    return config if served or not isinstance(servers, Mapping) else _cache_of_the_device(config)
+    servers = config.get("sglang")
+    return _cache_of_the_device(config) if isinstance(servers, Mapping) and not _has_servers(config) else config
 
 
 @dataclass(frozen=True)
@@ -70,6 +138,7 @@ UPGRADES = (
     Upgrade(config=_cache_of_the_device),  # from 2
     Upgrade(run_state=_of_unknown_inputs),  # from 3
     Upgrade(run_state=_without_rollbacks),  # from 4
+    Upgrade(config=with_new_names),  # from 5
 )
 FORMAT = 1 + len(UPGRADES)
 FIRST_WITH_CHECKSUMS = 4  # format of the checkpoints that have a list of them

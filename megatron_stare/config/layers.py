@@ -1,7 +1,7 @@
 """A configuration as layers: a file, over those that its `defaults` names, under what the command line sets.
 
-Sections are merged key by key, and what is laid on top wins. Only a method's settings go with their method: naming
-another one lets go of all that lies beneath.
+Sections are merged key by key, and what is laid on top wins. Only settings of a method, or of another extension, go
+with it: naming another one lets go of all that lies beneath.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.process.shipped import SHIPPED, find_config, resolve_paths
 
 DEFAULTS = "defaults"
+# settings that name something and hold its own settings beside the name; a name alone is short for {name: ...}
+NAMED = ("algorithm", "data.source", "rollout.engine", "rollout.environment", "reward.verifier")
 
 
 @dataclass(frozen=True)
@@ -143,17 +145,33 @@ def merged(layers: Iterable[Layer | Override]) -> dict[str, Any]:
             _apply(tree, layer.source)
             continue
         above = copy.deepcopy(layer.tree)
-        if isinstance(name := above.get("algorithm"), str):  # short for {name: ...}
-            above["algorithm"] = {"name": name}
-        if (beneath := _name_of(tree)) is not None and _name_of(above) not in (None, beneath):
-            del tree["algorithm"]
+        for setting in NAMED:
+            _spell_out(above, setting)
+            beneath, name = _name_of(tree, setting), _name_of(above, setting)
+            if beneath is not None and name not in (None, beneath):
+                _parent(tree, setting).pop(setting.rpartition(".")[2])
         tree = _laid_over(tree, above)
     return tree
 
 
-def _name_of(tree: dict[str, Any]) -> Any:
-    """The method that is named, None where there is none."""
-    section = tree.get("algorithm")
+def _parent(tree: dict[str, Any], setting: str) -> dict[str, Any]:
+    """The section that a dotted setting lies in; an empty one where there is none."""
+    for part in setting.split(".")[:-1]:
+        tree = tree.get(part, {})
+        tree = tree if isinstance(tree, dict) else {}
+    return tree
+
+
+def _spell_out(tree: dict[str, Any], setting: str) -> None:
+    """A name alone, which is short for {name: ...}, as that."""
+    section, key = _parent(tree, setting), setting.rpartition(".")[2]
+    if isinstance(name := section.get(key), str):
+        section[key] = {"name": name}
+
+
+def _name_of(tree: dict[str, Any], setting: str) -> Any:
+    """The method, or another extension, that is named; None where there is none."""
+    section = _parent(tree, setting).get(setting.rpartition(".")[2])
     return section.get("name") if isinstance(section, dict) else section
 
 
@@ -179,13 +197,13 @@ def _apply(tree: dict[str, Any], override: str) -> None:
             value = float(value)  # YAML 1.1 reads 1e-6 as a string
     *parents, leaf = key.split(".")
     node = tree
-    for parent in parents:
+    for at, parent in enumerate(parents, start=1):
+        if ".".join(parents[:at]) in NAMED:
+            _spell_out(tree, ".".join(parents[:at]))
         child = node.setdefault(parent, {})
-        if isinstance(child, str) and parent == "algorithm":  # `algorithm=stare` is short for {name: stare}
-            child = node[parent] = {"name": child}
         if not isinstance(child, dict):
             raise ConfigError(f"{parent} is a value, not a section", where=override)
         node = child
-    if key == "algorithm.name" and value != node.get("name"):
+    if leaf == "name" and ".".join(parents) in NAMED and value != node.get("name"):
         node.clear()
     node[leaf] = value

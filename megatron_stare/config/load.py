@@ -12,10 +12,17 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_stare.config.algorithm import AlgorithmConfig
-from megatron_stare.config.formats import FORMAT, KEY, config_up_to_date, without_former_defaults
+from megatron_stare.config.formats import (
+    FORMAT,
+    KEY,
+    config_up_to_date,
+    names_met,
+    names_now,
+    without_former_defaults,
+)
 from megatron_stare.config.layers import DEFAULTS, Layer, Override, merged, read_layers, read_yaml
 from megatron_stare.config.schema import Config
-from megatron_stare.errors import ConfigError, unknown_name
+from megatron_stare.errors import ConfigError, in_words, unknown_name
 
 if TYPE_CHECKING:
     from megatron_stare.algorithms.method import Method
@@ -41,6 +48,16 @@ def load_recorded(path: str | Path) -> Config:
         UserError: as load_config, or a newer release wrote it.
     """
     return validate(config_up_to_date(read_yaml(path), path), str(path))
+
+
+def former_names(path: str | Path) -> list[str]:
+    """Says, in a line, which sections of a configuration have other names now; nothing where none has.
+
+    Raises:
+        ConfigError: the file is missing, or is not YAML.
+    """
+    met = names_met(read_yaml(path))
+    return [f"{path} is of an earlier format: {', '.join(met)}"] if met else []
 
 
 def validate(tree: dict[str, Any], source: str) -> Config:
@@ -77,13 +94,18 @@ def config_error(error: ValidationError, layers: Sequence[Layer | Override]) -> 
     if isinstance(told, ConfigError):
         return ConfigError(told.what, where=where, fix=told.fix)
     if first["type"] == "extra_forbidden":
+        if len(loc) == 1 and names_now(loc[0]):
+            now = [names_now(each) for each in _dotted(loc[0], first["input"])]
+            return ConfigError(f"unknown name {loc[0]!r}", where=where, fix=f"here it is {' and '.join(now)}")
         near = _elsewhere(loc[-1])
         if near and loc[0] != "algorithm":
             return ConfigError(f"unknown name {loc[-1]!r}", where=where, fix=f"here it is {' or '.join(near)}")
         return unknown_name(loc[-1], _keys_at(loc[:-1]), where)
     if first["type"] == "missing":
         return ConfigError("this key is required and missing", where=where)
-    return ConfigError(f"{_in_words(first)} (got {first['input']!r})", where=where)
+    if first["type"] == "value_error" and isinstance(first["input"], Mapping):  # of settings together, which it names
+        return ConfigError(in_words(first), where=where)
+    return ConfigError(f"{in_words(first)} (got {first['input']!r})", where=where)
 
 
 # settings by the names that other trainers have for them; docs/from_trl.md, from_verl.md and from_slime.md have more
@@ -135,43 +157,25 @@ def _elsewhere(name: str) -> list[str]:
     """Dotted settings that go by this name: in another trainer, or in other sections here."""
     if name in _ELSEWHERE:
         return [_ELSEWHERE[name]]
-    sections = ((section, field.annotation) for section, field in Config.model_fields.items())
-    return [
-        f"{section}.{name}"
-        for section, model in sections
-        if isinstance(model, type) and issubclass(model, BaseModel) and name in model.model_fields
-    ]
+    return _having(name, Config)
 
 
-_KINDS = {
-    "bool": "true or false",
-    "int": "a whole number",
-    "float": "a number",
-    "string": "text",
-    "list": "a list, such as [{0}] or [a, b]",
-    "dict": "a section of settings",
-    "model": "a section of settings",
-}
-_BOUNDS = {
-    "greater_than": ("must be above", "gt"),
-    "greater_than_equal": ("must be at least", "ge"),
-    "less_than": ("must be below", "lt"),
-    "less_than_equal": ("must be at most", "le"),
-}
+def _having(name: str, model: type[BaseModel], above: str = "") -> list[str]:
+    """The dotted settings of this name in the sections of a model, and in theirs."""
+    found = []
+    for key, field in model.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            found += [f"{above}{key}.{name}"] if name in section.model_fields else []
+            found += _having(name, section, f"{above}{key}.")
+    return found
 
 
-def _in_words(error: ErrorDetails) -> str:
-    """What is wrong with a value, in words of ours; pydantic's where there are none."""
-    kind, context = error["type"], error.get("ctx", {})
-    if kind in _BOUNDS:
-        words, name = _BOUNDS[kind]
-        return f"{words} {context[name]:g}"
-    if kind == "literal_error":
-        return f"must be {context['expected']}"
-    stem = kind.removesuffix("_from_float").removesuffix("_parsing").removesuffix("_type")
-    if stem in _KINDS and kind != stem:
-        return f"must be {_KINDS[stem].format(error['input'])}"
-    return error["msg"].removeprefix("Value error, ")
+def _dotted(name: str, value: Any) -> list[str]:
+    """The settings that a section of this name holds, by their dotted names."""
+    if not isinstance(value, Mapping) or not value:
+        return [name]
+    return [each for key, inner in value.items() for each in _dotted(f"{name}.{key}", inner)]
 
 
 def _to_blame(wrong: ErrorDetails, layers: Sequence[Layer | Override]) -> str:
@@ -210,7 +214,7 @@ def with_absolute_paths(config: Config) -> Config:
     """The same configuration, with the files and folders it reads named from the root, so that it means the same
     wherever it is read. Symbolic links stay: the Python of an environment is one."""
     data: dict[str, Any] = {}
-    if reads_files(config.data.source):  # to a source of the user's own they are what it makes of them
+    if reads_files(config.data.source.name):  # to a source of the user's own they are what it makes of them
         data = {
             "path": _absolute(config.data.path),
             "eval_path": _absolute(config.data.eval_path),
@@ -219,7 +223,7 @@ def with_absolute_paths(config: Config) -> Config:
         }
     tasks = [
         task.model_copy(update={"path": _absolute(task.path)})
-        if reads_files(task.source or config.data.source)
+        if reads_files((task.source or config.data.source).name)
         else task
         for task in config.eval.tasks
     ]

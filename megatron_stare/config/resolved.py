@@ -1,4 +1,4 @@
-"""What a run is: its configuration, method and model, read once as it is opened and handed to all that work for it."""
+"""The configuration of a run with its names resolved, read once as it is opened and handed to all that work for it."""
 
 from __future__ import annotations
 

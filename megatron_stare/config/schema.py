@@ -1,29 +1,39 @@
-"""The configuration of a run, as typed models. Every field carries its unit and meaning; unknown keys are refused."""
+"""The configuration of a run, as typed models. Every field carries its unit and meaning; unknown keys are refused.
+
+The sections about training, responses and faults have a module each; all are imported from here.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_stare.config.agreement_section import AgreementConfig
 from megatron_stare.config.algorithm import AlgorithmConfig
-from megatron_stare.config.black_box_section import BlackBoxConfig
-from megatron_stare.config.checkpoint_section import CheckpointConfig
-from megatron_stare.config.data_section import DataConfig
-from megatron_stare.config.eval_section import EvalConfig
-from megatron_stare.config.guards_section import GuardsConfig
-from megatron_stare.config.limits_section import LimitsConfig
-from megatron_stare.config.memory_section import MemoryConfig
-from megatron_stare.config.moe_section import MoeConfig
-from megatron_stare.config.partial_section import PartialConfig
-from megatron_stare.config.performance_section import PerformanceConfig, Section
-from megatron_stare.config.plan_section import PlanConfig
-from megatron_stare.config.recovery_section import RecoveryConfig
-from megatron_stare.config.restarts_section import RestartsConfig
-from megatron_stare.config.reward_section import RewardConfig
-from megatron_stare.config.runtime_section import RuntimeConfig
-from megatron_stare.config.services_section import ServicesConfig
+from megatron_stare.config.fault_sections import FaultsConfig
+from megatron_stare.config.rollout_sections import (
+    AgreementConfig,
+    DataConfig,
+    EvalConfig,
+    PartialConfig,
+    RewardConfig,
+    RolloutConfig,
+    SGLangConfig,
+)
+from megatron_stare.config.section import Section
+from megatron_stare.config.training_sections import (
+    BatchConfig,
+    MemoryConfig,
+    ModelConfig,
+    MoeConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PerformanceConfig,
+    StatisticsConfig,
+)
+from megatron_stare.registry import Extension
+
+PORTS = (1024, 65535)  # below are the system's
 
 
 class RunConfig(Section):
@@ -40,282 +50,68 @@ class RunConfig(Section):
     tokens_kept: int = Field(8, ge=0, description="of these, samples written with the numbers of every token")
 
 
-class ModelConfig(Section):
-    """The policy."""
+class CheckpointConfig(Section):
+    """How checkpoints are written, kept and checked; run.checkpoint_every says when, and run.keep_checkpoints how many
+    of the newest are kept beside what is asked for here. See docs/checkpoints.md."""
 
-    path: str = Field(description="Hugging Face folder the policy starts from")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32",
-        description="parameters and activations in training, and of the local engine; beside the two short ones the "
-        "optimizer keeps float32 parameters and moments. float16 scales the loss, see optimizer.initial_loss_scale",
+    background: bool = Field(
+        True, description="training goes on while a checkpoint is written; it counts once all ranks have written"
     )
-    reference_path: str | None = Field(
-        None, description="Hugging Face folder of the reference policy of a KL term; null: the same as `path`"
+    writers: int = Field(2, ge=1, description="files, and processes that write them, a trainer rank")
+    verify: bool = Field(
+        True,
+        description="the ranks read all tensor files before they are loaded, and compare checksums; false: lengths "
+        "alone are looked at. Other files are always read",
     )
-    reference_offload: bool = Field(False, description="keep the reference in host memory between its passes")
-    reference_refresh_every: int | None = Field(
-        None, ge=1, description="steps after which the current policy becomes the reference; null: never"
+    self_test: bool = Field(
+        True,
+        description="a few responses of the newest step, and their log-probs, are saved with the weights; a resume "
+        "computes them again before it trains",
     )
-    recompute: Literal["none", "selective", "full"] = Field(
-        "none",
-        description="activations computed again in backward instead of kept: of the parts in `recompute_modules`, or "
-        "of whole layers",
-    )
-    recompute_method: Literal["uniform", "block"] = Field(
-        "uniform",
-        description="`recompute: full` keeps the input of every `recompute_layers` layers alone, or recomputes only "
-        "the first `recompute_layers` layers of a stage's chunk",
-    )
-    recompute_layers: int = Field(1, ge=1, description="layers of `recompute_method`")
-    recompute_modules: list[Literal["core_attn", "mlp", "moe"]] = Field(
-        ["core_attn"], min_length=1, description="parts of a layer that `recompute: selective` computes again"
-    )
-    head: Literal["auto", "materialised", "gradient_in_forward", "recompute"] = Field(
-        "auto",
-        description="logits of a micro-batch at once, by chunks whose gradient is taken in the forward (where the loss "
-        "of a token depends on its own log-prob), or by chunks that are computed again in backward; auto: by the free "
-        "memory at the start",
-    )
-    head_chunk_tokens: int = Field(1024, ge=1, description="tokens whose logits a chunked head holds at a time")
-
-
-class ParallelConfig(Section):
-    """How the trainer is laid out over ranks. World size = tensor * pipeline * context * data."""
-
-    tensor: int = Field(1, ge=1, description="tensor-parallel ranks")
-    pipeline: int = Field(1, ge=1, description="pipeline stages")
-    virtual_pipeline: int = Field(1, ge=1, description="model chunks a pipeline stage holds")
-    first_stage_layers: int | None = Field(
-        None, ge=1, description="layers of the first pipeline stage; the others share the rest. null: all alike"
-    )
-    context: int = Field(1, ge=1, description="context-parallel ranks, which hold parts of every sequence")
-    context_comm: Literal["p2p", "all_gather", "a2a"] = Field("p2p", description="how GPUs exchange keys and values")
-    expert: int = Field(1, ge=1, description="expert-parallel ranks")
-    data: int = Field(1, ge=1, description="data-parallel replicas")
-    sequence: bool = Field(False, description="sequence parallelism over the tensor-parallel ranks")
-
-    @property
-    def world_size(self) -> int:
-        return self.tensor * self.pipeline * self.context * self.data
-
-    @property
-    def replicas(self) -> int:
-        """Ranks that hold the same parameters: those of other data and of other chunks of sequences."""
-        return self.data * self.context
-
-    @property
-    def sequence_multiple(self) -> int:
-        """What the length of a sequence is padded to a multiple of: each context-parallel rank holds two chunks."""
-        return 2 * self.context if self.context > 1 else 1
-
-
-class BatchConfig(Section):
-    """The rollout batch and how training walks through it."""
-
-    prompts: int = Field(32, ge=1, description="prompt groups a rollout batch, that is a step")
-    mini_batch_prompts: int | None = Field(
-        None, ge=1, description="prompt groups an optimizer step, a divisor of `prompts`; null: all of them"
-    )
-    epochs: int = Field(1, ge=1, description="times the optimizer steps walk through the rollout batch")
-    generate_prompts: int | None = Field(
-        None,
-        ge=1,
-        description="dynamic sampling: prompt groups a round; those whose rewards are all equal are dropped, and "
-        "rounds follow until `prompts` are left. null: every group is trained on",
-    )
-    max_rounds: int = Field(
-        10, ge=1, description="rounds of dynamic sampling a step; one that is still short then takes dropped groups"
-    )
-    samples_per_prompt: int = Field(8, description="responses a prompt (the group size of GRPO)")
-    micro_batch_tokens: int = Field(8192, ge=1, description="tokens a micro-batch, padding included")
-    packed: bool = Field(True, description="lay the sequences of a micro-batch end to end instead of padding them")
-
-    @property
-    def updates(self) -> int:
-        """Optimizer steps a rollout batch."""
-        return self.epochs * (self.prompts // (self.mini_batch_prompts or self.prompts))
-
-    @field_validator("samples_per_prompt")
-    @classmethod
-    def _a_group_needs_two(cls, value: int) -> int:
-        if value < 2:
-            raise ValueError("a group of one response has no spread, so its advantage is always zero; use at least 2")
-        return value
-
-
-class StatisticsConfig(Section):
-    """What the selection of tokens, and a method's gate, are read from."""
-
-    surprisal: Literal["old", "current", "rollout"] = Field(
-        "old",
-        description="surprisals, and the entropies that STAPO and 20-Entropy select by, are those of the log-prob "
-        "pass; of the policy before each optimizer step, whose mini-batch passes through it again; or (surprisals "
-        "alone) of the engine",
-    )
-    gate: Literal["exact", "lagged"] = Field(
-        "exact",
-        description="the gate reads this step's log-prob pass, or the training pass of the step before, which saves "
-        "the log-prob pass: with surprisal `rollout`, one optimizer step a rollout batch, and a method that needs no "
-        "other old log-probs or entropies",
-    )
-    scope: Literal["global", "micro_batch"] = Field(
-        "global",
-        description="tokens are selected over the optimizer step's batch, or by micro-batch and rank, only to compare "
-        "with published code",
-    )
-
-
-class RolloutConfig(Section):
-    """Where responses come from and how they are sampled."""
-
-    engine: str = Field(
-        "local", description="'local' (transformers, in process), 'sglang' or a class path my_pkg.MyEngine"
-    )
-    engines: int = Field(1, ge=1, description="number of engines, each a replica of the policy")
-    environment: str = Field(
-        "single_turn",
-        description="what makes a response of a prompt: 'single_turn' or a class path my_pkg.MyEnvironment",
-    )
-    temperature: float = Field(1.0, gt=0, description="divides the logits, in rollout and training alike")
-    max_prompt_tokens: int = Field(1024, ge=1, description="longest prompt, tokens")
-    truncate_prompt: Literal["error", "drop", "left"] = Field(
-        "error", description="a longer prompt stops the run, is left out of the data, or loses its first tokens"
-    )
-    max_new_tokens: int = Field(1024, ge=1, description="longest response, tokens")
-    max_batch: int = Field(256, ge=1, description="responses an engine decodes together")
-    threads: int = Field(1, ge=1, description="CPU threads of an engine")
-    staleness: int | None = Field(
-        None, ge=0, description="engines sample ahead of training, from weights at most this many steps old; null: not"
-    )
-    stale_tokens: Literal["correct", "mask"] = Field(
-        "correct",
-        description="tokens of older weights than those a step trains are weighed by algorithm.correction, or carry no "
-        "loss and stay in the context",
-    )
-    stale_from: int = Field(
-        1, ge=1, description="`stale_tokens: mask` masks tokens of weights that are at least this many steps older"
-    )
-    prove_every: int = Field(
-        1, ge=1, description="weight syncs until values are proven by checksums again; else names and counts alone"
-    )
-    sync_bucket_mb: int = Field(
-        64, ge=1, description="largest bucket of weights on its way to the engines, MB; a larger tensor goes alone"
-    )
-
-
-class SGLangConfig(Section):
-    """The servers of `rollout.engine: sglang`; see docs/sglang.md."""
-
-    urls: list[str] = Field(
-        [], description="running servers to use, keyed by SGLANG_API_KEY; empty: start rollout.engines of them here"
-    )
-    router: str | None = Field(
-        None, description="URL of an sglang-router in front of `urls` that is asked for responses, and for nothing else"
-    )
-    host: str = Field("127.0.0.1", description="address that servers of a run listen on; 0.0.0.0: all there are")
-    python: str | None = Field(
-        None, description="Python of the environment SGLang is installed in; null: that of scripts/setup_sglang.sh"
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="where servers that a run starts compute; auto: on GPUs where this machine has any"
-    )
-    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        None, description="of the servers' weights and activations; null: model.dtype"
-    )
-    tensor_parallel: int = Field(1, ge=1, description="ranks that a server cuts the model over")
-    expert_parallel: int = Field(
-        1, ge=1, description="groups of a server's ranks that hold whole experts, a divisor of tensor_parallel"
-    )
-    attention_data_parallel: int = Field(
-        1, ge=1, description="groups of a server's ranks that attend to requests of their own, likewise a divisor"
-    )
-    nodes: int = Field(1, ge=1, description="nodes that a server's ranks lie on in equal parts, likewise a divisor")
-    memory_fraction: float | None = Field(
-        None, gt=0, lt=1, description="share of a GPU's memory for weights and key/value cache; null: SGLang's choice"
-    )
-    context_length: int | None = Field(None, ge=1, description="tokens of a server's context; null: the model's")
-    attention_backend: str | None = Field(None, description="SGLang's name of it; null: SGLang's choice")
-    cuda_graph_batch_sizes: list[int] = Field(
-        [], description="numbers of responses that decoding captures a CUDA graph for; empty: SGLang's choice"
-    )
-    flags: list[str] = Field(
-        [], description="further arguments of sglang.launch_server, such as --chunked-prefill-size=4096"
-    )
-    environment: dict[str, str] = Field({}, description="environment variables of the servers, beside the run's own")
-    sync: Literal["tensor", "disk", "distributed"] = Field(
-        "tensor", description="weights travel as bytes in requests, through a folder, or in a process group"
-    )
-    sync_folder: str | None = Field(None, description="of sync: disk, seen by all machines; null: a temporary one")
-    colocated: bool = Field(
-        False, description="servers share the trainer's device: they release their memory while it computes"
-    )
-    seeds: bool = Field(False, description="servers key sampling noise on the request, at a cost in speed")
-    cache_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="tokens a server's key/value cache holds; null: 20,000 on a CPU, what fits memory_fraction on GPUs",
-    )
-    start_timeout_s: float = Field(300.0, gt=0, description="limit of a server's start, seconds")
-    agreement_limit: float | None = Field(
-        None,
+    grace_s: float = Field(
+        20.0,
         gt=0,
-        description="largest difference of a token's log-prob from the trainer's, nats; past it a run stops. "
-        "null: 1e-3 in float32, none in 16 bits, where `agreement` decides",
+        description="seconds after SIGTERM in which an update under way may end and its state be saved; the rest of "
+        "the 30 s that Slurm and Kubernetes leave is for closing",
     )
-    canary_prompts: int = Field(
-        4, ge=0, description="sequences whose log-probs servers and trainer both compute after every weight sync"
+    keep_every: int | None = Field(
+        None, ge=1, description="checkpoints of steps that this divides are kept for good; null: none are"
     )
-
-
-class OptimizerConfig(Section):
-    """AdamW and its schedule."""
-
-    name: Literal["adam", "sgd"] = Field(
-        "adam",
-        description="adam is AdamW; sgd is for the single steps of tools/check_invariance.py and refused in a run, "
-        "whose checkpoints could not hold it",
+    keep_best: int = Field(0, ge=0, description="checkpoints kept because `best_by` is best there; 0: none")
+    best_by: str | None = Field(
+        None,
+        description="metric that `keep_best` goes by: of the step, such as reward/mean, or of its evaluation, such as "
+        "eval/pass1, of a task eval/TASK/pass1",
     )
-    lr: float = Field(1e-6, gt=0, description="peak learning rate")
-    min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
-    warmup_steps: int = Field(
-        0,
-        ge=0,
-        description="optimizer steps of linear warm-up from 0; a rollout batch takes epochs * prompts / "
-        "mini_batch_prompts of them",
-    )
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="shape after the warm-up, up to the last optimizer step of run.steps rollout batches"
-    )
-    weight_decay: float = Field(0.01, ge=0, description="decoupled; norms and biases are spared")
-    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
-    beta2: float = Field(0.999, ge=0, lt=1, description="decay of the second moment")
-    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
-    clip_grad: float = Field(1.0, gt=0, description="largest global gradient norm")
-    distributed: bool = Field(False, description="Megatron's DistributedOptimizer: states sharded over data ranks")
-    initial_loss_scale: float = Field(
-        2.0**16,
-        gt=0,
-        description="float16: the loss is multiplied by it before backward, the gradient divided by it before clipping",
-    )
-    min_loss_scale: float = Field(
-        1.0, gt=0, description="float16: the scale falls no lower; a gradient that overflows at it counts as not finite"
-    )
-    loss_scale_window: int = Field(
-        400, ge=1, description="float16: optimizer steps in a row without overflow after which the scale grows"
-    )
-    hysteresis: int = Field(
-        1, ge=1, description="float16: of the overflows since the scale last grew, the first one that lowers it"
-    )
-    growth_factor: float = Field(2.0, gt=1, description="float16: what the scale grows by")
-    backoff_factor: float = Field(0.5, gt=0, lt=1, description="float16: what the scale falls by")
+    best_is: Literal["highest", "lowest"] = Field("highest", description="which values of `best_by` are the best")
 
     @model_validator(mode="after")
-    def _the_scale_starts_above_its_floor(self) -> OptimizerConfig:
-        if self.min_loss_scale > self.initial_loss_scale:
-            raise ValueError(
-                f"min_loss_scale {self.min_loss_scale:g} is above initial_loss_scale {self.initial_loss_scale:g}"
-            )
+    def _best_by_something(self) -> CheckpointConfig:
+        if bool(self.keep_best) != (self.best_by is not None):
+            given, missing = ("keep_best", "best_by") if self.keep_best else ("best_by", "keep_best")
+            raise ValueError(f"{given} is set, and without {missing} nothing is kept for it")
         return self
+
+
+class PlanConfig(Section):
+    """What `megatron-stare plan` says of this run, logged beside what the run measures; see docs/planning.md. The
+    command reads these settings, too, where it is not told otherwise."""
+
+    enabled: bool = Field(True, description="predict memory and time as a run starts, and log both with what it took")
+    gpu: str | None = Field(
+        None,
+        description="kind of GPU, as in `plan --gpu`; null: this machine's, without one cpu-core",
+    )
+    prompt_tokens: float | None = Field(
+        None, ge=1, description="mean tokens of a prompt; null: a quarter of rollout.max_prompt_tokens"
+    )
+    response_tokens: float | None = Field(
+        None, ge=1, description="mean tokens of a response; null: half of rollout.max_new_tokens"
+    )
+    coefficients: str = Field(
+        "plan_coefficients.json",
+        description="file of calibrations by GPU, that `plan --calibrate` writes; read where it exists",
+    )
 
 
 class ObservabilityConfig(Section):
@@ -333,10 +129,11 @@ class ObservabilityConfig(Section):
     reflection_words: list[str] = Field(
         [], description="words counted in every response, such as [wait, alternatively]: metric `response/reflections`"
     )
-    sinks: list[str] = Field(
-        ["jsonl", "tensorboard", "console", "report"],
+    sinks: list[Extension] = Field(
+        [Extension(name) for name in ("jsonl", "tensorboard", "console", "report")],
         description="what the run's reports go to: 'jsonl', 'tensorboard', 'console', 'report', 'wandb', 'mlflow', "
-        "'prometheus', 'webhook' (see services) or a class path my_pkg.MySink",
+        "'prometheus', 'webhook' or a class path my_pkg.MySink; with settings of its own {name: ..., setting: value}, "
+        "see docs/sinks.md",
     )
     metrics: list[str] = Field(
         [], description="functions of a step's batch whose numbers are logged too: paths my_pkg.my_metric"
@@ -351,10 +148,57 @@ class ObservabilityConfig(Section):
 
     @field_validator("sinks", "metrics")
     @classmethod
-    def _each_is_told_once(cls, value: list[str]) -> list[str]:
-        if twice := sorted({name for name in value if value.count(name) > 1}):
+    def _each_is_told_once(cls, value: list[Any]) -> list[Any]:
+        names = [Extension.read(each).name for each in value]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"{', '.join(twice)} is named more than once")
         return value
+
+
+class RuntimeConfig(Section):
+    """Processes and machines. Placement on GPUs is described in docs/cluster.md."""
+
+    runner: Literal["ray", "inline"] = Field("ray", description="'ray': actors; 'inline': everything in this process")
+    ray_address: str | None = Field(None, description="running Ray cluster to join; default: start one here")
+    object_store_mb: int = Field(128, ge=80, description="cap of a locally started Ray object store, MB")
+    trainer_threads: int = Field(1, ge=1, description="CPU threads of a trainer rank")
+    timeout_s: float = Field(
+        1800.0, gt=0, description="limit of one remote call, seconds; the others are in `faults.requests`"
+    )
+    placement_s: float = Field(60.0, ge=0, description="limit of the wait for GPUs that others still hold, seconds")
+    gpu_resource: str = Field(
+        "GPU", min_length=1, description="Ray's name of what ranks and engines are placed by; another: simulated GPUs"
+    )
+    ports: list[int] = Field(
+        [], description="first and last port that a run listens on; empty: the kernel's choice, and 20000 to 31999"
+    )
+    interface: str | None = Field(
+        None, description="network interface of every node that ranks and servers meet over, such as eth0; null: any"
+    )
+    env: dict[str, str] = Field(
+        {}, description="environment variables of trainer ranks and servers, such as NCCL's; sglang.environment adds"
+    )
+
+    @field_validator("ports")
+    @classmethod
+    def _first_and_last(cls, value: list[int]) -> list[int]:
+        if value and not (len(value) == 2 and PORTS[0] <= value[0] < value[1] <= PORTS[1]):
+            raise ValueError(f"a range is [first, last], between {PORTS[0]} and {PORTS[1]}, not {value}")
+        return value
+
+    def port_share(self, number: int, shares: int) -> range | None:
+        """The ports that one of several holders may listen on: no two of them have one in common, so that holders on
+        one node cannot take each other's. None: no range is set.
+
+        Raises:
+            ValueError: the range has fewer ports than there are shares.
+        """
+        if not self.ports:
+            return None
+        first, last = self.ports
+        if last - first + 1 < shares:
+            raise ValueError(f"{last - first + 1} ports cannot be shared by {shares}")
+        return range(first + number, last + 1, shares)
 
 
 class Config(Section):
@@ -384,29 +228,24 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     runtime: RuntimeConfig = RuntimeConfig()
-    limits: LimitsConfig = LimitsConfig()
-    restarts: RestartsConfig = RestartsConfig()
-    guards: GuardsConfig = GuardsConfig()
-    recovery: RecoveryConfig = RecoveryConfig()
-    services: ServicesConfig = ServicesConfig()
-    black_box: BlackBoxConfig = BlackBoxConfig()
+    faults: FaultsConfig = FaultsConfig()
 
     @model_validator(mode="after")
     def _servers_are_used(self) -> Config:
-        if self.rollout.engine != "sglang":
+        if self.rollout.engine.name != "sglang":
             for name, default in SGLangConfig():
                 if getattr(self.sglang, name) != default:
                     raise ValueError(
-                        f"sglang.{name} is set, but rollouts come from the engine {self.rollout.engine!r}, which has "
-                        "no servers: set rollout.engine=sglang, or leave it out"
+                        f"sglang.{name} is set, but rollouts come from the engine {self.rollout.engine.name!r}, which "
+                        "has no servers: set rollout.engine=sglang, or leave it out"
                     )
             if self.eval.urls:
-                raise ValueError(f"eval.urls names servers, and the engine {self.rollout.engine!r} has none")
+                raise ValueError(f"eval.urls names servers, and the engine {self.rollout.engine.name!r} has none")
         return self
 
     @model_validator(mode="after")
     def _limits_leave_each_other_time(self) -> Config:
-        self.limits.check(self.runtime.timeout_s)
+        self.faults.requests.check(self.runtime.timeout_s)
         return self
 
     @property

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from megatron_stare.config.data_section import DataConfig, MixtureFile
+from megatron_stare.config.rollout_sections import DataConfig, MixtureFile
 from megatron_stare.config.schema import Config
 from megatron_stare.data.cleaning import Contamination, without_repeats
 from megatron_stare.data.encode import PromptEncoder, PromptTooLongError
@@ -231,6 +231,6 @@ def _files(data: DataConfig, split: Split) -> list[MixtureFile]:
     path = data.path if split == "train" else data.eval_path
     if path is None:
         raise ConfigError(
-            f"the source {data.source!r} needs a file", where=f"data.{key}", fix=f"data.{key}=prompts.jsonl"
+            f"the source {data.source.name!r} needs a file", where=f"data.{key}", fix=f"data.{key}=prompts.jsonl"
         )
     return [MixtureFile(path=path)]

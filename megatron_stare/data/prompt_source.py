@@ -6,15 +6,16 @@ The driver takes prompts here, one batch of groups a step, and saves `state()` w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from megatron_stare.config.schema import Config
 from megatron_stare.data.streams import Split
 from megatron_stare.errors import ConfigError
 from megatron_stare.records.batch import Prompt
-from megatron_stare.registry import resolve
+from megatron_stare.registry import resolve, settings_of
 
+WHERE = "data.source"
 SOURCES = {
     "files": "megatron_stare.data.file_prompts.FilePrompts",
     "jsonl": "megatron_stare.data.file_prompts.FilePrompts",  # what it was called while it read nothing else
@@ -26,7 +27,8 @@ SOURCES = {
 class PromptSource(Protocol):
     """An endless, resumable stream of prompts.
 
-    A class of the user's own is built as `cls(config, tokenizer, split)`, like ours. One that leaves records out may
+    A class of the user's own is built as `cls(config, tokenizer, split)`, like ours, with
+    its settings as keywords. One that leaves records out may
     say so: see `dropped`.
     """
 
@@ -58,10 +60,17 @@ def make_source(config: Config, tokenizer: Any, split: Split) -> PromptSource:
         ConfigError: no such source, or one that lacks a setting.
         DataError: its prompts are missing, malformed or too long.
     """
-    factory = resolve(config.data.source, SOURCES, "data.source")
+    factory, settings = find_source(config)
+    return factory(config, tokenizer, split, **settings)
+
+
+def find_source(config: Config) -> tuple[Callable[..., PromptSource], dict[str, Any]]:
+    """What makes the source that `data.source` names, and its settings. Raises ConfigError as `make_source`."""
+    source = config.data.source
+    factory = resolve(source.name, SOURCES, WHERE)
     if not callable(factory):
-        raise ConfigError(f"{config.data.source!r} is not a class", where="data.source")
-    return factory(config, tokenizer, split)
+        raise ConfigError(f"{source.name!r} is not a class", where=WHERE)
+    return factory, settings_of(source, factory, WHERE)
 
 
 def dropped(source: PromptSource) -> Mapping[str, int]:
@@ -83,14 +92,14 @@ def held_out(config: Config, tokenizer: Any, wanted: int | None) -> list[Prompt]
     source = make_source(config, tokenizer, "eval")
     if not hasattr(source, "problems"):
         raise ConfigError(
-            f"{config.data.source!r} does not say how many different problems it has",
-            where="data.source",
+            f"{config.data.source.name!r} does not say how many different problems it has",
+            where=WHERE,
             fix="give its objects an attribute `problems`: a number, or None where there is no end of them",
         )
     most: int | None = source.problems
     if wanted is None and most is None:
         raise ConfigError(
-            f"there is no end of the problems of {config.data.source!r}, so not all of them can be asked",
+            f"there is no end of the problems of {config.data.source.name!r}, so not all of them can be asked",
             where="eval.prompts",
             fix="say how many",
         )

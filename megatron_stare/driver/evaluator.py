@@ -8,13 +8,14 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
-from megatron_stare.config.reward_section import RewardConfig
+from megatron_stare.config.schema import RewardConfig
 from megatron_stare.environments.environment import Environment
 from megatron_stare.errors import RewardFailureError
 from megatron_stare.evaluation.evaluate import Evaluated, evaluate
 from megatron_stare.evaluation.response import Response
 from megatron_stare.records.batch import Prompt
 from megatron_stare.records.trajectory import Trajectory
+from megatron_stare.registry import Extension
 from megatron_stare.rewards.verdicts import Verdicts, verdicts
 from megatron_stare.rewards.verifier_pool import TooManyFailuresError, VerifierPool
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
@@ -44,7 +45,7 @@ class Evaluator:
     def __init__(
         self,
         engines: EnginePool | None,
-        verifiers: Mapping[str, VerifierPool],
+        verifiers: Mapping[Extension, VerifierPool],
         reward: RewardConfig,
         stop_ids: tuple[int, ...],
     ) -> None:
@@ -122,7 +123,7 @@ class Evaluator:
             rollouts.make(prompts, count, params, wanted=missing, verified=verified)
         return [known[prompt.cursor, index] for prompt, index in wanted]
 
-    def rollouts(self, verifier: str, environment: Environment, calls: CallJournal | None = None) -> Rollouts:
+    def rollouts(self, verifier: Extension, environment: Environment, calls: CallJournal | None = None) -> Rollouts:
         """What makes verified trajectories.
 
         Args:
@@ -132,12 +133,12 @@ class Evaluator:
             raise RuntimeError("there are no engines to answer anything")
         return Rollouts(self._engines, environment, partial(self._judged, verifier), calls or CallJournal())
 
-    def _right(self, verifier: str, pairs: Sequence[tuple[str, str]]) -> list[bool]:
+    def _right(self, verifier: Extension, pairs: Sequence[tuple[str, str]]) -> list[bool]:
         """See evaluation.response.Judged. A reference that the verifier cannot read is equal to nothing."""
         return [(verdict.reward or 0.0) > 0.5 for verdict in self._verifiers[verifier].verify(pairs)]
 
     @contextlib.asynccontextmanager
-    async def _judged(self, verifier: str, answers: int) -> AsyncIterator[Verdicts]:
+    async def _judged(self, verifier: Extension, answers: int) -> AsyncIterator[Verdicts]:
         """Verifies a number of answers as they come.
 
         Raises:

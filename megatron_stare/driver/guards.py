@@ -1,6 +1,6 @@
 """Guards a run: judges its steps by the guards' rules, ends it or sends it back, and keeps the batches of such steps.
 
-The rules are those of observability/metrics/rules.py that have settings in the section `guards`. What a step is
+The rules are those of observability/metrics/rules.py that have settings in the section `faults.guards`. What a step is
 compared with comes from the metrics of the run, so a resume goes on with it.
 
 A batch that was left out or ended the run has a folder, `guards/step_000012`: batch.safetensors is that of --dump-step
@@ -20,7 +20,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_stare.config.guards_section import GuardsConfig
+from megatron_stare.config.fault_sections import GuardsConfig
 from megatron_stare.errors import DataError, GuardError, RollBack
 from megatron_stare.megatron.step.dump import write_batch
 from megatron_stare.megatron.step.not_finite import NotFinite
@@ -41,34 +41,34 @@ METRICS = (
             Metric(
                 f"guard/{name}",
                 "spreads",
-                f"of {what}, its distance from the median of the guards.window steps before it",
-                f"below guards.{key}.spreads",
+                f"of {what}, its distance from the median of the faults.guards.window steps before it",
+                f"below faults.guards.{key}.spreads",
             ),
             Metric(
                 f"guard/{name}_spike",
                 "0 or 1",
-                f"1: {what} is guards.{key}.spreads or more away from that median",
-                f"0; 1 is an alert, or what guards.{key}.action says",
+                f"1: {what} is faults.guards.{key}.spreads or more away from that median",
+                f"0; 1 is an alert, or what faults.guards.{key}.action says",
             ),
         )
     ),
     Metric(
         "guard/entropy_outside",
         "0 or 1",
-        "1: entropy/mean is below guards.entropy.low or above guards.entropy.high",
-        "0; 1 is an alert, or what guards.entropy.action says",
+        "1: entropy/mean is below faults.guards.entropy.low or above faults.guards.entropy.high",
+        "0; 1 is an alert, or what faults.guards.entropy.action says",
     ),
     Metric(
         "guard/rollbacks",
         "rollbacks",
         "of the run so far; missing before the first",
-        "few; guards.rollbacks more than that stop the run",
+        "few; faults.guards.rollbacks more than that stop the run",
     ),
     Metric("guard/left_out", "prompts", "that rollbacks left out of the data so far", "a few steps' batches"),
     Metric(
         "update/held",
         "updates",
-        "not taken because their gradient norm was a spike, with guards.grad_norm.action: stop or rollback",
+        "not taken because their gradient norm was a spike, with faults.guards.grad_norm.action: stop or rollback",
         "0",
     ),
 )
@@ -169,14 +169,14 @@ class Guards:
             return
         first = ending[0]
         where, text = f"step {first.step}", "; ".join(each.text for each in ending)
-        fix = f"look at the step's batch in the folder guards/, or change guards.{first.guard}"
+        fix = f"look at the step's batch in the folder guards/, or change faults.guards.{first.guard}"
         if first.action == "stop":
             raise GuardError(text, where=where, fix=fix)
         if rollbacks >= self._config.rollbacks:
             raise GuardError(
                 f"{text}; the run has gone back {rollbacks} times already",
                 where=where,
-                fix=f"{fix}, or guards.rollbacks",
+                fix=f"{fix}, or faults.guards.rollbacks",
             )
         raise RollBack(first.step, text, first.prompts)
 

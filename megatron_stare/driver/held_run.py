@@ -67,7 +67,7 @@ class HeldRun:
         dump_step: int | None = None,
     ) -> None:
         self._asked, self._config = config, inputs.config
-        self._attempts = Attempts(RecoveryRule.of(config.recovery))
+        self._attempts = Attempts(RecoveryRule.of(config.faults.run))
         self._began = not resume  # it is this process that began the run
         self.resumes = resume  # the next session continues a checkpoint
         self.from_step = from_step  # of which step; None: the newest
@@ -98,7 +98,7 @@ class HeldRun:
         """How the next session waits for nodes that were lost; None: it is the first that somebody asked for."""
         if not self.restarted:
             return None
-        return Awaited(self._config.recovery.nodes_s, (self.dir.path / PLACEMENT).exists(), _tell)
+        return Awaited(self._config.faults.run.nodes_s, (self.dir.path / PLACEMENT).exists(), _tell)
 
     def metrics(self) -> dict[str, float]:
         """See METRICS."""
@@ -124,7 +124,7 @@ class HeldRun:
             UserError: what is to be read has changed meanwhile, and cannot work.
         """
         step = self.state.step
-        if isinstance(error, RollBack):  # noted in the directory, and bounded by guards.rollbacks
+        if isinstance(error, RollBack):  # noted in the directory, and bounded by faults.guards.rollbacks
             raise_if_received()
             self.resumes = self.went_back = True
             return read_inputs(self._asked)

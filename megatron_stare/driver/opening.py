@@ -11,10 +11,10 @@ from megatron_stare.config.load import load_recorded
 from megatron_stare.config.performance import hints
 from megatron_stare.config.resolved import ResolvedRun, resolve_run
 from megatron_stare.config.schema import Config
-from megatron_stare.data.prompt_source import SOURCES, PromptSource, make_source
+from megatron_stare.data.prompt_source import PromptSource, find_source, make_source
 from megatron_stare.data.records import read_records
 from megatron_stare.driver.resuming import check_resume, find_run, prompt_inputs, refuse_other_inputs, resume_point
-from megatron_stare.environments.environment import ENVIRONMENTS, Environment
+from megatron_stare.environments.environment import Environment, find_environment
 from megatron_stare.errors import ConfigError
 from megatron_stare.models import published_shape
 from megatron_stare.observability.metrics.own_metrics import OwnMetric, load_metrics
@@ -28,7 +28,7 @@ from megatron_stare.planning.preflight import (
     not_checked,
     prompt_files,
 )
-from megatron_stare.registry import resolve
+from megatron_stare.registry import Extension
 from megatron_stare.rewards.known_answers import open_pool
 from megatron_stare.rollout.engines.model_folder import check_vocabulary, load_tokenizer, stop_token_ids
 from megatron_stare.run_dir.run_files import evaluated_steps
@@ -51,8 +51,8 @@ class Inputs:
     sinks: dict[str, Sink]
     metrics: dict[str, OwnMetric]  # of the user's own
 
-    def verifiers(self) -> dict[str, Task]:
-        """The name of every verifier, and the first task that names it."""
+    def verifiers(self) -> dict[Extension, Task]:
+        """Every verifier, and the first task that names it."""
         return verifiers_of([self.task, *(evaluation.task for evaluation in self.evaluations)])
 
     def data_remarks(self) -> list[str]:
@@ -80,9 +80,9 @@ class Inputs:
         return self.run.config
 
 
-def verifiers_of(tasks: Iterable[Task]) -> dict[str, Task]:
-    """The name of every verifier, and the first task that names it."""
-    found: dict[str, Task] = {}
+def verifiers_of(tasks: Iterable[Task]) -> dict[Extension, Task]:
+    """Every verifier, and the first task that names it."""
+    found: dict[Extension, Task] = {}
     for task in tasks:
         found.setdefault(task.verifier, task)
     return found
@@ -160,8 +160,8 @@ def _rehearse_without_model(config: Config, dump_step: int | None) -> Config:
     tasks = [training_task(config), *evaluation_tasks(config)]
     for task in tasks:
         with task.blamed():
-            resolve(task.config.data.source, SOURCES, "data.source")
-            resolve(task.config.rollout.environment, ENVIRONMENTS, "rollout.environment")
+            find_source(task.config)
+            find_environment(task.config.rollout.environment)
     for path in prompt_files(config):
         if Path(path).exists():
             read_records(path, config.data.prompt_key, config.data.answer_key)
@@ -173,7 +173,7 @@ def _rehearse_without_model(config: Config, dump_step: int | None) -> Config:
     return config
 
 
-def _try_verifiers(verifiers: dict[str, Task], config: Config) -> None:
+def _try_verifiers(verifiers: dict[Extension, Task], config: Config) -> None:
     for verifier, task in verifiers.items():
         with task.blamed():
             open_pool(verifier, config.reward, workers=1).close()

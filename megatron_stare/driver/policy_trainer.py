@@ -83,7 +83,7 @@ class PolicyTrainer:
             if every and batch.step % every == 0:
                 self._ranks.refresh_reference()
         self._state.method = updates[-1].state
-        most = self._config.guards.not_finite
+        most = self._config.faults.guards.not_finite
         self._state.skipped = skipped_after(updates, self._state.skipped, batch.step, most)
         metrics = combined(updates) | agreement
         return metrics if self._guards is None else metrics | self._judge(self._guards, batch, metrics)
@@ -105,7 +105,7 @@ class PolicyTrainer:
         if self._events is None:
             return
         kept = [each for each in self._events.glob("step_*") if each != step_folder(self._events, batch.step)]
-        if len(kept) < self._config.guards.dumps:
+        if len(kept) < self._config.faults.guards.dumps:
             ranks = self._ranks.not_finite() if by_rank else []
             with contextlib.suppress(OSError, SafetensorError):
                 write_guarded(self._events, batch, self._ranks.log_probs(), why, ranks)

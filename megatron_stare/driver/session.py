@@ -15,6 +15,7 @@ from types import TracebackType
 from megatron_stare.cluster.colocation import Colocation
 from megatron_stare.cluster.trainer_group import Runner, TrainerGroup
 from megatron_stare.config.engines_alone import evaluation_engines
+from megatron_stare.config.load import former_names
 from megatron_stare.config.process_settings import port_share
 from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.data.prompt_source import PromptQueue, dropped
@@ -47,6 +48,7 @@ from megatron_stare.process.memory import freeze, frozen_heap
 from megatron_stare.process.time_limit import TimeLimit
 from megatron_stare.process.workers import WorkerLostError
 from megatron_stare.records.metric import Metric
+from megatron_stare.registry import Extension
 from megatron_stare.rewards.known_answers import open_pool
 from megatron_stare.rewards.verifier_pool import VerifierPool
 from megatron_stare.rollout.engines.model_folder import token_texts
@@ -56,7 +58,7 @@ from megatron_stare.rollout.sources.calls import CALLS, CallJournal
 from megatron_stare.rollout.sources.kept import without
 from megatron_stare.rollout.sources.make_source import make_groups, make_source
 from megatron_stare.run_dir.run_files import evaluated_steps
-from megatron_stare.run_dir.run_state import RunState
+from megatron_stare.run_dir.run_state import CONFIG, RunState
 
 INTERRUPTED_S = 20.0  # for a checkpoint under way when a signal ends the run; Slurm kills 30 s after it sends one
 # phases of a step whose memory is logged, and what of it
@@ -124,7 +126,7 @@ class Session:
                 check_dump_step(config, dump_step, self.state.step)
             self.black_box: BlackBox | None = None
             sinks = dict(inputs.sinks)
-            if config.black_box.enabled:
+            if config.faults.hangs.enabled:
                 ports = port_share(config, 0, replica_count(config) * replica_nodes(config))
                 self.black_box = BlackBox(config, self.dir.path, ports, supervised=supervised())
                 stack.callback(self.black_box.close)
@@ -132,7 +134,7 @@ class Session:
             self.monitor = Monitor(sinks, RunOutline(self.dir.path, config), inputs.metrics)
             stack.callback(self.monitor.close)
             self.monitor.resume(self.state.step) if resume else self.monitor.start()
-            self.verifiers: dict[str, VerifierPool] = {}
+            self.verifiers: dict[Extension, VerifierPool] = {}
             for verifier, task in inputs.verifiers().items():
                 with task.blamed():
                     self.verifiers[verifier] = open_pool(verifier, config.reward, config.reward.workers)
@@ -151,7 +153,7 @@ class Session:
             stack.push(self._close_checkpoints)
             agreement = AgreementWatch(inputs.run, self.ranks, self.engines)
             agreement.restore(self.monitor.resumed)
-            self.guards = Guards(config.guards, config.model.dtype)
+            self.guards = Guards(config.faults.guards, config.model.dtype)
             self.guards.restore(self.monitor.resumed)
             self.monitor.gauges.append(self._rollback_metrics)
             self.colocation = colocation = Colocation(config, self.ranks, self.engines)
@@ -210,6 +212,8 @@ class Session:
             if held.restarted and held.restarts:
                 self.monitor.note(f"restart {held.restarts} of this run, by itself")
             if resume:
+                for line in former_names(self.dir.path / CONFIG):
+                    self.monitor.note(line)
                 self.dir.record(config)  # run.steps, the layout and more may be others from here on
             freeze()
             stack.callback(self._last_phase, "closing")

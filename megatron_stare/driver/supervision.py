@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 import yaml
 
+from megatron_stare.config.formats import with_new_names
 from megatron_stare.errors import DataError
 from megatron_stare.process.recovery import Attempts, RecoveryRule, note_restart
 from megatron_stare.run_dir.json_lines import read_jsonl
@@ -161,7 +162,8 @@ class _Supervisor:
         """As the run's configuration has it, once that is known."""
         if self._run_dir is not None:
             with contextlib.suppress(OSError, yaml.YAMLError, LookupError, TypeError):
-                return RecoveryRule.of(yaml.safe_load((self._run_dir / CONFIG_FILE).read_text())["recovery"])
+                config = with_new_names(yaml.safe_load((self._run_dir / CONFIG_FILE).read_text()))
+                return RecoveryRule.of(config["faults"]["run"])
         return RecoveryRule()
 
     def _pause(self, wait_s: float) -> None:

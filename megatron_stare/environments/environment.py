@@ -18,7 +18,7 @@ from megatron_stare.environments import ENVIRONMENTS
 from megatron_stare.errors import ConfigError, UserError
 from megatron_stare.records.batch import FinishReason, Prompt
 from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory, VersionRuns
-from megatron_stare.registry import resolve
+from megatron_stare.registry import Extension, resolve, settings_of
 
 WHERE = "rollout.environment"
 
@@ -101,6 +101,8 @@ class Environment(ABC):
     Args:
         config: of the run.
         tokenizer: a transformers tokenizer.
+
+    Settings of its own are keyword-only parameters that a subclass adds to these.
     """
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
@@ -177,15 +179,23 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def make_environment(name: str, config: Config, tokenizer: Any) -> Environment:
+def make_environment(environment: Extension | str, config: Config, tokenizer: Any) -> Environment:
     """The environment of a name or dotted path.
 
     Raises:
-        ConfigError: there is none, or it is not an Environment.
+        ConfigError: there is none, it is not an Environment, or a setting is wrong.
     """
-    kind = resolve(name, ENVIRONMENTS, WHERE)
+    kind, settings = find_environment(environment)
+    return kind(config, tokenizer, **settings)
+
+
+def find_environment(environment: Extension | str) -> tuple[type[Environment], dict[str, Any]]:
+    """The class of an environment, and its settings. Raises ConfigError as `make_environment`."""
+    environment = Extension.read(environment)
+    kind = resolve(environment.name, ENVIRONMENTS, WHERE)
     if not (isinstance(kind, type) and issubclass(kind, Environment)):
         raise ConfigError(
-            f"{name!r} is not a subclass of megatron_stare.environments.environment.Environment", where=WHERE
+            f"{environment.name!r} is not a subclass of megatron_stare.environments.environment.Environment",
+            where=WHERE,
         )
-    return kind(config, tokenizer)
+    return kind, settings_of(environment, kind, WHERE)

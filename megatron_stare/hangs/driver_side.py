@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_stare.config.black_box_section import BlackBoxConfig
+from megatron_stare.config.fault_sections import HangsConfig
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
 from megatron_stare.hangs import node_facts
@@ -61,7 +61,7 @@ class DriverBeats(Sink):
         clock: that the watcher reads too.
     """
 
-    def __init__(self, folder: Path, rule: BlackBoxConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, folder: Path, rule: HangsConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._file, self._rule, self._clock = beat_file(folder, DRIVER), rule, clock
         self._taken: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT))
         self._steps: deque[float] = deque(maxlen=KEPT)
@@ -154,7 +154,7 @@ class BlackBox:
         forget_left(where)
         self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=where))
         self._joined = config.runtime.ray_address is not None
-        rule = config.black_box
+        rule = config.faults.hangs
         settings = Settings(
             str(self._folder),
             str(run_dir.resolve()),
@@ -189,7 +189,7 @@ class BlackBox:
                 if port := (self._folder / LISTENING).read_text():
                     return port
             time.sleep(0.02)
-        raise UserError("the watcher of the run does not start", where="black_box.enabled", fix="set it to false")
+        raise UserError("the watcher of the run does not start", where="faults.hangs.enabled", fix="set it to false")
 
     def close(self) -> None:
         """Ends the watcher."""
@@ -251,7 +251,7 @@ def beats_here(role: str, node: str) -> CallBeats:
 
 
 class Watched:
-    """The phases of this process, and what is done in them; told to nobody where black_box.enabled is false. Closing
+    """The phases of this process, and what is done in them; told to nobody where faults.hangs.enabled is false. Closing
     twice is allowed.
 
     Args:
@@ -265,7 +265,7 @@ class Watched:
 
     def __init__(self, config: Config, folder: Path, step: int, ports: Sequence[int] | None) -> None:
         self._box: BlackBox | None = None
-        if config.black_box.enabled:
+        if config.faults.hangs.enabled:
             self._box = BlackBox(config, folder, ports)
             self._box.beats.begin_step(step)
 

@@ -170,7 +170,7 @@ class Watcher:
         """Kills who holds the run up; if that does not bring it on, the driver: asked first, then killed. One that has
         a supervisor is killed at once, for a run that ends as it was asked to is not started again."""
         names = ", ".join(f"{p.role} (pid {p.pid})" for p in found.culprits) or "nobody"
-        say(f"black_box.end_run: killing {names}")
+        say(f"faults.hangs.end_run: killing {names}")
         for process in found.culprits:
             if process.role == DRIVER:
                 continue
@@ -189,7 +189,7 @@ class Watcher:
                 now = read_beat(beat_file(self._folder, DRIVER))
                 if now is not None and now.moved != beat.moved:
                     return
-            say(f"black_box.end_run: {number.name} to the driver, process {self._settings.driver}")
+            say(f"faults.hangs.end_run: {number.name} to the driver, process {self._settings.driver}")
             with contextlib.suppress(OSError):
                 os.kill(self._settings.driver, number)
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_stare.config.device_rules import check_device
 from megatron_stare.config.performance import check_device_performance
 from megatron_stare.config.resolved import ResolvedRun
+from megatron_stare.config.rules import check_device
 from megatron_stare.errors import DataError
 from megatron_stare.megatron.backend.cpu_backend import device
 from megatron_stare.megatron.backend.layout import join, leave
@@ -71,7 +71,7 @@ class Trainer:
         check_device(config, experts=shape.experts > 0)
         check_device_performance(config.performance)
         self._computes_on = computes_on()  # now: while it runs its files may be replaced
-        timeout_s = config.limits.collective_limit(config.runtime.timeout_s)
+        timeout_s = config.faults.requests.collective_limit(config.runtime.timeout_s)
         layout = join(config.parallel, rank, init_method, config.run.seed, timeout_s)
         model = build_policy(
             shape,

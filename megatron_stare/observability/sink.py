@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError, UserError
-from megatron_stare.registry import resolve
+from megatron_stare.registry import Extension, resolve, settings_of
 
 if TYPE_CHECKING:  # imports torch, which `status` and `--help` need not
     from megatron_stare.records.rollout_batch import RolloutBatch
@@ -68,10 +68,10 @@ class RunOutline:
 class Sink:
     """Takes down what a run reports; every method but those that are wanted may be left as it is.
 
-    Made without arguments as a run is checked, and so by `--dry-run` too: nothing is opened before `start`. All calls
-    come from the driver's one thread. What `start` and `resume` raise ends the run before it costs anything. Later, an
-    error is told once and the run goes on, and so do the calls, since a full disk or a lost network may pass; only if
-    the sink is `essential` does it end the run.
+    Made with its settings alone, the keyword-only parameters of its constructor, as a run is checked, and so by
+    `--dry-run` too: nothing is opened before `start`. All calls come from the driver's one thread. What `start` and
+    `resume` raise ends the run before it costs anything. Later, an error is told once and the run goes on, and so do
+    the calls, since a full disk or a lost network may pass; only if the sink is `essential` does it end the run.
     """
 
     essential: ClassVar[bool] = False  # the run stops rather than go on without it
@@ -117,20 +117,22 @@ class Sink:
         """Ends it, however the run ended and also after a `start` that failed."""
 
 
-def make_sinks(names: Sequence[str]) -> dict[str, Sink]:
-    """The sinks of these names or dotted paths.
+def make_sinks(listed: Sequence[Extension | str]) -> dict[str, Sink]:
+    """The sinks of these names or dotted paths, with their settings.
 
     Raises:
-        ConfigError: there is none, it is not a Sink, it cannot be made, a package that it needs is not installed, or
-            none of them keeps a run's record.
+        ConfigError: there is none, it is not a Sink, it cannot be made, a setting is wrong, a package that it needs is
+            not installed, or none of them keeps a run's record.
     """
     sinks: dict[str, Sink] = {}
-    for name in names:
+    for extension in map(Extension.read, listed):
+        name = extension.name
         kind = resolve(name, SINKS, WHERE)
         if not (isinstance(kind, type) and issubclass(kind, Sink)):
             raise ConfigError(f"{name!r} is not a subclass of {Sink.__module__}.Sink", where=WHERE)
+        settings = settings_of(extension, kind, f"{WHERE}[{name}]")
         try:
-            sinks[name] = kind()
+            sinks[name] = kind(**settings)
         except UserError:
             raise
         except Exception as error:  # whatever a user's class raises

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from megatron_stare.config.layout_rules import check_layout, check_recompute
 from megatron_stare.config.resolved import ResolvedRun
+from megatron_stare.config.rules import check_layout, check_recompute
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.models.shape import ModelShape

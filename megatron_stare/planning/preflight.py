@@ -7,14 +7,12 @@ from pathlib import Path
 
 from megatron_stare.algorithms.method import Method
 from megatron_stare.algorithms.policy import PolicyGradient
-from megatron_stare.config.device_rules import check_device
 from megatron_stare.config.engines_alone import evaluation_engines
-from megatron_stare.config.layout_rules import check_layout, check_recompute
 from megatron_stare.config.load import reads_files, with_absolute_paths
-from megatron_stare.config.moe_rules import check_moe
 from megatron_stare.config.performance import check_device_performance, check_performance
 from megatron_stare.config.process_settings import check_environment, check_ports
 from megatron_stare.config.resolved import ResolvedRun, resolve_run
+from megatron_stare.config.rules import check_device, check_layout, check_moe, check_recompute
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.models import published_shape, read_shape
@@ -232,8 +230,8 @@ def prompt_files(config: Config) -> list[str]:
     """Files that prompts are read from, in training and evaluation, each once, as the configuration names them."""
     tasks = [task.config.data for task in evaluation_tasks(config)]
     trained: list[str | None] = [each.path for each in config.data.mixture] or [config.data.path]
-    read = [*trained, *config.data.decontaminate] if reads_files(config.data.source) else []
-    read += [data.eval_path for data in tasks if reads_files(data.source)]
+    read = [*trained, *config.data.decontaminate] if reads_files(config.data.source.name) else []
+    read += [data.eval_path for data in tasks if reads_files(data.source.name)]
     return list(dict.fromkeys(path for path in read if path))
 
 

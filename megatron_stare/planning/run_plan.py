@@ -9,9 +9,9 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_stare.config.layout_rules import check_layout, check_recompute
 from megatron_stare.config.load import with_absolute_paths
 from megatron_stare.config.resolved import ResolvedRun, resolve_run
+from megatron_stare.config.rules import check_layout, check_recompute
 from megatron_stare.config.schema import Config, ParallelConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.planning.gpus import SOURCES, Coefficients, Fitted, Gpu

@@ -18,7 +18,7 @@ RESTARTS_FILE = "restarts.jsonl"  # a line each time that a run started itself a
 
 @dataclass(frozen=True)
 class RecoveryRule:
-    """See the section `recovery` of the configuration."""
+    """The section `faults.run` of the configuration, which explains it."""
 
     attempts: int = 3
     window_steps: int = 10

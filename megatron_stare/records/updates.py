@@ -21,7 +21,7 @@ METRICS = (
         "update/finite",
         "0 or 1",
         "0: loss or gradient of an update of the step was not finite, and that update was not taken",
-        "1; 0 is an alert, guards.not_finite updates in a row stop the run",
+        "1; 0 is an alert, faults.guards.not_finite updates in a row stop the run",
     ),
     Metric(
         "update/empty", "mini-batches", "in which no token had a loss, so that no step was taken", "0; any is an alert"

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_stare.config.reward_section import RewardConfig
+from megatron_stare.config.schema import RewardConfig
 from megatron_stare.errors import ConfigError
+from megatron_stare.registry import Extension
 from megatron_stare.rewards.verifier_pool import VerifierPool
 
 _WHERE = "reward.known_answers"
@@ -30,12 +31,13 @@ def read_known_answers(path: str | Path) -> list[tuple[str, str, float]]:
     return known
 
 
-def open_pool(verifier: str, reward: RewardConfig, workers: int) -> VerifierPool:
+def open_pool(verifier: Extension | str, reward: RewardConfig, workers: int) -> VerifierPool:
     """A pool whose verifier is proven: on its own known answers, and the run's one on those of `reward.known_answers`.
 
     Raises:
         ConfigError: as `VerifierPool` and `prove`; no process is left then.
     """
+    verifier = Extension.read(verifier)
     pool = VerifierPool(verifier, workers, reward.timeout_s)
     if reward.known_answers is not None and verifier == reward.verifier:
         try:

@@ -21,6 +21,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_stare.registry import Extension
+
 _LENGTH = struct.Struct("!I")  # bytes of the JSON text that follows
 _RECEIVE_BYTES = 1 << 16
 
@@ -58,7 +60,7 @@ class WorkerProcess:
         verifier: as in `make_verifier`; the worker finds it along this process's sys.path.
     """
 
-    def __init__(self, verifier: str) -> None:
+    def __init__(self, verifier: Extension) -> None:
         self._channel, theirs = socket.socketpair()
         self._channel.setblocking(False)
         self._incoming = Unpacker()
@@ -66,7 +68,7 @@ class WorkerProcess:
         self._fate: str | None = None
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_stare.rewards.worker", verifier, str(theirs.fileno())],
+                [sys.executable, "-m", "megatron_stare.rewards.worker", str(verifier), str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
                 stdin=subprocess.DEVNULL,

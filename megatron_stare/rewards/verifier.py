@@ -8,6 +8,8 @@ else, `self_test() -> list of faults`, for what triples cannot say, and `answer_
 where the answer begins as the verifier's parser sees it, -1 where no answer stands in the right format. And
 `normal_answer(response) -> str`: the answer in a normal form, which is the same for answers that differ in notation
 alone, and serves as a reference; "" where there is none. Majorities are counted by it (docs/evaluation.md).
+
+Keyword-only parameters of the function are its settings: `{name: my_pkg.verify, tolerance: 0.1}` in YAML.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, SupportsFloat
 
 from megatron_stare.errors import ConfigError
-from megatron_stare.registry import resolve
+from megatron_stare.registry import Extension, resolve, settings_of
 
 Verifier = Callable[[str, str], SupportsFloat]
 AnswerStart = Callable[[str], int]
@@ -62,23 +65,31 @@ class WeightedSum:
         return sum(weight * float(verify(response, answer)) for weight, verify in self._terms)
 
 
-def make_verifier(name: str) -> Verifier:
-    """The verifier called `name`, proven on answers whose verdict is known where its module has any.
+def make_verifier(verifier: Extension | str) -> Verifier:
+    """The verifier of a name, with its settings, proven on answers whose verdict is known where its module has any.
 
     Args:
-        name: one of VERIFIERS, the dotted path of a function, 'file.py:function', the URL of a server (see
+        verifier: one of VERIFIERS, the dotted path of a function, 'file.py:function', the URL of a server (see
             rewards/http_verifier.py), or a sum 'math + 0.1 * format' of such, with spaces around its signs.
 
     Raises:
-        ConfigError: unknown name (with a suggestion), a module that does not import, not a function, or a verifier
-            that gets known answers wrong here.
+        ConfigError: unknown name or setting (with a suggestion), a module that does not import, not a function, or a
+            verifier that gets known answers wrong here.
     """
+    verifier = Extension.read(verifier)
+    name = verifier.name
     parts = [_TERM.fullmatch(part.strip()) for part in re.split(r"\s\+\s", name)]
     if not all(parts):
         raise ConfigError(
             f"{name!r} is no verifier and no sum of verifiers", where=_WHERE, fix="write it as in 'math + 0.1 * format'"
         )
-    terms = [(float(part[1] or 1), _proven(part[2])) for part in parts if part]
+    if verifier.settings and len(parts) > 1:
+        raise ConfigError(
+            f"settings are those of one verifier, and {name!r} is a sum",
+            where=f"{_WHERE}.{next(iter(verifier.settings))}",
+            fix="name a function of your own that adds them up",
+        )
+    terms = [(float(part[1] or 1), _proven(Extension(part[2], verifier.settings))) for part in parts if part]
     return terms[0][1] if terms == [(1.0, terms[0][1])] else WeightedSum(terms)
 
 
@@ -92,17 +103,22 @@ def normal_answer_of(verify: Verifier) -> NormalAnswer | None:
     return getattr(verify, "normal_answer", None) or getattr(_module(verify), "normal_answer", None)
 
 
-def _proven(name: str) -> Verifier:
+def _proven(verifier: Extension) -> Verifier:
+    name = verifier.name
     if name.startswith(("http://", "https://")):
         from megatron_stare.rewards.http_verifier import HttpVerifier
 
+        settings_of(verifier, HttpVerifier, _WHERE)
         return HttpVerifier(name)
-    verify = resolve(name, VERIFIERS, _WHERE)
-    if not callable(verify):
+    function = resolve(name, VERIFIERS, _WHERE)
+    if not callable(function):
         raise ConfigError(f"{name!r} is not a function", where=_WHERE)
+    settings = settings_of(verifier, function, _WHERE)
+    verify = partial(function, **settings) if settings else function
     _check_signature(verify, name)
     module = _module(verify)
-    faults = _faults(verify, getattr(module, "KNOWN_ANSWERS", ()))
+    # known answers are those of its defaults, where it has defaults for all settings
+    faults = _faults(function if _callable_with_two(function) else verify, getattr(module, "KNOWN_ANSWERS", ()))
     if self_test := getattr(module, "self_test", None):
         faults += self_test()
     if faults:
@@ -113,21 +129,26 @@ def _proven(name: str) -> Verifier:
 def _check_signature(verify: Verifier, name: str) -> None:
     """Raises ConfigError for a function that cannot be called with a response and an answer, as rewards of other
     trainers cannot, which are given lists."""
-    try:
+    if not _callable_with_two(verify):
         signature = inspect.signature(verify)
-    except (TypeError, ValueError):  # of a function that is not Python's
-        return
-    try:
-        signature.bind("", "")
-        fits = "completions" not in signature.parameters
-    except TypeError:
-        fits = False
-    if not fits:
         raise ConfigError(
             f"{name!r} takes {signature}, and a verifier is called with one response and its answer",
             where=_WHERE,
             fix="def verify(response: str, answer: str) -> float; other columns of the data are not passed to it",
         )
+
+
+def _callable_with_two(verify: Verifier) -> bool:
+    """Whether a response and an answer are all that it has to be given."""
+    try:
+        signature = inspect.signature(verify)
+    except (TypeError, ValueError):  # of a function that is not Python's
+        return True
+    try:
+        signature.bind("", "")
+    except TypeError:
+        return False
+    return "completions" not in signature.parameters
 
 
 def _faults(verify: Verifier, known: Sequence[KnownAnswer]) -> list[str]:
@@ -144,4 +165,5 @@ def _faults(verify: Verifier, known: Sequence[KnownAnswer]) -> list[str]:
 
 
 def _module(verify: Verifier) -> Any:
+    verify = verify.func if isinstance(verify, partial) else verify  # one with settings
     return sys.modules[verify.__module__]

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron_stare.errors import ConfigError
+from megatron_stare.registry import Extension
 from megatron_stare.rewards.process import WorkerProcess
 
 _CHUNK = 32  # answers handed to a worker at a time: few enough to share out evenly, many enough to hide the round trip
@@ -106,7 +107,7 @@ class VerifierPool:
     """Worker processes that run one verifier. Use from one thread at a time; a context manager.
 
     Args:
-        verifier: its name, as in `make_verifier`.
+        verifier: as in `make_verifier`.
         workers: number of processes, at least 1.
         timeout_s: wall-clock limit of one answer, seconds. Starting a worker does not count against it.
 
@@ -114,10 +115,10 @@ class VerifierPool:
         ConfigError: the verifier cannot be loaded, or not within 60 seconds.
     """
 
-    def __init__(self, verifier: str, workers: int, timeout_s: float) -> None:
-        self._verifier = verifier
+    def __init__(self, verifier: Extension | str, workers: int, timeout_s: float) -> None:
+        self._verifier = Extension.read(verifier)
         self._timeout_s = timeout_s
-        self._out_of_time = None if re.search(r"https?://", verifier) else 0.0
+        self._out_of_time = None if re.search(r"https?://", self._verifier.name) else 0.0
         self._selector = selectors.EpollSelector()
         self._slots: list[_Slot] = []
         self._closed = False

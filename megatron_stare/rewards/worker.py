@@ -25,6 +25,7 @@ from queue import SimpleQueue
 from typing import Any, SupportsFloat
 
 from megatron_stare.errors import ConfigError
+from megatron_stare.registry import Extension
 from megatron_stare.rewards.process import Unpacker, pack
 from megatron_stare.rewards.verifier import (
     AnswerStart,
@@ -51,7 +52,7 @@ def main(verifier: str, fd: int) -> None:
         inbox: SimpleQueue[tuple[str, str]] = SimpleQueue()
         threading.Thread(target=_read, args=(channel, inbox), daemon=True).start()
         try:
-            verify = make_verifier(verifier)
+            verify = make_verifier(Extension.parse(verifier))
         except ConfigError as error:
             channel.sendall(pack({"failed": {"what": error.what, "where": error.where, "fix": error.fix}}))
             return

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from megatron_stare.config.formats import with_new_names
 from megatron_stare.errors import DataError
 from megatron_stare.run_dir.json_lines import Record, read_jsonl
 
@@ -94,7 +95,7 @@ def read_run(directory: Path) -> RunRecord:
         config = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise DataError("not valid YAML", where=str(config_path)) from error
-    config = config if isinstance(config, dict) else {}
+    config = with_new_names(config) if isinstance(config, dict) else {}
     run = config.get("run")
     name = run.get("name") if isinstance(run, dict) else None
     return RunRecord(

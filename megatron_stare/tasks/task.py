@@ -11,13 +11,14 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_stare.config.eval_section import EvalTask
+from megatron_stare.config.rollout_sections import EvalTask
 from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_source import held_out
 from megatron_stare.environments.environment import Environment, make_environment
 from megatron_stare.errors import ConfigError, UserError
 from megatron_stare.evaluation.results import default_ks
 from megatron_stare.records.batch import Prompt, SamplingParams
+from megatron_stare.registry import Extension
 
 # what a task of `eval.tasks` may have of its own, and the run's setting that it takes the place of
 OWN = {
@@ -74,8 +75,8 @@ class Task:
                 )
 
     @property
-    def verifier(self) -> str:
-        """Its name or dotted path."""
+    def verifier(self) -> Extension:
+        """Its name or dotted path, and its settings."""
         return self.config.reward.verifier
 
     def environment(self, tokenizer: Any) -> Environment:
@@ -127,7 +128,8 @@ class Task:
                 raise
             where, fix = error.where, error.fix
             for setting, key in self.own.items():
-                where = f"{self._where}.{key}" if where == setting else where
+                if where and (where == setting or where.startswith(f"{setting}.")):
+                    where = f"{self._where}.{key}" + where.removeprefix(setting)
                 fix = fix and fix.replace(setting, f"{self._where}.{key}")
             if where and not where.startswith(self._where):
                 where = f"{self._where}, {where}"

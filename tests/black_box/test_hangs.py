@@ -51,7 +51,7 @@ def test_a_driver_whose_interpreter_is_held_is_named(tmp_path: Path) -> None:
 def test_a_run_whose_hung_rank_is_killed_opens_itself_again(tmp_path: Path) -> None:
     """After a loss like any other: who it was is told, and the run goes on from what it has."""
     layout = {"parallel.tensor": 1, "parallel.data": 2, "algorithm": "support.stalling.StoppedRank"}
-    with HungRun(tmp_path, **layout, **{"black_box.end_run": True, "recovery.back_off_s": 0.1}) as run:
+    with HungRun(tmp_path, **layout, **{"faults.hangs.end_run": True, "faults.run.back_off_s": 0.1}) as run:
         run.step(3)
         run.stall.touch()
         run.told()
@@ -60,7 +60,7 @@ def test_a_run_whose_hung_rank_is_killed_opens_itself_again(tmp_path: Path) -> N
         run.process.send_signal(signal.SIGINT)
         said = run.process.communicate()[1]
         assert run.process.returncode == 130, said
-        assert re.search(r"black_box.end_run: killing trainer rank 1 \(pid \d+\)", said)
+        assert re.search(r"faults.hangs.end_run: killing trainer rank 1 \(pid \d+\)", said)
         assert "a trainer rank process died" in said
         (restart,) = [json.loads(line) for line in (run.dir / "restarts.jsonl").read_text().splitlines()]
         assert restart["by"] == "driver" and restart["step"] >= 3
@@ -99,7 +99,7 @@ def test_an_evaluation_that_hangs_is_told_of_like_a_run(tmp_path: Path) -> None:
 
 
 def test_a_step_five_times_as_long_as_usual_says_nothing(tmp_path: Path) -> None:
-    settings = {"reward.verifier": "support.stalling_verifier.slow", "reward.workers": 1, "black_box.floor_s": 0.5}
+    settings = {"reward.verifier": "support.stalling_verifier.slow", "reward.workers": 1, "faults.hangs.floor_s": 0.5}
     with HungRun(tmp_path, **{**settings, "run.steps": 8}) as run:
         run.step(5)
         run.stall.write_text("0.1")
@@ -114,8 +114,8 @@ def test_a_step_five_times_as_long_as_usual_says_nothing(tmp_path: Path) -> None
 def test_a_machine_that_others_take_says_nothing(tmp_path: Path) -> None:
     """Steps become several times as long from one to the next, longer than a phase's limit would be without its factor;
     that is ten medians. The run is left alone, too, where it is to be ended."""
-    settings = {"batch.prompts": 16, "batch.samples_per_prompt": 8, "black_box.end_run": True}
-    with HungRun(tmp_path, **settings, **{"black_box.floor_s": 0.5}) as run:
+    settings = {"batch.prompts": 16, "batch.samples_per_prompt": 8, "faults.hangs.end_run": True}
+    with HungRun(tmp_path, **settings, **{"faults.hangs.floor_s": 0.5}) as run:
         found = loaded(run, slower=3.0)
         assert sum(seconds >= 3.0 * found.usual_s for seconds in found.loaded_s) == 5
         assert max(found.longest.values()) > 0.5  # the floor alone would have told of it

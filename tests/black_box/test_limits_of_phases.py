@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stare.config.black_box_section import BlackBoxConfig
+from megatron_stare.config.fault_sections import HangsConfig
 from megatron_stare.hangs.driver_side import DriverBeats
 from megatron_stare.hangs.vigil import MOST, Starvation, Vigil, of_the_run
 from megatron_stare.run_dir.heartbeat import (
@@ -28,7 +28,7 @@ from megatron_stare.run_dir.heartbeat import (
     write_beat,
 )
 
-RULE = BlackBoxConfig(first_s=900, factor=10, floor_s=60, cap_s=1800)
+RULE = HangsConfig(first_s=900, factor=10, floor_s=60, cap_s=1800)
 
 
 @pytest.mark.parametrize(
@@ -52,12 +52,12 @@ def test_a_limit_is_some_medians_but_neither_below_the_floor_nor_above_the_cap(
 @pytest.mark.parametrize("usual", [0.2, 3.0, 7.0, 100.0, 359.0, 361.0, 5000.0])
 def test_a_phase_that_takes_five_times_as_long_as_usual_never_hangs(usual: float) -> None:
     """Whatever the section says, as long as it says anything that is allowed for the factor."""
-    for rule in (RULE, BlackBoxConfig(floor_s=0.1, cap_s=1), BlackBoxConfig(factor=5, floor_s=0.1)):
+    for rule in (RULE, HangsConfig(floor_s=0.1, cap_s=1), HangsConfig(factor=5, floor_s=0.1)):
         assert rule.limit_s([usual] * 20) >= 5 * usual
 
 
 def test_a_floor_above_the_cap_holds() -> None:
-    assert BlackBoxConfig(floor_s=100, cap_s=50).limit_s([1.0]) == 100
+    assert HangsConfig(floor_s=100, cap_s=50).limit_s([1.0]) == 100
 
 
 class Clock:
@@ -70,7 +70,7 @@ class Clock:
 
 def driver(folder: Path) -> tuple[DriverBeats, Clock]:
     clock = Clock()
-    return DriverBeats(folder, BlackBoxConfig(first_s=900, floor_s=2), clock), clock
+    return DriverBeats(folder, HangsConfig(first_s=900, floor_s=2), clock), clock
 
 
 def beat_in(folder: Path) -> Beat:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 
 import pytest
 import yaml
+from support.runs import ROOT
 
+from megatron_stare.cli import main
 from megatron_stare.config import formats
-from megatron_stare.config.formats import FORMAT, Upgrade, config_up_to_date, run_state_up_to_date
-from megatron_stare.config.load import dump_yaml, load_config, load_recorded
+from megatron_stare.config.formats import FORMAT, RENAMED, SERVICES, Upgrade, config_up_to_date, run_state_up_to_date
+from megatron_stare.config.load import dump_yaml, former_names, load_config, load_recorded
+from megatron_stare.config.recipes import recipes
 from megatron_stare.errors import ConfigError, DataError
+from megatron_stare.observability.sink import SINKS
+from megatron_stare.registry import resolve
+from megatron_stare.run_dir.run_files import read_run
 from megatron_stare.run_dir.run_state import RunState
 
 OF_FIRST = {"step": 2, "data": {"cursor": 8}, "method": {"gate": 1.0}, "skipped": 1}
@@ -64,6 +71,126 @@ def test_a_cache_that_nobody_chose_is_the_devices(tmp_path: Path) -> None:
         return load_recorded(write(tmp_path / "config.yaml", tree)).sglang.cache_tokens
 
     assert (read(20_000), read(9_000), read(20_000, "local")) == (None, 9_000, None)
+
+
+OWN = {
+    "limits": {"request_s": 7.0, "attempts": 2},
+    "restarts": {"most": 1, "probe_s": 4.0},
+    "recovery": {"attempts": 0, "nodes_s": 5.0},
+    "guards": {"window": 40, "known": 11, "loss": {"action": "stop"}, "entropy": {"low": 0.25}},
+    "black_box": {"enabled": False, "factor": 3.0},
+}
+
+
+@pytest.mark.parametrize("there", [[], *([name] for name in OWN), ["recovery", "guards"], [*OWN]], ids=str)
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
+def test_what_is_done_about_faults_was_five_sections(tmp_path: Path, there: list[str], number: int) -> None:
+    sections = {name: OWN[name] for name in there}
+    tree = {"format": number, "model": {"path": "m"}, **sections}
+    groups = {RENAMED[name].partition(".")[2]: values for name, values in sections.items()}
+    written_today = write(tmp_path / "today.yaml", {"model": {"path": "m"}, **({"faults": groups} if groups else {})})
+    config = load_config(written_today)
+    former = write(tmp_path / "config.yaml", tree)
+    assert load_recorded(former) == load_config(former) == config
+    assert tree == {"format": number, "model": {"path": "m"}, **sections}  # what is read is not changed
+    names = ", ".join(f"{name} is {RENAMED[name]} now" for name in RENAMED if name in there)
+    assert former_names(former) == ([f"{former} is of an earlier format: {names}"] if there else [])
+    assert former_names(written_today) == []
+
+
+def test_settings_of_services_were_a_section(tmp_path: Path) -> None:
+    """As a run wrote it, with every default; and as a person may have, with some."""
+    whole = {former: default for former, (_, _, default) in SERVICES.items()}
+    own = {"wandb_project": "mine", "wandb_mode": "offline", "webhook_attempts": 5, "prometheus_port": 9000}
+    listed = ["jsonl", "wandb", "my.Sink", "mlflow", "webhook"]
+    now = [
+        "jsonl",
+        {"name": "wandb", "project": "mine", "mode": "offline"},
+        "my.Sink",
+        "mlflow",
+        {"name": "webhook", "attempts": 5},
+    ]
+
+    def read(number: int, services: dict, sinks: list | None = listed) -> list:
+        tree = {"format": number, "model": {"path": "m"}, "services": services}
+        tree |= {} if sinks is None else {"observability": {"sinks": sinks}}
+        config = load_recorded(write(tmp_path / "config.yaml", tree))
+        return [sink.written() for sink in config.observability.sinks]
+
+    for number in range(1, 6):
+        assert read(number, {**whole, **own}) == read(number, own) == now
+        assert read(number, whole) == listed
+        assert read(number, own, None) == ["jsonl", "tensorboard", "console", "report"]  # which read none of them
+    assert former_names(tmp_path / "config.yaml")[0].endswith(": services is settings of observability.sinks now")
+    made = {name: SINKS[name] for name, _, _ in SERVICES.values()}
+    for former, (sink, setting, default) in SERVICES.items():
+        parameter = inspect.signature(resolve(made[sink], {}, "")).parameters[setting]
+        assert (parameter.kind, parameter.default) == (parameter.KEYWORD_ONLY, default), former
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path / "mine.yaml", {"model": {"path": "m"}}), ["services.wandb_project=mine"])
+    assert caught.value.fix == "here it is observability.sinks: [{name: wandb, project: ...}]"
+
+
+SHIPPED = [*(str(path.relative_to(ROOT)) for path in sorted((ROOT / "configs").glob("*.yaml")))]
+SHIPPED += [f"recipes/{name}" for name in recipes()]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_what_ships_is_the_same_as_an_earlier_release_wrote_it(tmp_path: Path, name: str) -> None:
+    config = load_config(name)
+    tree = yaml.safe_load(dump_yaml(config))
+    faults = tree.pop("faults")
+    for former, now in RENAMED.items():
+        tree[former] = faults.pop(now.removeprefix("faults."))
+    assert faults == {}
+    tree["services"] = {former: default for former, (_, _, default) in SERVICES.items()}
+    run = tmp_path / "run"
+    run.mkdir()
+    former = write(run / "config.yaml", {**tree, "format": 5})
+    assert load_recorded(former) == config
+    assert read_run(run).config["faults"] == config.model_dump(mode="json")["faults"]  # so a report compares them
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("limits.request_s=30", "faults.requests.request_s"),
+        ("restarts.most=1", "faults.engines.most"),
+        ("recovery={attempts: 0, nodes_s: 1}", "faults.run.attempts and faults.run.nodes_s"),
+        ("guards.loss.action=stop", "faults.guards.loss.action"),
+        ("black_box=", "faults.hangs"),
+    ],
+)
+def test_a_person_who_writes_a_former_name_is_told_the_new_one(tmp_path: Path, override: str, fix: str) -> None:
+    file = write(tmp_path / "mine.yaml", {"model": {"path": "m"}})
+    section = override.partition("=")[0].partition(".")[0]
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, [override])
+    assert str(caught.value) == f"{override}: {section}: unknown name {section!r}\n  fix: here it is {fix}"
+    write(file, {"model": {"path": "m"}, section: OWN[section]})
+    with pytest.raises(ConfigError, match=rf"mine\.yaml: {section}: unknown name") as caught:
+        load_config(file)
+    assert caught.value.fix is not None and caught.value.fix.startswith(f"here it is {RENAMED[section]}.")
+    write(file, {"format": FORMAT, "model": {"path": "m"}, section: OWN[section]})
+    with pytest.raises(ConfigError, match="unknown name"):
+        load_recorded(file)  # nothing of today's format has it
+
+
+def test_the_names_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["format"]) == 0
+    said = capsys.readouterr().out
+    assert f"format {FORMAT}" in said and all(
+        f"  {former:27} which is {now} now\n" in said for former, now in RENAMED.items()
+    )
+    assert f"  {'services.webhook_env':27} which is observability.sinks: [{{name: webhook, env: ...}}] now\n" in said
+    file = write(tmp_path / "mine.yaml", {"guards": {}, "run": {}})
+    assert main(["format", str(file)]) == 0
+    assert capsys.readouterr().out == f"{file} is of an earlier format: guards is faults.guards now\n"
+    assert main(["format", str(write(file, {"run": {}}))]) == 0
+    assert capsys.readouterr().out == f"{file}: all names are of today\n"
+    with pytest.raises(SystemExit):
+        main(["train", str(file), "--limits.request_s=30"])
+    assert "settings have no dashes: faults.requests.request_s=30" in capsys.readouterr().err
 
 
 def test_upgrades_are_made_one_format_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,7 +220,7 @@ def test_verifiers_and_prompts_are_those_of_the_papers() -> None:
         own = name.split("_")[0]
         wanted = {"stapo": "dapo_boxed", "justrl": "dapo_boxed", "dapo": "dapo", "twenty": "dapo"}
         verifier = wanted.get(own, "math" if own in ("gtpo", "kl") else "stare")
-        assert config.reward.verifier == verifier, name
+        assert config.reward.verifier.name == verifier, name
         assert {task.verifier for task in config.eval.tasks} == {None}, name  # the run's own
         assert (config.data.template == box) == (verifier != "dapo"), name
     prompt = loaded("dapo_qwen2.5_32b").data.template.format(prompt="What is 2 + 2?")  # type: ignore[union-attr]

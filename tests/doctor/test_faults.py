@@ -210,7 +210,7 @@ def test_what_is_no_fault_of_the_shell(variables: dict[str, str]) -> None:
 
 
 def test_a_collective_that_ends_before_a_rollout_does() -> None:
-    short = run("runtime.timeout_s=3600", "limits.request_s=600", "limits.collective_s=1700")
+    short = run("runtime.timeout_s=3600", "faults.requests.request_s=600", "faults.requests.collective_s=1700")
     assert wrong([check_timeouts(short)])["NCCL timeout"].seen == "1700 s, and a rollout may take 1800"
     assert wrong([check_timeouts(run())]) == {}
 

@@ -39,7 +39,7 @@ def test_every_group_waits_as_long_as_the_run_says(ranks: RankPool, limits: dict
             "parallel": {"tensor": 2},
             "algorithm": {"name": "grpo"},
             "runtime": {"timeout_s": 100.0},
-            "limits": limits,
+            "faults": {"requests": limits},
         }
     )
     assert ranks.run(_limits, 2, config) == [{seconds}] * 2

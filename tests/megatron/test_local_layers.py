@@ -11,8 +11,7 @@ from support.models import save_model
 from support.ranks import RankPool
 from torch import Tensor
 
-from megatron_stare.config.performance_section import PerformanceConfig
-from megatron_stare.config.schema import ModelConfig, ParallelConfig
+from megatron_stare.config.schema import ModelConfig, ParallelConfig, PerformanceConfig
 from megatron_stare.megatron.backend import layout as parallel_layout
 from megatron_stare.megatron.model.local_layers import RMSNorm, swiglu
 from megatron_stare.megatron.model.model import build_model

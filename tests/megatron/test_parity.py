@@ -17,9 +17,15 @@ from support.models import FAMILIES, PARITY, random_batch, save_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from megatron_stare.config.moe_section import MoeConfig
-from megatron_stare.config.performance_section import PerformanceConfig
-from megatron_stare.config.schema import BatchConfig, Config, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_stare.config.schema import (
+    BatchConfig,
+    Config,
+    ModelConfig,
+    MoeConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PerformanceConfig,
+)
 from megatron_stare.megatron.backend import layout as parallel_layout
 from megatron_stare.megatron.backend.cpu_backend import backend, device
 from megatron_stare.megatron.batching.microbatch import RankBatch

@@ -11,7 +11,7 @@ from megatron.core import tensor_parallel
 from support.models import random_batch, save_model
 from torch import Tensor
 
-from megatron_stare.config.layout_rules import check_recompute
+from megatron_stare.config.rules import check_recompute
 from megatron_stare.config.schema import BatchConfig, Config, ModelConfig, ParallelConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.megatron.backend import layout as parallel_layout

@@ -12,6 +12,9 @@ from megatron_stare.observability.sink import Alert, RunOutline, Sink
 class Chat(Sink):
     """Posts to the address in the environment variable CHAT_URL."""
 
+    def __init__(self, *, timeout_s: float = 5.0) -> None:
+        self._timeout_s = timeout_s
+
     def start(self, run: RunOutline) -> None:
         self._url, self._name = os.environ["CHAT_URL"], run.config.run.name
 
@@ -24,4 +27,4 @@ class Chat(Sink):
 
     def _post(self, text: str) -> None:
         body = json.dumps({"text": f"{self._name}, {text}"}).encode()
-        urlopen(Request(self._url, body, {"Content-Type": "application/json"}), timeout=5).close()
+        urlopen(Request(self._url, body, {"Content-Type": "application/json"}), timeout=self._timeout_s).close()

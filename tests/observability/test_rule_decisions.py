@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from random import Random
 
-from megatron_stare.config.guards_section import GuardsConfig
+from megatron_stare.config.fault_sections import GuardsConfig
 from megatron_stare.driver.guards import Guards
 from megatron_stare.observability.metrics.conditions import Window
 from megatron_stare.observability.metrics.rules import Watch

@@ -24,6 +24,7 @@ from megatron_stare.observability.sinks.delivery import Background, Delivered
 from megatron_stare.observability.sinks.service import Service
 from megatron_stare.observability.sinks.webhook import Webhook
 from megatron_stare.process.network import free_port
+from megatron_stare.registry import Extension
 
 SECRET = "T0P-SECRET"
 
@@ -232,9 +233,9 @@ def hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hook]:
     server.server_close()
 
 
-def alerting(folder: Path, *overrides: str) -> Monitor:
-    config = settings("services.webhook_env=HOOK", "services.webhook_back_off_s=0", *overrides)
-    return Monitor({**make_sinks(["jsonl", "webhook"])}, RunOutline(folder, config))
+def alerting(folder: Path, **own: Any) -> Monitor:
+    hook = Extension("webhook", {"env": "HOOK", "back_off_s": 0, **own})
+    return Monitor({**make_sinks(["jsonl", hook])}, RunOutline(folder, settings()))
 
 
 def test_alerts_are_posted_with_value_and_range_as_they_begin_and_end(hook: Hook, tmp_path: Path) -> None:
@@ -282,7 +283,7 @@ def test_a_refused_alert_is_posted_again_and_no_more_than_allowed(
     hook: Hook, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hook.refused = 2
-    run = alerting(tmp_path, "services.webhook_attempts=3")
+    run = alerting(tmp_path, attempts=3)
     run.start()
     log(run, 1, **{"group/degenerate": 1.0})
     run.close()
@@ -291,7 +292,7 @@ def test_a_refused_alert_is_posted_again_and_no_more_than_allowed(
     hook.refused = 100
     other = tmp_path / "other"
     other.mkdir()
-    run = alerting(other, "services.webhook_attempts=2")
+    run = alerting(other, attempts=2)
     run.start()
     log(run, 1, **{"group/degenerate": 1.0, "response/truncated": 1.0})
     run.close()
@@ -319,7 +320,7 @@ def test_a_hook_that_hangs_keeps_no_step_and_no_end(
 
 def test_a_slow_hook_is_given_up_after_its_time(hook: Hook, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hook.hangs = threading.Event()
-    run = alerting(tmp_path, "services.webhook_timeout_s=0.05", "services.webhook_attempts=2")
+    run = alerting(tmp_path, timeout_s=0.05, attempts=2)
     run.start()
     log(run, 1, **{"group/degenerate": 1.0})
     hook.wait_for(2)
@@ -358,8 +359,8 @@ def endpoint(tmp_path: Path) -> Iterator[Callable[[], tuple[Monitor, int]]]:
 
     def make() -> tuple[Monitor, int]:
         port = free_port("127.0.0.1", range(19464, 19600))
-        config = settings(f"services.prometheus_port={port}")
-        opened.append(Monitor(make_sinks(["jsonl", "prometheus"]), RunOutline(tmp_path, config)))
+        served = Extension("prometheus", {"port": port})
+        opened.append(Monitor(make_sinks(["jsonl", served]), RunOutline(tmp_path, settings())))
         return opened[-1], port
 
     yield make
@@ -409,8 +410,7 @@ def test_prometheus_goes_on_from_the_record_and_a_taken_port_is_named(
     run.resume(1)
     assert scrape(port)['megatron_stare_step{run="quickstart"}'] == 1.0
     taken = Monitor(
-        make_sinks(["jsonl", "prometheus"]),
-        RunOutline(tmp_path / "other", settings(f"services.prometheus_port={port}")),
+        make_sinks(["jsonl", Extension("prometheus", {"port": port})]), RunOutline(tmp_path / "other", settings())
     )
     (tmp_path / "other").mkdir()
     with pytest.raises(UserError, match=f"port {port} cannot be served at"):

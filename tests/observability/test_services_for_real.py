@@ -19,10 +19,11 @@ from megatron_stare.observability.sink import RunOutline, make_sinks
 from megatron_stare.observability.sinks import service as service_module
 from megatron_stare.observability.sinks.weights_and_biases import offline_rows
 from megatron_stare.process.network import free_port
+from megatron_stare.registry import Extension
 from megatron_stare.run_dir.run_files import read_metrics
 
 pytestmark = pytest.mark.slow
-OFFLINE = "services.wandb_mode=offline"
+WANDB = Extension("wandb", {"mode": "offline"})
 
 
 def mlflow_history(run_dir: Path, metric: str) -> list[tuple[int, float]]:
@@ -41,7 +42,7 @@ def test_a_run_that_is_killed_and_continued_stands_once_in_both(
     pytest.importorskip("mlflow")
     run = tmp_path / "run"
     given = {"runtime.runner": "inline", "parallel.tensor": 1, "run.steps": 8, "run.checkpoint_every": 2}
-    sinks = ("observability.sinks=[jsonl,console,wandb,mlflow]", OFFLINE, f"run.dir={run}", model())
+    sinks = (f"observability.sinks=[jsonl,console,{WANDB},mlflow]", f"run.dir={run}", model())
     arguments = command(*sinks, **given | {"eval.prompts": 8, "eval.every": 2})
     process = subprocess.Popen(arguments, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True)
     assert process.stdout and any("step 5/8" in line for line in process.stdout)  # after a checkpoint of step 2 or 4
@@ -73,7 +74,7 @@ def test_a_run_that_is_killed_and_continued_stands_once_in_both(
 def wandb_monitor(folder: Path) -> tuple[Monitor, psutil.Process]:
     pytest.importorskip("wandb")
     before = {child.pid for child in psutil.Process().children()}
-    monitor = Monitor(make_sinks(["jsonl", "wandb"]), RunOutline(folder, settings(OFFLINE)))
+    monitor = Monitor(make_sinks(["jsonl", WANDB]), RunOutline(folder, settings()))
     monitor.start()
     (core,) = [
         child
@@ -114,8 +115,8 @@ def test_a_tracking_server_that_is_not_there_is_named_before_the_run(
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     port = free_port("127.0.0.1", range(19600, 19700))
-    config = settings(f"services.mlflow_uri=http://127.0.0.1:{port}")
-    monitor = Monitor(make_sinks(["jsonl", "mlflow"]), RunOutline(tmp_path, config))
+    sinks = make_sinks(["jsonl", Extension("mlflow", {"uri": f"http://127.0.0.1:{port}"})])
+    monitor = Monitor(sinks, RunOutline(tmp_path, settings()))
     with pytest.raises(UserError, match=r"'mlflow' cannot begin: MlflowException"):
         monitor.start()
     monitor.close()

@@ -157,7 +157,7 @@ def test_a_run_that_lost_a_node_waits_for_it_and_no_other_does(two_nodes: Nodes)
     try:
         assert more[0] in {node.id for node in reserved.plan.ranks} and len(reserved.plan.nodes) == 3
         assert said[0].startswith(
-            "waiting up to 60 s (recovery.nodes_s) for the GPUs that this run had: 6 trainer ranks"
+            "waiting up to 60 s (faults.run.nodes_s) for the GPUs that this run had: 6 trainer ranks"
         )
     finally:
         reserved.release()

@@ -13,7 +13,7 @@ import torch
 from pydantic import ValidationError
 from support.models import random_batch
 
-from megatron_stare.config.guards_section import GuardsConfig
+from megatron_stare.config.fault_sections import GuardsConfig
 from megatron_stare.config.schema import Config
 from megatron_stare.data.prompt_source import PromptQueue
 from megatron_stare.driver.guards import Guards, origin, read_guarded, step_folder, write_guarded
@@ -115,7 +115,7 @@ def test_entropy_may_not_leave_its_band() -> None:
     for entropy, outside in ((0.1, 0.0), (0.5, 0.0), (0.0999, 1.0), (0.5001, 1.0)):
         assert watch.judge(1, {"entropy/mean": entropy}, []) == {"guard/entropy_outside": outside}
         assert bool(watch.fired) == bool(outside)
-    with pytest.raises(GuardError, match=r"entropy 0.5 is outside guards.entropy, 0.1 to 0.5 nats"):
+    with pytest.raises(GuardError, match=r"entropy 0.5 is outside faults.guards.entropy, 0.1 to 0.5 nats"):
         watch.heed(0)
     assert guards().judge(1, {"entropy/mean": 9.0}, []) == {}
     with pytest.raises(ValidationError, match="not below"):

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from support.runs import ROOT, command, metrics, model
 
 from megatron_stare.cli import main
-from megatron_stare.config.checkpoint_section import CheckpointConfig
 from megatron_stare.config.load import load_config
+from megatron_stare.config.schema import CheckpointConfig
 from megatron_stare.driver.checkpoints import Retention, scores
 from megatron_stare.errors import ConfigError
 from megatron_stare.planning.preflight import check_best

@@ -13,9 +13,9 @@ import yaml
 from support.runs import ROOT
 
 from megatron_stare.cli import main
-from megatron_stare.config.layout_rules import check_layout
 from megatron_stare.config.load import load_config
 from megatron_stare.config.resolved import ResolvedRun, resolve_run
+from megatron_stare.config.rules import check_layout
 from megatron_stare.planning.gpus import Coefficients
 from megatron_stare.planning.layout_search import search
 from megatron_stare.planning.memory import Fit, PlannedFit

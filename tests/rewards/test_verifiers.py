@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 
-from megatron_stare.config.reward_section import RewardConfig
+from megatron_stare.config.schema import RewardConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.rewards import dapo_verifier
 from megatron_stare.rewards.http_verifier import ATTEMPTS, HttpVerifier

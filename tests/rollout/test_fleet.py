@@ -35,7 +35,7 @@ CONFIG = Config.model_validate(
     {
         "model": {"path": str(MODEL)},
         "rollout": {"max_new_tokens": 4},
-        "restarts": {"back_off_s": 0.0, "most": 9, "losses": 3},
+        "faults": {"engines": {"back_off_s": 0.0, "most": 9, "losses": 3}},
     }
 )
 PROMPTS = [Prompt(40 + i, str(i), "", "", (2, 3 + i)) for i in range(10)]

@@ -159,7 +159,7 @@ def test_the_rule_is_that_of_the_configuration(settings: dict[str, object], most
         {
             "model": {"path": str(servers.MODEL)},
             "rollout": {"engine": "sglang"},
-            "restarts": {"most": 5, "window_s": 60, "back_off_s": 2, "losses": 7},
+            "faults": {"engines": {"most": 5, "window_s": 60, "back_off_s": 2, "losses": 7}},
             **settings,
         }
     )

@@ -18,9 +18,7 @@ import pytest
 import torch
 from support import sglang_servers as servers
 
-from megatron_stare.config.moe_section import MoeConfig
-from megatron_stare.config.runtime_section import RuntimeConfig
-from megatron_stare.config.schema import Config, SGLangConfig
+from megatron_stare.config.schema import Config, MoeConfig, RuntimeConfig, SGLangConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.models import read_shape
 from megatron_stare.rollout.engines.sglang.client import SGLangClient

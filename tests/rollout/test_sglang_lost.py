@@ -29,7 +29,7 @@ PROBE_S = 8.0  # of a machine that runs other tests as well
 def config(sync: str) -> Config:
     plain = servers.config(engines=2, python=servers.PYTHON, sync=sync).model_dump()
     restarts = {"probe_s": PROBE_S, "back_off_s": 0.0, "most": 99}
-    return Config.model_validate({**plain, "restarts": restarts, "runtime": {"timeout_s": 120}})
+    return Config.model_validate({**plain, "faults": {"engines": restarts}, "runtime": {"timeout_s": 120}})
 
 
 @pytest.fixture(scope="module")

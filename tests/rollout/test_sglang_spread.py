@@ -19,8 +19,7 @@ from support.sglang_fake import FakeServer
 from support.sglang_groups import JoiningServer
 
 from megatron_stare.cluster.inline import InlineWorkers
-from megatron_stare.config.runtime_section import RuntimeConfig
-from megatron_stare.config.schema import Config
+from megatron_stare.config.schema import Config, RuntimeConfig
 from megatron_stare.errors import ConfigError, UserError
 from megatron_stare.models import read_shape
 from megatron_stare.rollout.engines.beside import Beside

@@ -34,7 +34,7 @@ MODEL = ROOT / "assets/tiny-adder"
 PATIENCE_S = 280.0  # of a test with a run that says nothing
 QUIET_STEPS, MORE_AFTER = 6, 3  # of a run beside which others are started, and as many again, where that slows little
 BUSY = ["nice", "-n", "10", sys.executable, "-c", "while True: pass"]
-QUICKLY = {"eval.prompts": 0, "run.steps": 200, "run.checkpoint_every": 0, "black_box.floor_s": 6}
+QUICKLY = {"eval.prompts": 0, "run.steps": 200, "run.checkpoint_every": 0, "faults.hangs.floor_s": 6}
 
 
 class HungRun:
@@ -293,7 +293,7 @@ HANGS = {
         lambda run: None,
         "server",
         r"the driver waits for engine 0's server at http://127\.0\.0\.1:\d+, which accepts what it is asked and does",
-        {"rollout.engine": "sglang", "black_box.first_s": 60},
+        {"rollout.engine": "sglang", "faults.hangs.first_s": 60},
     ),
     "a thread of the driver is deadlocked": Hang(
         _stall_parts,

@@ -48,7 +48,7 @@ def config(
             },
             "moe": {"routing_replay": routing_replay},
             "sglang": {"start_timeout_s": START_S, **sglang},
-            "limits": {"request_s": request_s},
+            "faults": {"requests": {"request_s": request_s}},
         }
     )
 

@@ -43,7 +43,7 @@ def test_what_a_task_leaves_out_is_the_runs_own() -> None:
     )
     params = task.sampling(step=0, seed=5, stop_token_ids=(1,))
     assert (params.temperature, params.top_p, params.max_new_tokens, params.seed) == (0.9, 1.0, 32, 5)
-    assert (task.samples, task.verifier) == (1, "arithmetic")
+    assert (task.samples, task.verifier.name) == (1, "arithmetic")
 
 
 def test_what_a_task_has_is_laid_over_the_runs_own() -> None:
@@ -73,11 +73,11 @@ def test_what_a_task_has_is_laid_over_the_runs_own() -> None:
     )
     mine, other = evaluation_tasks(run)
     data = mine.config.data
-    assert (data.source, data.path, data.eval_path) == ("jsonl", "train.jsonl", "mine.jsonl")
+    assert (data.source.name, data.path, data.eval_path) == ("jsonl", "train.jsonl", "mine.jsonl")
     assert (data.template, data.chat_template) == ("1+{prompt}", True)
     rollout = mine.config.rollout
-    assert (rollout.environment, rollout.temperature, rollout.max_new_tokens) == ("a.B", 0.6, 48)
-    assert (mine.verifier, mine.config.eval.prompts, mine.config.eval.greedy) == ("math", 3, False)
+    assert (rollout.environment.name, rollout.temperature, rollout.max_new_tokens) == ("a.B", 0.6, 48)
+    assert (mine.verifier.name, mine.config.eval.prompts, mine.config.eval.greedy) == ("math", 3, False)
     params = mine.sampling(step=0, seed=1, stop_token_ids=(1,), greedy=True)
     assert (params.temperature, params.top_p, params.max_new_tokens, params.greedy) == (0.6, 0.95, 48, True)
     assert mine.about() == {

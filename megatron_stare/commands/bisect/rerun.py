@@ -41,7 +41,7 @@ SETTINGS: dict[str, Any] = {
     "checkpoint.self_test": False,  # which a change of the layout need not pass to the bit; unchanged steps prove more
     "checkpoint.keep_best": 0,
     "checkpoint.best_by": None,
-    "black_box.enabled": False,
+    "faults.hangs.enabled": False,
     "observability.sinks": ["jsonl"],
     "observability.metrics": [],
 }

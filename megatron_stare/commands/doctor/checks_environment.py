@@ -140,10 +140,14 @@ def _cache(shell: Mapping[str, str]) -> Finding:
 def check_timeouts(config: Config) -> Finding:
     """Ranks that have no part in a rollout wait in a collective for as long as it takes."""
     call = config.runtime.timeout_s
-    collective, limits = config.limits.collective_limit(call), config.limits
+    limits = config.faults.requests
+    collective = limits.collective_limit(call)
     longest = limits.rollout_s or limits.attempts * limits.request_limit(call)
     if collective < longest:
-        mend = "raise limits.collective_s (and runtime.timeout_s), or lower limits.rollout_s or limits.request_s"
+        mend = (
+            "raise faults.requests.collective_s (and runtime.timeout_s), or lower faults.requests.rollout_s or "
+            "faults.requests.request_s"
+        )
         return fault("NCCL timeout", f"{collective:.0f} s, and a rollout may take {longest:.0f}", mend)
     return ok("NCCL timeout", f"{collective:.0f} s; a rollout takes at most {longest:.0f}")
 

@@ -31,6 +31,7 @@ from megatron_stare.models.shape import ModelShape
 from megatron_stare.planning.preflight import check_checkpoint_of, check_task
 from megatron_stare.process.interruption import ClosingStack
 from megatron_stare.process.workers import Handle
+from megatron_stare.registry import Extension
 from megatron_stare.rewards.known_answers import open_pool
 from megatron_stare.rewards.verifier_pool import VerifierPool
 from megatron_stare.rollout.engines.model_folder import check_vocabulary, load_tokenizer, stop_token_ids
@@ -90,7 +91,7 @@ class Opened:
         config = self.config
         return {
             "checkpoint": self.checkpoint.identity(),
-            "engine": {"name": config.rollout.engine, "dtype": config.sglang.dtype or config.model.dtype},
+            "engine": {"name": config.rollout.engine.written(), "dtype": config.sglang.dtype or config.model.dtype},
             "tasks": {name: _what(evaluation) for name, evaluation in self.evaluations.items()},
         }
 
@@ -141,7 +142,7 @@ def run(opened: Opened, out: Path, shown: Shown, note: Callable[[str], None]) ->
     config, step = opened.config, opened.checkpoint.step
     records: dict[str, dict[str, Any]] = {}
     with ClosingStack() as stack:
-        pools: dict[str, VerifierPool] = {}
+        pools: dict[Extension, VerifierPool] = {}
         for evaluation in opened.evaluations.values():
             verifier = evaluation.task.verifier
             if verifier not in pools:
@@ -241,8 +242,8 @@ def _what(evaluation: Evaluation) -> dict[str, Any]:
     return {
         **decoding,
         "seed": task.config.eval.seed,
-        "verifier": task.verifier,
-        "environment": task.config.rollout.environment,
+        "verifier": task.verifier.written(),
+        "environment": task.config.rollout.environment.written(),
         "problems": len(prompts),
         "prompts": _digest(asked),
     }

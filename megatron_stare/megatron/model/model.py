@@ -24,9 +24,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor, nn
 
-from megatron_stare.config.moe_section import MoeConfig
 from megatron_stare.config.performance import megatron_fields
-from megatron_stare.config.schema import ModelConfig, ParallelConfig, PerformanceConfig
+from megatron_stare.config.schema import ModelConfig, MoeConfig, ParallelConfig, PerformanceConfig
 from megatron_stare.errors import DataError
 from megatron_stare.megatron.backend.cpu_backend import backend, device, has_transformer_engine
 from megatron_stare.megatron.backend.layout import Layout

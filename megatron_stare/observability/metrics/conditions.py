@@ -16,7 +16,7 @@ from megatron_stare.observability.metrics.paired import BAND
 
 Row = Mapping[str, float]
 
-GUARDS = "guards"  # the section of the configuration that rules with a `guard` have settings in
+GUARDS = "faults.guards"  # the section of the configuration that rules with a `guard` have settings in
 
 # Single batches leave the band by chance; ten in a row do not, and a controller that works is back sooner.
 OFF_TARGET_STEPS = 10

@@ -6,7 +6,9 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from megatron_stare.observability.sink import RunOutline
 from megatron_stare.observability.sinks.delivery import Delivered
@@ -18,12 +20,24 @@ _VALUE = 6000  # characters of a parameter
 
 
 class MlflowRuns(Service):
-    """Metrics by step, under their names as far as MLflow takes them. A continued run goes on as the same run there."""
+    """Metrics by step, under their names as far as MLflow takes them. A continued run goes on as the same run there.
+
+    Args:
+        uri: tracking server, or file:/folder; None: MLFLOW_TRACKING_URI, or else the folder mlflow of the run
+            directory.
+        experiment: in MLflow.
+    """
 
     name, package = "mlflow", "mlflow"
 
+    def __init__(
+        self, *, uri: str | None = None, experiment: Annotated[str, Field(min_length=1)] = "megatron_stare"
+    ) -> None:
+        super().__init__()
+        self._uri, self._experiment = uri, experiment
+
     def open(self, run: RunOutline, delivered: Delivered) -> None:
-        uri = run.config.services.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        uri = self._uri or os.environ.get("MLFLOW_TRACKING_URI")
         uri = uri or (run.dir / "mlflow").resolve().as_uri()
         if "://" not in uri or uri.startswith("file:"):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # its newer stores need a data base
@@ -31,7 +45,7 @@ class MlflowRuns(Service):
         from mlflow.tracking import MlflowClient  # seconds
 
         self._client = MlflowClient(tracking_uri=uri)
-        name = run.config.services.mlflow_experiment
+        name = self._experiment
         found = self._client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else self._client.create_experiment(name)
         mine = self._client.search_runs([experiment], f"tags.megatron_stare_run = '{delivered.id}'")

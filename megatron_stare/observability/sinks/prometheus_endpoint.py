@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from megatron_stare.errors import UserError
 from megatron_stare.observability.metrics.glossary import explained
-from megatron_stare.observability.sink import Alert, RunOutline, Sink
+from megatron_stare.observability.sink import WHERE, Alert, RunOutline, Sink
 from megatron_stare.observability.sinks.service import need
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.run_dir.run_files import evaluation_figures
@@ -18,10 +20,21 @@ PREFIX = "megatron_stare_"
 
 class PrometheusEndpoint(Sink):
     """A gauge a metric, named after it with `_` for what Prometheus does not take, and said in words as the glossary
-    says it. A scrape sees the newest step whole: the figures are replaced as one."""
+    says it. A scrape sees the newest step whole: the figures are replaced as one.
 
-    def __init__(self) -> None:
+    Args:
+        host: address that the figures are served at; 0.0.0.0: to every machine.
+        port: that they are served at.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: Annotated[str, Field(min_length=1)] = "127.0.0.1",
+        port: Annotated[int, Field(ge=1, le=65535)] = 9464,
+    ) -> None:
         need("prometheus_client", "prometheus")
+        self._host, self._port = host, port
         self._server: Any = None
         self._figures: Mapping[str, float] = {}
         self._evaluated: dict[tuple[str, str], float] = {}
@@ -92,15 +105,14 @@ class PrometheusEndpoint(Sink):
         from prometheus_client import CollectorRegistry, start_http_server
 
         self._name, self._steps = run.config.run.name, run.config.run.steps
-        services = run.config.services
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         try:
-            self._server, _ = start_http_server(services.prometheus_port, services.prometheus_host, registry)
+            self._server, _ = start_http_server(self._port, self._host, registry)
         except OSError as error:
             raise UserError(
-                f"{services.prometheus_host} port {services.prometheus_port} cannot be served at ({error.strerror})",
-                where="services.prometheus_port",
+                f"{self._host} port {self._port} cannot be served at ({error.strerror})",
+                where=f"{WHERE}[prometheus].port",
                 fix="give another, or leave the sink prometheus out",
             ) from error
 

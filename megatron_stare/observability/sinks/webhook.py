@@ -9,13 +9,15 @@ import socket
 from collections.abc import Mapping, Sequence
 from functools import partial
 from threading import Event
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
+from pydantic import Field
+
 from megatron_stare.errors import UserError
 from megatron_stare.observability.metrics.glossary import explained
-from megatron_stare.observability.sink import Alert, RunOutline, Sink
+from megatron_stare.observability.sink import WHERE, Alert, RunOutline, Sink
 from megatron_stare.observability.sinks.delivery import Background, Delivered
 from megatron_stare.records.rollout_batch import RolloutBatch
 
@@ -24,22 +26,34 @@ CLOSE_S = 10.0  # for those that still wait when the run ends
 
 
 class Webhook(Sink):
-    """Posts every alert as it begins and as it is over. The address is a secret: it is in no file and no message."""
+    """Posts every alert as it begins and as it is over. The address is a secret: it is in no file and no message.
 
-    def __init__(self) -> None:
+    Args:
+        env: name of the environment variable that holds the address.
+        attempts: times that an alert is posted until it is given up.
+        timeout_s: seconds that the service may take to answer.
+        back_off_s: seconds before a second attempt, doubled by each.
+    """
+
+    def __init__(
+        self,
+        *,
+        env: Annotated[str, Field(min_length=1)] = "MEGATRON_STARE_WEBHOOK",
+        attempts: Annotated[int, Field(ge=1)] = 3,
+        timeout_s: Annotated[float, Field(gt=0)] = 10.0,
+        back_off_s: Annotated[float, Field(ge=0)] = 1.0,
+    ) -> None:
+        self._env, self._attempts, self._timeout_s, self._back_off_s = env, attempts, timeout_s, back_off_s
         self._background: Background | None = None
 
     def start(self, run: RunOutline) -> None:
-        services = run.config.services
-        self._url = os.environ.get(services.webhook_env, "")
+        self._url = os.environ.get(self._env, "")
         if urlsplit(self._url).scheme not in ("http", "https"):
             raise UserError(
-                f"the environment variable {services.webhook_env} holds no http address to post alerts to",
-                where="services.webhook_env",
-                fix=f"export {services.webhook_env}=https://..., or leave the sink webhook out",
+                f"the environment variable {self._env} holds no http address to post alerts to",
+                where=f"{WHERE}[webhook].env",
+                fix=f"export {self._env}=https://..., or leave the sink webhook out",
             )
-        self._attempts, self._timeout_s = services.webhook_attempts, services.webhook_timeout_s
-        self._back_off_s = services.webhook_back_off_s
         self._about = {"run": run.config.run.name, "dir": str(run.dir), "host": socket.gethostname()}
         self._delivered, self._step = Delivered.read(run.dir / "webhook_delivered.json"), 0
         self._background = Background("webhook", ROOM)

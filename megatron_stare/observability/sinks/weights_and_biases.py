@@ -13,9 +13,10 @@ import json
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import psutil
+from pydantic import Field
 
 from megatron_stare.observability.sink import RunOutline
 from megatron_stare.observability.sinks.delivery import Delivered
@@ -31,9 +32,24 @@ class WeightsAndBiases(Service):
 
     Online a continued run goes on as the same run of W&B. Offline, where W&B cannot continue one, each start is a run
     of its own, all in one group; no step is in two of them.
+
+    Args:
+        project: in W&B.
+        entity: user or team in W&B; None: that of the login.
+        mode: 'offline' writes into the run directory, for `wandb sync`. None: as WANDB_MODE says, or online.
     """
 
     name, package = "wandb", "wandb"
+
+    def __init__(
+        self,
+        *,
+        project: Annotated[str, Field(min_length=1)] = "megatron_stare",
+        entity: str | None = None,
+        mode: Literal["online", "offline"] | None = None,
+    ) -> None:
+        super().__init__()
+        self._project, self._entity, self._mode = project, entity, mode
 
     def look(self, run: RunOutline, delivered: Delivered) -> None:
         rows = offline_rows(run.dir)
@@ -49,13 +65,12 @@ class WeightsAndBiases(Service):
     def open(self, run: RunOutline, delivered: Delivered) -> None:
         import wandb  # seconds
 
-        services = run.config.services
         settings = wandb.Settings(console="off", silent=True)  # stdout is the console sink's
-        mode = services.wandb_mode or wandb.setup(settings).settings.mode
+        mode = self._mode or wandb.setup(settings).settings.mode
         offline = mode == "offline"
         self._run: Any = wandb.init(
-            project=services.wandb_project,
-            entity=services.wandb_entity,
+            project=self._project,
+            entity=self._entity,
             name=run.config.run.name,
             id=f"{delivered.id}-{delivered.starts}" if offline else delivered.id,
             group=delivered.id if offline else None,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.models.shape import ModelShape
-from megatron_stare.registry import resolve
+from megatron_stare.registry import Extension, resolve, settings_of
 from megatron_stare.rollout.engines.beside import Beside, ReplicaPart
 from megatron_stare.rollout.engines.engine import Engine
 from megatron_stare.rollout.engines.served_memory import ServedMemory
@@ -26,6 +27,8 @@ class Replica(ABC):
 
     Args:
         number: of the replica among those of the run.
+
+    Settings of its own are keyword-only parameters that a subclass adds to these.
 
     Raises:
         UserError: it cannot be started.
@@ -87,7 +90,8 @@ class Replica(ABC):
 
 class InProcess(Replica):
     """An engine that is an object of its worker's process: ours, or a user's own, a subclass of Engine that is made
-    with `model_path`, `max_batch`, `threads` and `dtype`, the trainer's. It computes on the CPU: it is shown no GPU."""
+    with `model_path`, `max_batch`, `threads` and `dtype`, the trainer's, and its settings, which are its other
+    keyword-only parameters. It computes on the CPU: it is shown no GPU."""
 
     def __init__(self, config: Config, number: int, kind: type[Engine]) -> None:
         made: Callable[..., Engine] = kind  # every subclass has a constructor of its own
@@ -97,6 +101,7 @@ class InProcess(Replica):
             max_batch=config.rollout.max_batch,
             threads=config.rollout.threads,
             dtype=config.model.dtype,
+            **_settings(config, kind),
         )
 
     def engine(self) -> Engine:
@@ -115,12 +120,13 @@ class InProcess(Replica):
             )
 
 
-def resolve_engine(name: str) -> type[Engine] | type[Replica]:
+def resolve_engine(engine: Extension | str) -> type[Engine] | type[Replica]:
     """What a name or dotted path stands for.
 
     Raises:
         ConfigError: there is no such class, or it is neither an Engine nor a Replica.
     """
+    name = Extension.read(engine).name
     kind = resolve(name, ENGINES, WHERE)
     if not (isinstance(kind, type) and issubclass(kind, (Engine, Replica))):
         raise ConfigError(f"{name!r} is not a subclass of megatron_stare.rollout.engines.engine.Engine", where=WHERE)
@@ -136,7 +142,8 @@ def make_replica(config: Config, number: int, beside: Beside | None = None) -> R
     kind = resolve_engine(config.rollout.engine)
     if issubclass(kind, Engine):
         return InProcess(config, number, kind)
-    return kind(config, number, *(() if beside is None else (beside,)))
+    made: Callable[..., Replica] = kind
+    return made(config, number, *(() if beside is None else (beside,)), **_settings(config, kind))
 
 
 def make_part(config: Config, number: int, node: int) -> ReplicaPart:
@@ -146,6 +153,7 @@ def make_part(config: Config, number: int, node: int) -> ReplicaPart:
 
 def check_engine(config: Config, shape: ModelShape) -> None:
     """Raises ConfigError for an engine that does not exist, or could not run as it is configured."""
+    _settings(config, resolve_engine(config.rollout.engine))
     _kind(config).check(config, shape)
 
 
@@ -177,6 +185,11 @@ def served_memory(config: Config, shape: ModelShape, capacity: int) -> ServedMem
 def server_release(config: Config) -> tuple[str | None, Sequence[str]] | None:
     """See Replica.release."""
     return _kind(config).release(config)
+
+
+def _settings(config: Config, kind: type[Engine] | type[Replica]) -> dict[str, Any]:
+    """The engine's own; of one in process the other keywords are the run's."""
+    return settings_of(config.rollout.engine, kind, WHERE, ("model_path", "max_batch", "threads", "dtype"))
 
 
 def _kind(config: Config) -> type[Replica]:

@@ -322,7 +322,7 @@ class Serving:
                 raise RolloutLateError(
                     f"{sum(t.done() for t in trajectories)} of {len(trajectories)} trajectories were made in "
                     f"{self._limit_s:g} s, and {self.dispatch.under_way} requests are under way at the engines",
-                    where="limits.rollout_s",
+                    where="faults.requests.rollout_s",
                     fix="raise it, or set it to null; where few requests are under way, environment or verifier wait",
                 )
             for each in ended:

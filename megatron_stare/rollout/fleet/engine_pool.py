@@ -37,7 +37,7 @@ METRICS = (
         "rollout/retried_late",
         "requests",
         "those of them that passed their time limit",
-        "0; raise limits.request_s where responses are longer",
+        "0; raise faults.requests.request_s where responses are longer",
     ),
     Metric("engine/serving", "engines", "that may be asked for tokens after the step's weight sync", "all of them"),
     Metric("engine/dead", "times", "that an engine was lost since the weight sync before", "0; any is an alert"),

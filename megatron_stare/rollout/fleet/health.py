@@ -48,7 +48,7 @@ class HealthError(RuntimeError):
 
 @dataclass(frozen=True)
 class RestartRule:
-    """When a replica is begun again; see the section `restarts`.
+    """When a replica is begun again; see the section `faults.engines`.
 
     most: times in any `window_s` seconds; None: any number, of servers that somebody else restarts.
     back_off_s: before the second time, doubled by each one more in the window.
@@ -64,7 +64,7 @@ class RestartRule:
     def of(cls, config: Config) -> RestartRule:
         """As a run's configuration has it. Servers that share the trainer's device are not begun again: one sizes its
         cache by what it finds free, and the trainer may be there."""
-        asked = config.restarts
+        asked = config.faults.engines
         most = None if config.sglang.urls else 0 if config.sglang.colocated else asked.most
         return cls(most, asked.window_s, asked.back_off_s, asked.losses)
 

@@ -19,7 +19,7 @@ LONGEST_DOUBLING = 8  # 2^8 times the first back-off
 
 @dataclass(frozen=True)
 class RequestRule:
-    """What is done for a response; see the section `limits`.
+    """What is done for a response; see the section `faults.requests`.
 
     attempts: times it is asked for.
     back_off_s: for which a replica that lost a request is given no other; doubled by each it loses in a row.
@@ -33,7 +33,8 @@ class RequestRule:
     @classmethod
     def of(cls, config: Config) -> RequestRule:
         """As a run's configuration has it."""
-        return cls(config.limits.attempts, config.limits.back_off_s, config.limits.rollout_s)
+        asked = config.faults.requests
+        return cls(asked.attempts, asked.back_off_s, asked.rollout_s)
 
 
 @dataclass
@@ -148,7 +149,8 @@ class Retries:
             raise RequestLostError(
                 f"a response was asked for {len(before)} times and did not come: {told}",
                 where=f"request {lost.rid}",
-                fix="see to the servers; limits.attempts and limits.request_s say how often and how long one is asked",
+                fix="see to the servers; faults.requests.attempts and faults.requests.request_s say how often and how "
+                "long one is asked",
             )
         self.metrics["rollout/retried"] += 1
         self.metrics["rollout/retried_late"] += lost.late

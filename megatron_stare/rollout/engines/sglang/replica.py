@@ -62,7 +62,7 @@ class SGLangReplica(Replica):
             url,
             key,
             config.runtime.timeout_s,
-            response_s=config.limits.request_limit(config.runtime.timeout_s),
+            response_s=config.faults.requests.request_limit(config.runtime.timeout_s),
             router=config.sglang.router,
         )
 
@@ -81,7 +81,7 @@ class SGLangReplica(Replica):
                     config.sglang.sync,
                     [self._client],
                     config.model.path,
-                    config.limits.collective_limit(config.runtime.timeout_s),
+                    config.faults.requests.collective_limit(config.runtime.timeout_s),
                     places=[self._place],
                 ),
                 config.model.path,
@@ -92,7 +92,7 @@ class SGLangReplica(Replica):
                 server_flags(config),
                 Way(config.sglang.sync, config.runtime.timeout_s, config.model.path, config.sglang.sync_folder),
                 self._place,
-                config.restarts.probe_s,
+                config.faults.engines.probe_s,
             )
             stack.pop_all()  # the engine's from here on
             return engine

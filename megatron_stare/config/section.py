@@ -1,8 +1,16 @@
-"""What a prompt template must be."""
+"""The base of all sections of a configuration, and checks of values that several sections have."""
 
 from __future__ import annotations
 
 from string import Formatter
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Section(BaseModel):
+    """Some settings of a run, typed. Unknown keys are refused, and nothing changes once it is read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 def check_template(template: str | None) -> str | None:

@@ -1,10 +1,27 @@
-"""Which layouts a model can be cut into, said before any process is started."""
+"""Refuses layouts, experts and devices that no run can be trained with, before any process is started."""
 
 from __future__ import annotations
 
-from megatron_stare.config.schema import ModelConfig, ParallelConfig
+import importlib.util
+
+import torch
+
+from megatron_stare.config.schema import Config, ModelConfig, MoeConfig, ParallelConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.models.shape import ModelShape
+
+_OF_THE_LAYOUT = (
+    "the gradient would depend on how a batch is cut, and a step is the same in every layout here: Megatron's loss is "
+)
+# why each way to balance experts that Megatron has is not done
+REFUSED = {
+    "aux_loss": _OF_THE_LAYOUT + "of the shares of experts in a micro-batch, padding included",
+    "seq_aux_loss": _OF_THE_LAYOUT + "of a row of the micro-batch, which packed is all of its sequences together",
+    "global_aux_loss": _OF_THE_LAYOUT + "of the shares in the micro-batches so far, in whatever order they come",
+    "expert_bias": "no supported family's checkpoints or servers hold such a bias, so engines would choose experts "
+    "without it (those of DeepSeek V3 and GLM 4.5 do, as e_score_correction_bias); and Megatron adds it to sigmoid "
+    "scores alone, where Qwen3-MoE's are a softmax",
+}
 
 
 def check_layout(parallel: ParallelConfig, shape: ModelShape) -> None:
@@ -133,3 +150,38 @@ def stage_layers(parallel: ParallelConfig, shape: ModelShape) -> set[int]:
     if (first := parallel.first_stage_layers) is not None:
         return {first, (shape.layers - first) // (parallel.pipeline - 1)}
     return {shape.layers // (parallel.pipeline * parallel.virtual_pipeline)}
+
+
+def check_moe(config: Config, shape: ModelShape) -> None:
+    """Raises ConfigError for settings of experts where the model has none, and for what no run can have yet."""
+    if not shape.experts:
+        for name, default in MoeConfig():
+            if getattr(config.moe, name) != default:
+                raise ConfigError("the model has no experts", where=f"moe.{name}", fix="leave it out")
+    if reason := REFUSED.get(config.moe.balance):
+        raise ConfigError(reason, where="moe.balance", fix="use none")
+
+
+def check_device(config: Config, *, experts: bool) -> None:
+    """Raises ConfigError for what the device that this process sees cannot train, or not rightly yet.
+
+    Args:
+        experts: whether the model is a mixture of experts.
+    """
+    if torch.cuda.is_available():
+        _check_cuda(config, experts)
+
+
+def _check_cuda(config: Config, experts: bool) -> None:
+    if experts and not importlib.util.find_spec("transformer_engine"):
+        raise ConfigError(
+            "on CUDA mixture-of-experts models need Transformer Engine: megatron-core's router calls a function of it",
+            where="model.path",
+            fix="install Transformer Engine, use a dense model, or train on CPUs",
+        )
+    if config.parallel.context > 1 and not importlib.util.find_spec("transformer_engine"):
+        raise ConfigError(
+            "on CUDA context parallelism needs Transformer Engine's attention",
+            where="parallel.context",
+            fix="set it to 1, or install Transformer Engine",
+        )
