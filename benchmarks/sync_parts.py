@@ -23,9 +23,9 @@ from torch import Tensor
 from megatron_stare.rollout.engines.sglang.broadcast import BroadcastSync
 from megatron_stare.rollout.engines.sglang.client import SGLangClient, everywhere
 from megatron_stare.rollout.engines.sglang.disk_sync import DiskSync, drawn_folder
-from megatron_stare.rollout.engines.sglang.methods import make_sync
 from megatron_stare.rollout.engines.sglang.sender import Sent
 from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
+from megatron_stare.rollout.engines.sglang.server_outlet import make_sync
 from megatron_stare.rollout.engines.sglang.sync import Bucket, WeightSync
 from megatron_stare.rollout.engines.sglang.update import ServersUpdate
 from megatron_stare.weights.sync.stream_plan import BucketLayout

@@ -8,7 +8,7 @@ from megatron_stare.megatron.dry.planned_parts import Parts, build_parts, stage_
 from megatron_stare.planning.activation_memory import ActivationMemory
 from megatron_stare.planning.flops import balanced
 from megatron_stare.planning.memory_check import Fit
-from megatron_stare.rollout.engines.served_memory import ServedMemory
+from megatron_stare.rollout.engines.replicas import ServedMemory
 
 
 class PlannedFit(Fit):

@@ -15,8 +15,7 @@ from megatron_stare.megatron.model.head_choice import largest_logits
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.planning.activation_memory import ActivationMemory, activation_memory, layer_parts
 from megatron_stare.planning.memory_budget import Budget, Needs, budget
-from megatron_stare.rollout.engines.replicas import served_memory
-from megatron_stare.rollout.engines.served_memory import ServedMemory
+from megatron_stare.rollout.engines.replicas import ServedMemory, served_memory
 
 BUCKETS = 3  # of the sync that a sender holds at most
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -19,8 +19,7 @@ from megatron_stare.planning.memory_budget import Budget
 from megatron_stare.planning.phase_times import ASSUMPTIONS, Lengths, Step, step_time
 from megatron_stare.planning.placement import Demand
 from megatron_stare.planning.preflight import check_lengths, not_checked
-from megatron_stare.rollout.engines.replicas import replica_count, replica_gpus
-from megatron_stare.rollout.engines.served_memory import ServedMemory
+from megatron_stare.rollout.engines.replicas import ServedMemory, replica_count, replica_gpus
 
 DAY = 86400.0
 SHOWN = 8  # layouts

@@ -31,8 +31,8 @@ from megatron_stare.environments.single_turn import SingleTurn
 from megatron_stare.errors import ConfigError
 from megatron_stare.planning.placement import Awaited, Demand, PlacementError, plan
 from megatron_stare.records.batch import Prompt, SamplingParams
-from megatron_stare.rollout.engines.beside import Beside
 from megatron_stare.rollout.engines.engine_worker import EngineWorker
+from megatron_stare.rollout.engines.replicas import Beside
 from megatron_stare.rollout.engines.state import EngineState
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.rollout.sources.rollout_source import Rollouts

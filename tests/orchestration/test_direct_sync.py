@@ -17,10 +17,9 @@ from megatron_stare.config.schema import Config
 from megatron_stare.rollout.engines import engine_worker
 from megatron_stare.rollout.engines.engine import WeightUpdateError
 from megatron_stare.rollout.engines.sglang import server_outlet
-from megatron_stare.rollout.engines.sglang.methods import make_sync
 from megatron_stare.rollout.engines.sglang.protocol import SGLangError
 from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
-from megatron_stare.rollout.engines.sglang.server_outlet import Way
+from megatron_stare.rollout.engines.sglang.server_outlet import Way, make_sync
 from megatron_stare.rollout.engines.state import EngineState
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.weights.sync.outlet import Outlet

@@ -11,7 +11,7 @@ from support.models import save_model
 from support.runs import ROOT
 from transformers import AutoModelForCausalLM
 
-from megatron_stare.cluster.folder_weights import FolderWeights
+from megatron_stare.cluster.engines_alone import FolderWeights
 from megatron_stare.cluster.inline import InlineWorkers
 from megatron_stare.errors import DataError
 from megatron_stare.models import read_shape

@@ -18,7 +18,7 @@ from megatron_stare.planning.flops import body_flops, forward_flops, layer_matri
 from megatron_stare.planning.gpus import HOST_LINK, NETWORK, Gpu
 from megatron_stare.planning.partial_flow import partial_flow
 from megatron_stare.planning.phase_times import Lengths, Step, parameters, rollout_seconds, step_time
-from megatron_stare.rollout.engines.served_memory import ServedMemory
+from megatron_stare.rollout.engines.replicas import ServedMemory
 from megatron_stare.weights.files.check import expected
 
 ARCHITECTURES = ROOT / "assets" / "architectures"

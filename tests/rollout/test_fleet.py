@@ -23,11 +23,11 @@ from megatron_stare.records.batch import Prompt, SamplingParams
 from megatron_stare.rollout.engines import engine_worker
 from megatron_stare.rollout.engines.engine import WeightUpdateError
 from megatron_stare.rollout.engines.sglang import server_outlet
-from megatron_stare.rollout.engines.sglang.methods import make_sync
 from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
-from megatron_stare.rollout.engines.sglang.server_outlet import Way
+from megatron_stare.rollout.engines.sglang.server_outlet import Way, make_sync
 from megatron_stare.rollout.fleet.health import Health, NoEngineError
-from megatron_stare.rollout.sources.rollout_source import Rollouts, check_versions
+from megatron_stare.rollout.sources.rollout_source import Rollouts
+from megatron_stare.rollout.sources.turns import check_versions
 
 MODEL = Path(__file__).parents[2] / "assets" / "tiny-adder"
 TENSORS = load_file(MODEL / "model.safetensors")

@@ -28,7 +28,8 @@ from megatron_stare.rollout.engines.sglang.tensor_sync import TensorSync
 from megatron_stare.rollout.fleet.dispatch import RolloutLateError
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.rollout.fleet.retries import RequestRule, Retries
-from megatron_stare.rollout.sources.rollout_source import Rollouts, check_versions
+from megatron_stare.rollout.sources.rollout_source import Rollouts
+from megatron_stare.rollout.sources.turns import check_versions
 
 MODEL = str(Path(__file__).parents[2] / "assets" / "tiny-adder")
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=4, seed=1, step=1, stop_token_ids=(STOP,))

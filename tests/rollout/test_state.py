@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_stare.rollout.engines.engine import WeightUpdateError
-from megatron_stare.rollout.engines.ledger import WeightLedger
+from megatron_stare.rollout.engines.local import WeightLedger
 from megatron_stare.rollout.engines.state import (
     MEMORY,
     EngineState,

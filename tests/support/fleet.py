@@ -21,7 +21,8 @@ from megatron_stare.rollout.engines.engine_worker import EngineWorker
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.rollout.fleet.health import Health, RestartRule
 from megatron_stare.rollout.fleet.retries import RequestRule
-from megatron_stare.rollout.sources.rollout_source import Progress, Rollouts, check_versions
+from megatron_stare.rollout.sources.rollout_source import Progress, Rollouts
+from megatron_stare.rollout.sources.turns import check_versions
 from megatron_stare.weights.sync.outlet import Outlet
 from megatron_stare.weights.sync.stream import Bucket
 from megatron_stare.weights.sync.stream_plan import BucketLayout, Slot

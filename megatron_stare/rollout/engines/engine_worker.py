@@ -11,7 +11,6 @@ from torch import Tensor
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
 from megatron_stare.records.batch import SamplingParams
-from megatron_stare.rollout.engines.beside import Beside
 from megatron_stare.rollout.engines.engine import (
     Engine,
     GenerateRequest,
@@ -21,7 +20,7 @@ from megatron_stare.rollout.engines.engine import (
     ServedEngine,
 )
 from megatron_stare.rollout.engines.model_folder import add_text, load_tokenizer
-from megatron_stare.rollout.engines.replicas import make_replica
+from megatron_stare.rollout.engines.replicas import Beside, make_replica
 from megatron_stare.rollout.engines.state import MEMORY
 from megatron_stare.weights.sync.outlet import Route
 from megatron_stare.weights.sync.stream_plan import BucketLayout

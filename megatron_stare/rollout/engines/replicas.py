@@ -2,23 +2,85 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.models.shape import ModelShape
+from megatron_stare.process.workers import Workers
 from megatron_stare.registry import resolve
-from megatron_stare.rollout.engines.beside import Beside, ReplicaPart
 from megatron_stare.rollout.engines.engine import Engine
-from megatron_stare.rollout.engines.served_memory import ServedMemory
 
 ENGINES = {
     "local": "megatron_stare.rollout.engines.local.LocalEngine",
     "sglang": "megatron_stare.rollout.engines.sglang.replica.SGLangReplica",
 }
 WHERE = "rollout.engine"
+
+
+@dataclass(frozen=True)
+class ServedMemory:
+    """Of a server's rank on its GPU, bytes.
+
+    token: keys and values of a token.
+    setting: full name of what bounds the cache; a unit of it is `unit` bytes, of which `before` are not the cache's.
+    digits: after the point, that a value of the setting has.
+    """
+
+    weights: int
+    cache: int
+    token: int
+    setting: str
+    unit: int
+    before: int = 0
+    digits: int = 0
+
+    def value_for(self, room: int) -> float | int:
+        """The setting with which the cache takes at most `room` bytes."""
+        value = math.floor((room + self.before) / self.unit * 10**self.digits) / 10**self.digits
+        return value if self.digits else int(value)
+
+
+class ReplicaPart(ABC):
+    """What a replica of several nodes has on one of the others: a worker there, which the replica's own speaks to."""
+
+    @abstractmethod
+    def start(self, meeting: str) -> None:
+        """Starts it, after ending one that was started before. Args: meeting: host:port where all parts meet."""
+
+    @abstractmethod
+    def ended(self) -> str | None:
+        """How it ended, with its last words; None: it has not, or has not been started."""
+
+    @abstractmethod
+    def memory_mb(self) -> float:
+        """Of its processes, 10^6 bytes."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Ends it. Stopping twice is allowed."""
+
+    def close(self) -> None:
+        """Ends it with its worker."""
+        self.stop()
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The other nodes of a replica.
+
+    parts: its parts there, in the order of the nodes.
+    address: of the replica's own node, where the others reach it.
+    others: addresses of the others.
+    """
+
+    parts: Workers
+    address: str
+    others: tuple[str, ...]
 
 
 class Replica(ABC):

@@ -23,10 +23,6 @@ from megatron_stare.rollout.fleet.dispatch import Serving
 from megatron_stare.rollout.fleet.engine_pool import EnginePool, Exported
 from megatron_stare.rollout.sources.calls import CallJournal
 from megatron_stare.rollout.sources.turns import Turns, covered
-from megatron_stare.rollout.sources.turns import (
-    check_result as check_result,  # for who looks for the contracts' checks here
-)
-from megatron_stare.rollout.sources.turns import check_versions as check_versions
 from megatron_stare.rollout.sources.under_way import ResponseCut, ResponseGivenUp, UnderWay
 
 Progress = Callable[[int, int], None]  # is told trajectories finished and wanted

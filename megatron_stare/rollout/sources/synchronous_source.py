@@ -14,9 +14,9 @@ from megatron_stare.rollout.sources.rollout_source import (
     Progress,
     Rollouts,
     RolloutSource,
-    check_versions,
     training_params,
 )
+from megatron_stare.rollout.sources.turns import check_versions
 
 
 class SynchronousSource(RolloutSource):

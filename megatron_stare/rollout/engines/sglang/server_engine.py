@@ -22,7 +22,15 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.models import family_named
 from megatron_stare.process.interruption import run_on
 from megatron_stare.records.batch import SamplingParams
-from megatron_stare.rollout.engines.engine import GenerateRequest, GenerateResult, LostRequest, ModelInfo, ServedEngine
+from megatron_stare.rollout.engines.engine import (
+    GenerateRequest,
+    GenerateResult,
+    LostRequest,
+    ModelInfo,
+    ServedEngine,
+    check_params,
+    check_requests,
+)
 from megatron_stare.rollout.engines.model_folder import model_stop_token_ids, read_model_config
 from megatron_stare.rollout.engines.sglang.client import ABORT_S, PauseMode, SGLangClient, UnansweredError, everywhere
 from megatron_stare.rollout.engines.sglang.place import Place
@@ -30,6 +38,7 @@ from megatron_stare.rollout.engines.sglang.protocol import (
     SGLangError,
     check_flags,
     check_precision,
+    check_stop,
     check_version,
     generate_body,
     prompt_body,
@@ -40,7 +49,6 @@ from megatron_stare.rollout.engines.sglang.sender import Sent
 from megatron_stare.rollout.engines.sglang.server import ServerProcess
 from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
 from megatron_stare.rollout.engines.sglang.server_outlet import ServerRoute, Way
-from megatron_stare.rollout.engines.sglang.stop_probe import probe_stop
 from megatron_stare.rollout.engines.sglang.sync import DTYPES, WeightSync
 from megatron_stare.rollout.engines.sglang.transport import on_loopback
 from megatron_stare.rollout.engines.sglang.update import ServersUpdate, WeightUpdate
@@ -55,12 +63,12 @@ from megatron_stare.rollout.engines.state import (
     require,
     resume,
 )
-from megatron_stare.rollout.engines.validate import check_params, check_requests
 
 T = TypeVar("T")
 # A server ends a response this many tokens short of its context, and says nothing but "length".
 NEVER_FILLED = 2
 PROBE_S = 20.0
+FORCING = 1e4  # a bias under which no other token is sampled
 
 
 class SGLangEngine(ServedEngine):
@@ -388,3 +396,20 @@ def _in_event_loop() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+async def probe_stop(client: SGLangClient, stop_token_ids: Sequence[int]) -> None:
+    """Proves that a server treats stop tokens as training needs them: forces each of them once, by a bias on its logit,
+    which needs no weights in particular. Waits for one short response each.
+
+    A response must end with the token that stopped it, with its log-prob: it is sampled, so it is trained on.
+
+    Raises:
+        SGLangError: a token does not stop, is not named as what stopped, or comes without its id or log-prob.
+    """
+    for token in stop_token_ids:
+        request = GenerateRequest(f"probe-{token}", (token,), prompt_cursor=0, sample_index=0)
+        params = SamplingParams(1.0, 4, seed=0, step=0, stop_token_ids=tuple(stop_token_ids), greedy=True)
+        body = generate_body(request, params, request.rid)
+        body["sampling_params"]["logit_bias"] = {str(token): FORCING}
+        check_stop(await client.generate(body), token, client.url)

@@ -14,14 +14,17 @@ from typing import Any
 
 import torch
 
+from megatron_stare.errors import unknown_name
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.process.interruption import run_on
+from megatron_stare.rollout.engines.sglang.broadcast import BroadcastSync
 from megatron_stare.rollout.engines.sglang.client import SGLangClient
-from megatron_stare.rollout.engines.sglang.disk_sync import drawn_folder
-from megatron_stare.rollout.engines.sglang.methods import make_sync
+from megatron_stare.rollout.engines.sglang.disk_sync import DiskSync, drawn_folder
 from megatron_stare.rollout.engines.sglang.place import Place, require_loopback_here
 from megatron_stare.rollout.engines.sglang.sender import Sender, Sent
 from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
+from megatron_stare.rollout.engines.sglang.sync import WeightSync
+from megatron_stare.rollout.engines.sglang.tensor_sync import TensorSync
 from megatron_stare.weights.sync.stream import Bucket
 
 
@@ -154,3 +157,29 @@ class SenderConnection:
     async def _leave(self) -> None:
         await self._sync.close()
         await asyncio.gather(*(client.close() for client in self._clients))
+
+
+def make_sync(
+    method: str,
+    clients: Sequence[SGLangClient],
+    model_path: str,
+    timeout_s: float,
+    *,
+    folder: Path | None = None,
+    sender: int = 0,
+    places: Sequence[Place] | None = None,
+) -> WeightSync:
+    """Makes one end of a method that `sglang.sync` names.
+
+    Args:
+        folder, sender: see DiskSync.
+        places: of the servers, in the order of the clients; see TensorSync and BroadcastSync.
+    """
+    made: dict[str, Callable[[], WeightSync]] = {
+        "tensor": lambda: TensorSync(clients, places),
+        "disk": lambda: DiskSync(clients, model_path, folder, sender),
+        "distributed": lambda: BroadcastSync(clients, timeout_s, places),
+    }
+    if method not in made:
+        raise unknown_name(method, made, "sglang.sync")
+    return made[method]()

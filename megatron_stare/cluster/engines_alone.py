@@ -1,20 +1,54 @@
-"""The weights of a Hugging Face folder on their way to the engines, in place of a trainer's."""
+"""Engines without a trainer, wherever they live: those of `megatron-stare eval`. Their weights are those of a Hugging
+Face folder, in place of a trainer's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from megatron_stare.config.schema import Config
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.process.workers import Handle
+from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.weights.files.check import check_folder
 from megatron_stare.weights.files.hf_folder import HfFolder
 from megatron_stare.weights.sync.outlet import Connection, Outlet
 from megatron_stare.weights.sync.stream import Bucket
 from megatron_stare.weights.sync.stream_plan import BucketLayout, Slot
+
+
+class EnginesAlone(Protocol):
+    """See InlineEngines and RayEngines."""
+
+    engines: EnginePool
+
+    def notes(self) -> list[str]:
+        """Where they were placed, a line each; none where there was nothing to choose."""
+        ...
+
+    def share(self, value: Any) -> Handle:
+        """Puts a value where every engine can take it from, once."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def make_engines(config: Config) -> EnginesAlone:
+    """Started where runtime.runner says; Ray is imported only there.
+
+    Raises:
+        UserError: one does not come up, or cannot be placed.
+    """
+    if config.runtime.runner == "inline":
+        from megatron_stare.cluster.inline import InlineEngines
+
+        return InlineEngines(config)
+    from megatron_stare.cluster.ray_runner import RayEngines
+
+    return RayEngines(config)
 
 
 class FolderWeights:
