@@ -26,7 +26,7 @@ from megatron_stare.hangs.driver_side import PREFIX, forget_left
 from megatron_stare.hangs.hang_facts import ProcessFacts, ServerFacts
 from megatron_stare.hangs.verdict import Verdict
 from megatron_stare.hangs.watcher import LOCK, Settings, Watcher
-from megatron_stare.rollout.fleet.requests_page import RequestsPage
+from megatron_stare.rollout.fleet.dispatch import RequestsPage
 from megatron_stare.run_dir.heartbeat import DRIVER, FOLDER_VARIABLE, REQUESTS, Beat, read_heartbeat
 
 STAND_IN = Path(__file__).parents[1] / "support" / "stand_in_run.py"

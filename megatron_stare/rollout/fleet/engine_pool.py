@@ -98,7 +98,7 @@ class EnginePool:
         rule: RequestRule = ONCE_AND_AGAIN,
         restarts: RestartRule = RESTARTED,
     ) -> None:
-        self._fleet = Fleet(workers, restarts)
+        self._fleet = Fleet(workers, restarts, rule.back_off_s)
         self._prove_every, self._rule = prove_every, rule
         self._requests: Counter[str] = Counter()  # what became of them since the last weight update
         self._reported: dict[str, float] = {}  # likewise, up to that
@@ -119,8 +119,7 @@ class EnginePool:
         in whoever waits for it; what is under way at the others is then forgotten as well.
         """
         if self._dispatch is None:
-            retries = Retries(self._rule, len(self._fleet.infos), self._requests)
-            self._dispatch = Dispatch(self._fleet, lambda: self._held, retries)
+            self._dispatch = Dispatch(self._fleet, lambda: self._held, Retries(self._rule, self._requests))
         dispatch = self._dispatch
         serving = Serving(dispatch, params, trajectories, self._rule.rollout_s)
         try:
@@ -136,12 +135,11 @@ class EnginePool:
 
     async def _leave(self, serving: Serving) -> bool:
         """Whether nobody else is served any more."""
-        dispatch = serving.dispatch
-        dispatch.servings.remove(serving)
-        if dispatch.servings:
+        serving.close()
+        if serving.dispatch.in_use:
             return False
         self._dispatch = None
-        await dispatch.stop()
+        await serving.dispatch.stop()
         return True
 
     @contextlib.contextmanager

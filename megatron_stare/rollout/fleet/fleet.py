@@ -29,19 +29,20 @@ LEAVE_S = 10.0  # that a worker on its way up is given to end
 class Fleet:
     """The replicas of a run.
 
-    `lost_request` and `answered` are for whoever hands requests to a replica, while nobody else has it.
+    Whoever hands requests to a replica, while nobody else has it, tells `health` what it lost and answered.
 
     Args:
         workers: an engine each; brought up here, all at once.
+        back_off_s: see FleetHealth.
 
     Raises:
         UserError: one does not come up.
     """
 
-    def __init__(self, workers: Workers, rule: RestartRule) -> None:
+    def __init__(self, workers: Workers, rule: RestartRule, back_off_s: float) -> None:
         self.workers = workers
         self.infos: list[ModelInfo] = workers.call("bring_up")
-        self.health = FleetHealth(len(self.infos), rule)
+        self.health = FleetHealth(len(self.infos), rule, back_off_s)
         for number, info in enumerate(self.infos):
             self.health.came_up(number)
             if publishes(info.state):
@@ -124,14 +125,6 @@ class Fleet:
             self.losses += 1
             self.health.lost(replica, why, time.monotonic())
             self._begin_due()
-
-    def lost_request(self, replica: int, why: str, counts: bool) -> bool:
-        """See FleetHealth."""
-        return self.health.lost_request(replica, why, counts)
-
-    def answered(self, replica: int) -> None:
-        """See FleetHealth."""
-        self.health.answered(replica)
 
     def look(self) -> None:
         """Takes in those that have come up since, and begins again those that may be."""

@@ -1,7 +1,8 @@
-"""How the replicas of a run stand: which states there are, which may follow which, and when one that was lost is begun
-again. Pure: it is told what happens, and when. Who acts on it is fleet.py.
+"""How the replicas of a run stand: which states there are, which may follow which, how many requests each may be given,
+and when one that was lost is begun again. Pure: it is told what happens, and when. fleet.py and dispatch.py act on it.
 
-This is what a run knows of a replica; what an engine knows of its own weights is state.py.
+All that a run knows of a replica is here. What an engine knows of its own weights is engines/state.py, which lives with
+the engine, often in another process.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from enum import Enum
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
 
-LONGEST_DOUBLING = 5  # 2^5 times the first back-off
+RESTART_DOUBLINGS = 5  # the longest back-off of a restart is 2^5 times the first
+REQUEST_DOUBLINGS = 8  # and that of a request 2^8 times
 
 
 class Health(Enum):
     STARTING = "starting"  # on its way up, for the first time or again
     DIRTY = "dirty"  # there, without all the proven weights of a version: takes weights, and no requests
     HEALTHY = "healthy"  # takes requests
-    SUSPECT = "suspect"  # has lost a request, and takes one at a time until it answers
+    SUSPECT = "suspect"  # has lost a request since it last answered; see FleetHealth.room
     RELEASED = "released"  # has given the memory of its weights back
     DEAD = "dead"  # lost; whatever it had under way is
 
@@ -93,8 +95,15 @@ class _Standing:
     begun: list[float] = field(default_factory=list)  # when it was begun again, within the window
     again_at: float = 0.0  # not begun again before
     lost: str = ""  # why it was, until it serves again
-    in_a_row: int = 0  # requests that it lost one after the other
     proof: bool = True  # it must prove the next weights that it takes
+    in_a_row: int = 0  # requests that it lost one after the other
+    lost_last: float = 0.0  # when it lost the newest of them
+    closed_until: float = 0.0  # it is given no request before
+    avoided_until: float = 0.0  # before, it is given what no other replica could take
+
+    def believe(self) -> None:
+        """Holds what it lost no longer against it."""
+        self.in_a_row, self.closed_until, self.avoided_until = 0, 0.0, 0.0
 
 
 class FleetHealth:
@@ -102,12 +111,19 @@ class FleetHealth:
 
     There is one way from DEAD to HEALTHY: begun again, up, and all weights of a version proven.
 
+    A replica that has lost a request is given nothing for a while, then one at a time until it has answered. While
+    there is another, it is left alone for as long as it took to lose the request, so that one that hangs does not hold
+    up what it is given for the limit of a request again and again. The while ends with the rollout.
+
+    Args:
+        back_off_s: for which a replica that lost a request is given no other; doubled by each it loses in a row.
+
     Raises (its methods):
         HealthError: a replica's state does not allow it.
     """
 
-    def __init__(self, replicas: int, rule: RestartRule) -> None:
-        self._rule = rule
+    def __init__(self, replicas: int, rule: RestartRule, back_off_s: float) -> None:
+        self._rule, self._back_off_s = rule, back_off_s
         self._standings = [_Standing() for _ in range(replicas)]
         self.transitions: deque[Transition] = deque()  # for who takes them
 
@@ -146,23 +162,58 @@ class FleetHealth:
         if self.state(replica) in SERVING:
             self._move(replica, Health.DIRTY, why)
 
-    def lost_request(self, replica: int, why: str, counts: bool = True) -> bool:
+    def lost_request(self, replica: int, why: str, given: float, now: float) -> bool:
         """It lost a request. Returns whether it has lost so many one after the other that it is lost itself.
 
         Args:
-            counts: it was given after the last that it lost; else both were lost together.
+            given: when it was given the request. One given before it lost another was lost together with that, and
+                counts with it as one.
         """
         standing = self._standings[replica]
         if standing.state is Health.HEALTHY:
             self._move(replica, Health.SUSPECT, why)
-        standing.in_a_row += counts
+        standing.in_a_row += given >= standing.lost_last
+        standing.lost_last = now
+        pause = self._back_off_s * 2.0 ** min(standing.in_a_row - 1, REQUEST_DOUBLINGS)
+        standing.closed_until = now + pause
+        standing.avoided_until = now + max(pause, now - given)
         return standing.in_a_row >= self._rule.losses and len(self.among(SERVING)) > 1
 
     def answered(self, replica: int) -> None:
         """It answered a request."""
-        self._standings[replica].in_a_row = 0
+        self._standings[replica].believe()
         if self.state(replica) is Health.SUSPECT:
             self._move(replica, Health.HEALTHY, "it answers again")
+
+    def room(self, replica: int, capacity: int, under_way: int, now: float) -> int:
+        """How many more requests it may be given.
+
+        Args:
+            capacity: that it takes at a time where nothing speaks against it.
+            under_way: that it has.
+        """
+        standing = self._standings[replica]
+        if now < standing.closed_until:
+            return 0
+        return (1 if standing.in_a_row else capacity) - under_way
+
+    def end_back_offs(self) -> None:
+        """A rollout begins, in which every replica is asked."""
+        for standing in self._standings:
+            standing.closed_until = standing.avoided_until = 0.0
+
+    def open_again(self, replica: int) -> float:
+        """When it may be given a request again; a time that has passed, where it may be now."""
+        return self._standings[replica].closed_until
+
+    def avoided(self, now: float) -> set[int]:
+        """The replicas that are given nothing that another could take."""
+        return {number for number, standing in enumerate(self._standings) if now < standing.avoided_until}
+
+    def trusted(self, replica: int, now: float) -> bool:
+        """Whether it serves and has lost nothing since it last answered; it may have no room for all that."""
+        standing = self._standings[replica]
+        return standing.state in SERVING and now >= standing.avoided_until and not standing.in_a_row
 
     def released(self, replica: int) -> None:
         """It has given the memory of its weights back."""
@@ -176,9 +227,10 @@ class FleetHealth:
         """It is gone, or does not answer any more, or did not come up."""
         standing = self._standings[replica]
         self._move(replica, Health.DEAD, why)
-        standing.lost, standing.in_a_row = why, 0
+        standing.lost, standing.lost_last = why, 0.0
+        standing.believe()  # it is made anew before it is given anything
         times = len(self._counting(standing, now))
-        standing.again_at = now + (self._rule.back_off_s * 2.0 ** min(times - 1, LONGEST_DOUBLING) if times else 0.0)
+        standing.again_at = now + (self._rule.back_off_s * 2.0 ** min(times - 1, RESTART_DOUBLINGS) if times else 0.0)
 
     def due(self, now: float) -> list[int]:
         """The lost replicas that may be begun again now."""
