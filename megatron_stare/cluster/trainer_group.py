@@ -26,8 +26,8 @@ from megatron_stare.records.updates import UpdateResult
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.weights.files.manifest import Sum
 from megatron_stare.weights.files.safetensors_file import Entry
-from megatron_stare.weights.sync.outlet import Outlet
 from megatron_stare.weights.sync.stream_plan import BucketLayout
+from megatron_stare.weights.sync.target import SyncTarget, WeightStream
 
 
 def plan_rules(run: ResolvedRun) -> PlanRules:
@@ -159,11 +159,11 @@ class TrainerGroup:
         """Makes the policy as it is now the reference policy."""
         self._workers.call("refresh_reference")
 
-    def export(self) -> WeightStream:
+    def export(self) -> TrainerWeights:
         """The policy's tensors by Hugging Face name, as buckets the engines can take."""
         if self._layouts is None:
             (self._layouts,) = self._workers.wait([self._workers.start_on(0, "bucket_layouts")])
-        return WeightStream(self._workers, self._layouts, self._stages)
+        return TrainerWeights(self._workers, self._layouts, self._stages)
 
     def weights(self) -> dict[str, Tensor]:
         """The policy's tensors by Hugging Face name, here."""
@@ -284,9 +284,9 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
-class WeightStream:
-    """One pass over the policy's weights: to the engines by the ranks themselves, or bucket by bucket, as handles that
-    workers can take.
+class TrainerWeights(WeightStream):
+    """The weights of the trainer's ranks on their way: to a target by the ranks themselves, or bucket by bucket through
+    the first of them.
 
     Args:
         layouts: what the buckets hold, in order.
@@ -296,27 +296,23 @@ class WeightStream:
     def __init__(self, trainers: Workers, layouts: tuple[BucketLayout, ...], stages: Sequence[int] = ()) -> None:
         self._trainers, self._stages = trainers, stages
         self.layouts = layouts
-        self._prepared: tuple[Outlet, bool, list[Handle]] | None = None  # what the ranks were told to prepare for
+        self._prepared: tuple[SyncTarget, bool, list[Handle]] | None = None  # what the ranks were told to prepare for
 
-    def prepare(self, outlet: Outlet, prove: bool) -> None:
-        """Has all ranks gather a first bucket for `send_by` of the same arguments. Returns at once."""
-        self._prepared = outlet, prove, self._trainers.start("prepare_weights", outlet, prove)
+    def prepare(self, target: SyncTarget, prove: bool) -> None:
+        """See WeightStream. All ranks gather a first bucket."""
+        self._prepared = target, prove, self._trainers.start("prepare_weights", target, prove)
 
-    def send_by(self, outlet: Outlet, prove: bool) -> list[Any]:
-        """Has the ranks send the weights; what each sender tells the engines of it. All ranks gather a first bucket at
-        once, and where senders must take turns, the stages do, and then the owners of experts.
-
-        Args:
-            prove: let them tell what proves the values.
-        """
-        if self._prepared is None or self._prepared[:2] != (outlet, prove):
-            self.prepare(outlet, prove)
+    def send_to(self, target: SyncTarget, prove: bool) -> list[Any]:
+        """See WeightStream. All ranks gather a first bucket at once, and where senders must take turns, the stages do,
+        and then the owners of experts."""
+        if self._prepared is None or self._prepared[:2] != (target, prove):
+            self.prepare(target, prove)
         assert self._prepared is not None
         (*_, started), self._prepared = self._prepared, None
-        in_turn, every = outlet.one_sender_at_a_time, list(range(len(self._stages)))
+        in_turn, every = target.one_sender_at_a_time, list(range(len(self._stages)))
         stages = [{stage} for stage in sorted(set(self._stages))] if in_turn else [set(self._stages)]
         turns = [("send_weights", [rank for rank in every if self._stages[rank] in stage]) for stage in stages]
-        if outlet.owners_send:
+        if target.owners_send:
             turns += [("send_own_weights", owners) for owners in ([[rank] for rank in every] if in_turn else [every])]
         sends: list[Handle] = []
         before: list[Handle] = []
@@ -332,15 +328,11 @@ class WeightStream:
         self._trainers.call("forget_weights")
 
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
-        """Each bucket, and the calls of the other ranks that it needs: wait for them together with the bucket's use, so
-        that an error of any rank is seen at once. Can be gone through once.
+        """See WeightStream; the calls that a bucket needs are those of the other ranks.
 
         Consumes the trainer ranks' `begin_weight_stream`, `next_bucket` and `end_weight_stream`. The next bucket is
         asked for before the one at hand is given out, so the ranks gather it meanwhile; at most three buckets are
         alive, a third while the caller still holds the last one.
-
-        Args:
-            checksums: compute what `checksums` gives.
         """
         self._trainers.call("begin_weight_stream", checksums)
         ahead = self._trainers.start("next_bucket")
@@ -350,5 +342,5 @@ class WeightStream:
             yield bucket, others
 
     def checksums(self) -> dict[str, str]:
-        """Of every tensor that was sent, by name, "" where none were computed; after the last bucket."""
+        """See WeightStream."""
         return self._trainers.call("end_weight_stream")[0]

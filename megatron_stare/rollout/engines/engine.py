@@ -18,7 +18,7 @@ from megatron_stare.errors import ConfigError, DataError, UserError
 from megatron_stare.records.batch import FinishReason, SamplingParams
 from megatron_stare.records.trajectory import VersionRuns
 from megatron_stare.rollout.engines.state import MEMORY, EngineState, EngineStateError
-from megatron_stare.weights.sync.outlet import Route
+from megatron_stare.weights.sync.target import SyncTarget
 
 
 @dataclass(frozen=True)
@@ -222,8 +222,8 @@ class ServedEngine(Engine):
             EngineStateError: one of the parts is not released, or the cache would come before the weights.
         """
 
-    def weight_route(self) -> Route | None:
-        """How the trainer's ranks bring the weights of the open update to the server themselves; then none comes by
+    def sync_target(self) -> SyncTarget | None:
+        """Where the trainer's ranks send the weights of the open update to the server themselves; then none comes by
         `update_weights`, and `end_sent_update` ends it. None: they do not.
 
         Raises:
@@ -232,19 +232,19 @@ class ServedEngine(Engine):
         return None
 
     def end_sent_update(self, sent: Sequence[Any]) -> None:
-        """As `end_weight_update`, of weights that ranks brought by the route.
+        """As `end_weight_update`, of weights that ranks sent to the target.
 
         Args:
             sent: what each of them tells.
 
         Raises:
-            EngineStateError: the engine gave no route, or no session is open.
+            EngineStateError: the engine gave no target, or no session is open.
         """
-        raise EngineStateError("weights that nobody was given a route for cannot have been brought by ranks")
+        raise EngineStateError("weights that nobody was given a target for cannot have been sent by ranks")
 
     def drop_weight_update(self) -> None:
         """Gives the open update up, whatever has come of it; the engine is DIRTY. Nothing where none is open."""
-        raise EngineStateError("an update that ranks did not bring cannot be given up")
+        raise EngineStateError("an update that ranks did not send cannot be given up")
 
     @abstractmethod
     def memory_mb(self) -> float | None:

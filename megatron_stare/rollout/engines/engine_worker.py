@@ -22,8 +22,8 @@ from megatron_stare.rollout.engines.engine import (
 from megatron_stare.rollout.engines.model_folder import add_text, load_tokenizer
 from megatron_stare.rollout.engines.replicas import Beside, make_replica
 from megatron_stare.rollout.engines.state import MEMORY
-from megatron_stare.weights.sync.outlet import Route
 from megatron_stare.weights.sync.stream_plan import BucketLayout
+from megatron_stare.weights.sync.target import SyncTarget
 
 
 class EngineWorker:
@@ -85,10 +85,10 @@ class EngineWorker:
         """What the buckets of every weight update from now on hold."""
         self._layouts = layouts
 
-    def begin_weight_update(self, version: int, prove: bool = True) -> Route | None:
-        """The way for ranks that bring the weights themselves; None where they come by `update_weights`."""
+    def begin_weight_update(self, version: int, prove: bool = True) -> SyncTarget | None:
+        """Where ranks send the weights themselves; None where they come by `update_weights`."""
         self._engine.begin_weight_update(version, prove)
-        return self._engine.weight_route() if isinstance(self._engine, ServedEngine) else None
+        return self._engine.sync_target() if isinstance(self._engine, ServedEngine) else None
 
     def update_weights(self, number: int, flat: Tensor) -> None:
         """Takes the bucket of this number."""

@@ -20,10 +20,11 @@ from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import NOT_SAMPLED, RewardStatus, Trajectory
 from megatron_stare.rollout.engines.model_folder import sampled_text
 from megatron_stare.rollout.fleet.dispatch import Serving
-from megatron_stare.rollout.fleet.engine_pool import EnginePool, Exported
+from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.rollout.sources.calls import CallJournal
 from megatron_stare.rollout.sources.turns import Turns, covered
 from megatron_stare.rollout.sources.under_way import ResponseCut, ResponseGivenUp, UnderWay
+from megatron_stare.weights.sync.target import WeightStream
 
 Progress = Callable[[int, int], None]  # is told trajectories finished and wanted
 Enough = Callable[
@@ -73,7 +74,7 @@ class RolloutSource(ABC):
         """The batch that this step trains on, verified. Waits until it is whole."""
 
     @abstractmethod
-    def publish(self, weights: Exported, version: int) -> None:
+    def publish(self, weights: WeightStream, version: int) -> None:
         """Hands over new weights; when it returns, `next` samples from none older than the source allows."""
 
     @abstractmethod

@@ -35,9 +35,9 @@ from megatron_stare.rollout.engines.sglang.server_checks import (
 from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
 from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
 from megatron_stare.rollout.engines.sglang.server_options import ServerOptions
-from megatron_stare.rollout.engines.sglang.server_outlet import Way, make_sync
 from megatron_stare.rollout.engines.sglang.spread_server import ServerPart, SpreadServer
 from megatron_stare.rollout.engines.sglang.sync import DTYPES
+from megatron_stare.rollout.engines.sglang.target import ServersTarget, make_sync
 from megatron_stare.weights.files.check import expected
 
 ENVIRONMENT = CHECKOUT / ".venv-sglang" if CHECKOUT else None  # of scripts/setup_sglang.sh
@@ -92,7 +92,9 @@ class SGLangReplica(Replica):
                 loop,
                 self._process,
                 server_flags(config),
-                Way(config.sglang.sync, config.runtime.timeout_s, config.model.path, config.sglang.sync_folder),
+                ServersTarget(
+                    config.sglang.sync, config.runtime.timeout_s, config.model.path, config.sglang.sync_folder
+                ),
                 self._place,
                 config.restarts.probe_s,
             )

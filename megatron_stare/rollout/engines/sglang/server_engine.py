@@ -11,6 +11,7 @@ import contextlib
 import secrets
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -45,13 +46,12 @@ from megatron_stare.rollout.engines.sglang.protocol import (
     read_prompt_log_probs,
     result_of,
 )
-from megatron_stare.rollout.engines.sglang.sender import Sent
 from megatron_stare.rollout.engines.sglang.server import ServerProcess
 from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
-from megatron_stare.rollout.engines.sglang.server_outlet import ServerRoute, Way
-from megatron_stare.rollout.engines.sglang.sync import DTYPES, WeightSync
+from megatron_stare.rollout.engines.sglang.sync import DTYPES, Sent, WeightSync
+from megatron_stare.rollout.engines.sglang.target import ServersTarget, TargetServer
 from megatron_stare.rollout.engines.sglang.transport import on_loopback
-from megatron_stare.rollout.engines.sglang.update import ServersUpdate, WeightUpdate
+from megatron_stare.rollout.engines.sglang.update import WeightUpdate
 from megatron_stare.rollout.engines.sglang.watch import ServerGoneError, Watch
 from megatron_stare.rollout.engines.state import (
     MEMORY,
@@ -83,7 +83,8 @@ class SGLangEngine(ServedEngine):
         loop: that runs the client; this engine closes it.
         process: of a server that ends with this engine; None: it is someone else's.
         flags: what the server must have been started with, and the settings that ask for it; see check_flags.
-        way: by which the trainer's ranks reach the servers; None: weights come through this engine alone.
+        target: by which the trainer's ranks send weights, still without its server; None: weights come through this
+            engine alone.
         place: where the server runs, as far as it is known.
         probe_s: in which the server must say that it is there.
 
@@ -102,7 +103,7 @@ class SGLangEngine(ServedEngine):
         loop: asyncio.AbstractEventLoop,
         process: ServerProcess | None = None,
         flags: Mapping[str, str] = MappingProxyType({}),
-        way: Way | None = None,
+        target: ServersTarget | None = None,
         place: Place | None = None,
         probe_s: float = PROBE_S,
     ) -> None:
@@ -111,7 +112,7 @@ class SGLangEngine(ServedEngine):
         self._vocab_size = int(config.vocab_size)
         self._stop_token_ids = model_stop_token_ids(model_path)
         self._client, self._sync, self.process = client, sync, process
-        self._way, self._place = way, place or Place()
+        self._target, self._place = target, place or Place()
         self._dtype, self._loop = DTYPES[dtype], loop
         self._max_running, self._slots = max_running, asyncio.Semaphore(max_running)
         self._state, self._version = EngineState.DIRTY, -1
@@ -283,22 +284,23 @@ class SGLangEngine(ServedEngine):
     def end_weight_update(self) -> dict[str, str]:
         update = self._open_update("end the weight update")
         checksums = self._guarded(update.end)
-        self._published(update.servers)
+        self._published(update)
         return checksums
 
-    def weight_route(self) -> ServerRoute | None:
+    def sync_target(self) -> ServersTarget | None:
         """See ServedEngine."""
-        servers, client = self._open_update("be sent weights").servers, self._client
-        if self._way is None:
+        update, client = self._open_update("be sent weights"), self._client
+        if self._target is None:
             return None
-        (layout,) = servers.layouts
-        return ServerRoute(client.url, client.api_key, layout, self._place, self._way, self._shape, self._dtype)
+        (layout,) = update.layouts
+        server = TargetServer(client.url, client.api_key, layout, self._place, self._shape, self._dtype)
+        return replace(self._target, servers=(server,))
 
     def end_sent_update(self, sent: Sequence[Sent]) -> None:
         """See ServedEngine."""
-        servers = self._open_update("end the weight update").servers
-        self._guarded(lambda: self._ended(servers, sent))
-        self._published(servers)
+        update = self._open_update("end the weight update")
+        self._guarded(lambda: self._ended(update, sent))
+        self._published(update)
 
     def drop_weight_update(self) -> None:
         """See ServedEngine."""
@@ -306,10 +308,10 @@ class SGLangEngine(ServedEngine):
             self._state = advance(self._state, EngineState.DIRTY)
 
     @staticmethod
-    async def _ended(servers: ServersUpdate, sent: Sequence[Sent]) -> None:
-        await servers.end(Sent.by_all(sent))
+    async def _ended(update: WeightUpdate, sent: Sequence[Sent]) -> None:
+        await update.end_sent(Sent.by_all(sent))
 
-    def _published(self, update: ServersUpdate) -> None:
+    def _published(self, update: WeightUpdate) -> None:
         if update.proves:
             self._proven = dict(update.sizes)
         held = EngineState.HEALTHY if update.proves else EngineState.UNPROVED

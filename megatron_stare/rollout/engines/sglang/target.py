@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,60 +21,53 @@ from megatron_stare.rollout.engines.sglang.broadcast import BroadcastSync
 from megatron_stare.rollout.engines.sglang.client import SGLangClient
 from megatron_stare.rollout.engines.sglang.disk_sync import DiskSync, drawn_folder
 from megatron_stare.rollout.engines.sglang.place import Place, require_loopback_here
-from megatron_stare.rollout.engines.sglang.sender import Sender, Sent
 from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
-from megatron_stare.rollout.engines.sglang.sync import WeightSync
+from megatron_stare.rollout.engines.sglang.sync import Sending, Sent, WeightSync
 from megatron_stare.rollout.engines.sglang.tensor_sync import TensorSync
 from megatron_stare.weights.sync.stream import Bucket
+from megatron_stare.weights.sync.target import Sender, SyncTarget
 
 
 @dataclass(frozen=True)
-class Way:
-    """What is alike for all servers of a run.
+class TargetServer:
+    """How one server is reached, and what it holds."""
+
+    url: str
+    api_key: str | None = field(repr=False)
+    layout: ServerLayout
+    place: Place
+    shape: ModelShape
+    dtype: torch.dtype  # that the server computes in
+
+
+@dataclass(frozen=True)
+class ServersTarget(SyncTarget):
+    """Some or all of a run's servers; see SyncTarget.
 
     method: a name of `sglang.sync`.
+    timeout_s: of a call of a server.
     model_path: folder whose config servers find beside weights on a disk.
     sync_folder: of `disk`, where a folder is made; None: the system's for temporary files.
+    servers: in the order of the replicas.
+    folder: where all senders of `disk` write; None: until targets are joined.
     """
 
     method: str
     timeout_s: float
     model_path: str
     sync_folder: str | None = None
-
-
-@dataclass(frozen=True)
-class ServerRoute:
-    """How one server is reached, and what it holds. See weights/sync/outlet.py."""
-
-    url: str
-    api_key: str | None = field(repr=False)
-    layout: ServerLayout
-    place: Place
-    way: Way
-    shape: ModelShape
-    dtype: torch.dtype  # that the server computes in
-
-    def outlet(self, routes: Sequence[ServerRoute]) -> SGLangOutlet:
-        return SGLangOutlet(tuple(routes), drawn_folder(self.way.sync_folder))
-
-
-@dataclass(frozen=True)
-class SGLangOutlet:
-    """To all servers of a run; see weights/sync/outlet.py. `folder`: where all senders of `disk` write."""
-
-    servers: tuple[ServerRoute, ...]
-    folder: Path
+    servers: tuple[TargetServer, ...] = ()
+    folder: Path | None = None
 
     @property
     def one_sender_at_a_time(self) -> bool:
         """A server takes one update after the other, and receives and loads in one thread. Two senders at once would
         wait for each other where two servers took their broadcasts in different order."""
-        return self.servers[0].way.method != "disk"
+        return self.method != "disk"
 
     @property
     def leaves_files(self) -> bool:
-        return self.servers[0].way.method == "disk"
+        return self.method == "disk"
 
     @property
     def owners_send(self) -> bool:
@@ -82,60 +75,65 @@ class SGLangOutlet:
         each; SHA-256, that of CPU servers, needs all of its bytes in one place."""
         return all(server.layout.device == "cuda" for server in self.servers)
 
-    def connect(self, sender: int) -> SenderConnection:
-        return SenderConnection(self, sender)
+    def joined(self, targets: Sequence[ServersTarget]) -> ServersTarget:
+        """See SyncTarget. Draws the folder that all senders of `disk` write to."""
+        servers = tuple(server for target in targets for server in target.servers)
+        return replace(self, servers=servers, folder=drawn_folder(self.sync_folder))
+
+    def sender(self, rank: int) -> ServersSender:
+        return ServersSender(self, rank)
 
 
-class SenderConnection:
-    """A trainer rank's connection to all servers; see weights/sync/outlet.py. Its calls to them run on a thread of its
-    own, so that the rank gathers the next bucket while this one is taken."""
+class ServersSender(Sender):
+    """A trainer rank's end of the target; see Sender. Its calls to the servers run on a thread of its own, so that the
+    rank gathers the next bucket while this one is taken."""
 
-    def __init__(self, outlet: SGLangOutlet, sender: int) -> None:
-        self._outlet, way = outlet, outlet.servers[0].way
+    def __init__(self, target: ServersTarget, rank: int) -> None:
+        self._target = target
         self._loop, self._thread, self._hashing = asyncio.new_event_loop(), ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self._clients = [SGLangClient(s.url, s.api_key, way.timeout_s) for s in outlet.servers]
+        self._clients = [SGLangClient(s.url, s.api_key, target.timeout_s) for s in target.servers]
         self._sync = make_sync(
-            way.method,
+            target.method,
             self._clients,
-            way.model_path,
-            way.timeout_s,
-            folder=outlet.folder,
-            sender=sender,
-            places=[server.place for server in outlet.servers],
+            target.model_path,
+            target.timeout_s,
+            folder=target.folder,
+            sender=rank,
+            places=[server.place for server in target.servers],
         )
-        self._sender: Sender | None = None
+        self._sending: Sending | None = None
         self._first: tuple[Bucket, Future[None]] | None = None  # and its hash
         self._under_way: Future[None] | None = None
 
     def expect(self, prove: bool, first: Bucket | None) -> None:
-        """See Connection."""
-        outlet, self._under_way, self._first = self._outlet, None, None
-        one, layouts = outlet.servers[0], [server.layout for server in outlet.servers]
-        self._sender = Sender(self._sync, one.shape, one.dtype, layouts, prove)
+        """See Sender."""
+        self._under_way = self._first = None
+        one, layouts = self._target.servers[0], [server.layout for server in self._target.servers]
+        self._sending = Sending(self._sync, one.shape, one.dtype, layouts, prove)
         if first is not None:
-            self._first = first, self._hashing.submit(self._sender.hash, first.tensors())
+            self._first = first, self._hashing.submit(self._sending.hash, first.tensors())
 
     def begin(self) -> None:
-        """See Connection."""
-        for server in self._outlet.servers:
+        """See Sender."""
+        for server in self._target.servers:
             require_loopback_here(server.place, server.url)
-        assert self._sender is not None
-        self._start(self._sender.begin).result()
+        assert self._sending is not None
+        self._start(self._sending.begin).result()
 
     def send(self, bucket: Bucket) -> None:
-        """See Connection."""
+        """See Sender."""
         self._wait()
-        assert self._sender is not None
+        assert self._sending is not None
         expected, hashed = self._first or (None, None)
         self._first = None
         given = bucket.tensors(), hashed if bucket is expected else None
-        self._under_way = self._start(partial(self._sender.send, *given))
+        self._under_way = self._start(partial(self._sending.send, *given))
 
     def end(self) -> Sent:
-        """See Connection."""
+        """See Sender."""
         self._wait()
-        assert self._sender is not None
-        return self._sender.sent()
+        assert self._sending is not None
+        return self._sending.sent()
 
     def forget(self) -> None:
         self._sync.forget()
