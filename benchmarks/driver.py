@@ -62,8 +62,7 @@ from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.rollout.sources.group_sampling import EveryGroup
 from megatron_stare.rollout.sources.rollout_source import Rollouts
 from megatron_stare.rollout.sources.synchronous_source import SynchronousSource
-from megatron_stare.weights.sync.checksum import tensor_checksum
-from megatron_stare.weights.sync.stream import Bucket
+from megatron_stare.weights.sync.stream import Bucket, tensor_checksum
 from megatron_stare.weights.sync.stream_plan import BucketLayout, Slot
 from megatron_stare.weights.sync.target import SyncTarget
 

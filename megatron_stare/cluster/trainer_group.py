@@ -31,7 +31,7 @@ from megatron_stare.weights.sync.target import SyncTarget, WeightStream
 
 
 def plan_rules(run: ResolvedRun) -> PlanRules:
-    """What micro-batch plans of this run must respect."""
+    """The rules that micro-batch plans of this run must respect."""
     config, parallel = run.config, run.config.parallel
     return PlanRules(
         data_parallel=parallel.data,
@@ -46,7 +46,7 @@ def plan_rules(run: ResolvedRun) -> PlanRules:
 
 @dataclass(frozen=True)
 class StateProof:
-    """What all ranks hold, as numbers that another load of it must come to again.
+    """A proof of what all ranks hold, as numbers that another load of it must come to again.
 
     log_probs: [N] of a canary in canonical order, nats, by the name of the policy.
     sums: by the name of a tensor of the whole model, sums of absolute values and of squares.
@@ -70,7 +70,7 @@ class TrainerGroup:
         self._layouts: tuple[BucketLayout, ...] | None = None  # of the weights' buckets; asked for once
 
     def notes(self) -> list[str]:
-        """What the trainer decided as it started; a line each."""
+        """Notes of what the trainer decided as it started; a line each."""
         return self._workers.wait([self._workers.start_on(0, "notes")])[0]
 
     def compute_log_probs(self, batch: RolloutBatch) -> None:
@@ -101,7 +101,7 @@ class TrainerGroup:
         return UpdateResult(metrics, state)
 
     def not_finite(self) -> list[NotFinite]:
-        """What is not finite on each rank, after an update that was not taken for it."""
+        """Finds what is not finite on each rank, after an update that was not taken for it."""
         return self._workers.call("not_finite")
 
     def log_probs(self) -> Tensor:
@@ -115,7 +115,7 @@ class TrainerGroup:
         return found
 
     def token_numbers(self) -> list[TokenNumbers]:
-        """What the ranks found of the tokens of watched samples in the last batch's updates, in parts."""
+        """Gathers what the ranks found of the tokens of watched samples in the last batch's updates, in parts."""
         return [part for parts in self._workers.call("token_numbers") for part in parts]
 
     def compare(self, temperature: float | None = None) -> LogProbDifference:
@@ -127,8 +127,8 @@ class TrainerGroup:
         return _reported(self._workers.call("compare", versions, temperature))
 
     def compare_with(self, batch: RolloutBatch, engines: Tensor, temperature: float) -> list[LogProbDifference]:
-        """As `compare`, of any batch with the log-probs [S, N] of several engines, in canonical order; one an engine.
-        Leaves the last batch alone."""
+        """Compares as `compare` does, but any batch with the log-probs [S, N] of several engines, in canonical order;
+        one an engine. Leaves the last batch alone."""
         return _reported(self._deal("compare_with", batch, self._plan(batch), engines, temperature))
 
     def _plan(self, batch: RolloutBatch) -> MicroBatchPlan:
@@ -150,8 +150,8 @@ class TrainerGroup:
         self._workers.call("offload", parts)
 
     def memory_mb(self) -> dict[str, float]:
-        """Of the ranks that hold most: `peak_mb` since this was asked last, `device_mb` now; what is not known is left
-        out."""
+        """Memory of the ranks that hold most, 10^6 bytes: `peak_mb` since this was asked last, `device_mb` now; what
+        is not known is left out."""
         found = self._workers.call("memory_mb")
         return {name: max(each[name] for each in found) for name in found[0] if all(name in each for each in found)}
 
@@ -176,7 +176,8 @@ class TrainerGroup:
         return here
 
     def own_tensors(self) -> list[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-        """What each rank would write of the policy: shape and dtype by Hugging Face name, each tensor once."""
+        """The tensors that each rank would write of the policy: shape and dtype by Hugging Face name, each tensor
+        once."""
         found = self._workers.call("own_tensors")
         whole = sorted(slot.name for layout in self.export().layouts for slot in layout.slots)
         if sorted(name for part in found for name in part) != whole:
@@ -189,15 +190,15 @@ class TrainerGroup:
 
     @property
     def last_batch(self) -> RolloutBatch | None:
-        """That the last log-prob pass was over; None where there was none."""
+        """The batch of the last log-prob pass; None where there was none."""
         return self._last[0] if self._last is not None else None
 
     def place(self) -> str:
-        """What the ranks compute on, in words."""
+        """The devices that the ranks compute on, in words."""
         return ", ".join(sorted(set(self._workers.call("place"))))
 
     def prove(self, batch: RolloutBatch) -> StateProof:
-        """What of policy, moving reference and optimizer is held against what it was; leaves the last batch alone."""
+        """Proves what policy, moving reference and optimizer hold; leaves the last batch alone."""
         found = self._deal("prove", batch, self._plan(batch))
         log_probs: dict[str, Tensor] = {}
         sums: dict[str, list[list[float]]] = {}
@@ -222,7 +223,7 @@ class TrainerGroup:
         self._workers.wait(self._workers.start("save", folder), timeout_s=timeout_s)
 
     def saved(self) -> bool:
-        """Whether every rank has written its part."""
+        """True once every rank has written its part."""
         return all(self._workers.call("saved"))
 
     def wait_saved(self, timeout_s: float | None = None) -> None:
@@ -266,7 +267,7 @@ class Runner(Protocol):
     engines: EnginePool
 
     def notes(self) -> list[str]:
-        """Where ranks and engines were placed, a line each; none where there was nothing to choose."""
+        """Notes of where ranks and engines were placed, a line each; none where there was nothing to choose."""
         ...
 
     def engines_beside(self, config: Config) -> EnginePool:
@@ -278,7 +279,8 @@ class Runner(Protocol):
         ...
 
     def lost(self, error: Exception) -> WorkerLostError | None:
-        """Which process was lost, where this error, of whatever kind, came of one that died; None: none has."""
+        """Finds the process that was lost, where this error, of whatever kind, came of one that died; None: none
+        has."""
         ...
 
     def close(self) -> None: ...

@@ -36,7 +36,7 @@ from megatron_stare.rollout.engines.replicas import Beside
 from megatron_stare.rollout.engines.state import EngineState
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.rollout.sources.rollout_source import Rollouts
-from megatron_stare.weights.sync.checksum import tensor_checksum
+from megatron_stare.weights.sync.stream import tensor_checksum
 from megatron_stare.weights.sync.stream_plan import BucketLayout, Slot
 
 pytestmark = pytest.mark.distributed

@@ -17,7 +17,7 @@ from megatron_stare.errors import DataError
 from megatron_stare.models import read_shape
 from megatron_stare.rollout.engines.local import LocalEngine
 from megatron_stare.rollout.fleet.engine_pool import EnginePool, SyncError
-from megatron_stare.weights.sync.checksum import tensor_checksum
+from megatron_stare.weights.sync.stream import tensor_checksum
 
 
 class Held(LocalEngine):

@@ -20,7 +20,7 @@ from megatron_stare.rollout.engines import engine_worker
 from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
 from megatron_stare.rollout.engines.sglang.tensor_sync import TensorSync
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
-from megatron_stare.weights.sync.checksum import tensor_checksum
+from megatron_stare.weights.sync.stream import tensor_checksum
 from megatron_stare.weights.sync.stream_plan import BucketLayout, Slot
 
 MODEL = str(Path(__file__).parents[2] / "assets" / "tiny-adder")

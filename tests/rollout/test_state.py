@@ -14,7 +14,7 @@ from megatron_stare.rollout.engines.state import (
     require,
     resume,
 )
-from megatron_stare.weights.sync.checksum import tensor_checksum
+from megatron_stare.weights.sync.stream import tensor_checksum
 
 DIRTY, UPDATING, HEALTHY, UNPROVED, RELEASED, DEAD = EngineState
 LEGAL = {

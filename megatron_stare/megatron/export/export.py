@@ -101,7 +101,7 @@ class PolicyStream:
 
     @property
     def layouts(self) -> tuple[BucketLayout, ...]:
-        """What each bucket holds, for whoever takes them."""
+        """Layout of each bucket, for whoever takes them."""
         return self.plan.layouts
 
     def begin(self, checksums: bool = True) -> None:

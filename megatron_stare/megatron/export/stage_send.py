@@ -23,7 +23,7 @@ from megatron_stare.weights.sync.target import Sender, SyncTarget
 
 @dataclass(frozen=True)
 class _Plans:
-    """Of what the stage gathers, and of what this rank sends as it lies; None: nothing."""
+    """Plans of what the stage gathers, and of what this rank sends as it lies; None: nothing."""
 
     gathered: StreamPlan
     own: StreamPlan | None

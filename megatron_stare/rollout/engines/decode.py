@@ -93,7 +93,8 @@ def decode_batch(model: Any, requests: Sequence[GenerateRequest], params: Sampli
 def _ending(
     requests: Sequence[GenerateRequest], stop_token_ids: Sequence[int], vocabulary: int
 ) -> tuple[Tensor, Tensor]:
-    """Which tokens end a row: [k, V] bool for each of the sets of tokens that requests name, and [B] whose is which."""
+    """Finds which tokens end a row: [k, V] bool for each of the sets of tokens that requests name, and [B] whose is
+    which."""
     sets = {ids: number for number, ids in enumerate(dict.fromkeys(r.stop_token_ids for r in requests))}
     ending = torch.zeros(len(sets), vocabulary, dtype=torch.bool)
     for ids, number in sets.items():

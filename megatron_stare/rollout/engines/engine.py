@@ -1,4 +1,5 @@
-"""What a rollout engine is: one replica of the policy that samples responses, and the records it takes and returns.
+"""The rollout engine's interface: one replica of the policy that samples responses, and the records it takes and
+returns.
 
 An engine lives in a worker of its own. Requests come from the pool (engine_pool.py), results go back to it; weights
 come from the weight sync, under Hugging Face names. LocalEngine (local.py) computes in its worker's process, others
@@ -41,8 +42,8 @@ class GenerateRequest:
 
 @dataclass
 class GenerateResult:
-    """What was sampled, n tokens; the stop token, where there is one, is among them. Text and replica are filled in on
-    its way."""
+    """The tokens that were sampled, n of them; the stop token, where there is one, is among them. Text and replica
+    are filled in on its way."""
 
     rid: str
     output_ids: Tensor  # [n] int32
@@ -79,12 +80,12 @@ class RequestLostError(UserError):
 
 
 class EngineLostError(UserError):
-    """What an engine speaks for has ended, does not answer any more, or holds other weights than it was given."""
+    """An engine is lost: its server has ended, does not answer any more, or holds other weights than it was given."""
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What an engine holds, and how it wants its requests."""
+    """State of an engine, and how it wants its requests."""
 
     weight_version: int | None  # None unless the state is HEALTHY or UNPROVED: no other weights are those of a version
     state: EngineState
@@ -117,7 +118,8 @@ class Engine(ABC):
 
     @abstractmethod
     def collect(self, wait_s: float) -> Sequence[GenerateResult | LostRequest]:
-        """What has been finished or lost since the last call, in any order; each request is answered or lost once.
+        """Takes what has been finished or lost since the last call, in any order; each request is answered or lost
+        once.
 
         Args:
             wait_s: after which it returns though nothing is finished; an engine in process does not look at it.
@@ -157,7 +159,7 @@ class Engine(ABC):
         """Checks that every parameter came exactly once and publishes the version.
 
         Returns:
-            Checksum (weights/sync/checksum.py) by name, of the weights now held, in the dtype they were sent in; ""
+            Checksum (weights/sync/stream.py) by name, of the weights now held, in the dtype they were sent in; ""
             where nothing is proven.
 
         Raises:
@@ -167,7 +169,7 @@ class Engine(ABC):
 
     @abstractmethod
     def model_info(self) -> ModelInfo:
-        """What the engine holds; answers in every state."""
+        """Says what the engine holds; answers in every state."""
 
     def check(self) -> None:  # noqa: B027 - an engine in process is there as long as its worker
         """Raises EngineLostError where the engine can do nothing more."""
@@ -223,7 +225,7 @@ class ServedEngine(Engine):
         """
 
     def sync_target(self) -> SyncTarget | None:
-        """Where the trainer's ranks send the weights of the open update to the server themselves; then none comes by
+        """Target to which the trainer's ranks send the weights of the open update themselves; then none comes by
         `update_weights`, and `end_sent_update` ends it. None: they do not.
 
         Raises:
@@ -232,7 +234,7 @@ class ServedEngine(Engine):
         return None
 
     def end_sent_update(self, sent: Sequence[Any]) -> None:
-        """As `end_weight_update`, of weights that ranks sent to the target.
+        """Ends an update whose weights ranks sent to the target; see `end_weight_update`.
 
         Args:
             sent: what each of them tells.
@@ -248,7 +250,7 @@ class ServedEngine(Engine):
 
     @abstractmethod
     def memory_mb(self) -> float | None:
-        """What the server holds now, 10^6 bytes; None where that is not known."""
+        """Memory of the server now, 10^6 bytes; None where that is not known."""
 
 
 def check_params(params: SamplingParams) -> None:

@@ -82,11 +82,12 @@ class EngineWorker:
         return self._served.prompt_log_probs(sequences)
 
     def expect_buckets(self, layouts: Sequence[BucketLayout]) -> None:
-        """What the buckets of every weight update from now on hold."""
+        """Takes down what the buckets of every weight update from now on hold."""
         self._layouts = layouts
 
     def begin_weight_update(self, version: int, prove: bool = True) -> SyncTarget | None:
-        """Where ranks send the weights themselves; None where they come by `update_weights`."""
+        """Begins an update. Returns the target that ranks send the weights to; None where they come by
+        `update_weights`."""
         self._engine.begin_weight_update(version, prove)
         return self._engine.sync_target() if isinstance(self._engine, ServedEngine) else None
 

@@ -30,7 +30,7 @@ from megatron_stare.rollout.engines.engine import (
 )
 from megatron_stare.rollout.engines.model_folder import model_stop_token_ids, read_model_config
 from megatron_stare.rollout.engines.state import EngineState, advance, require
-from megatron_stare.weights.sync.checksum import tensor_checksum
+from megatron_stare.weights.sync.stream import tensor_checksum
 
 
 class LocalEngine(Engine):

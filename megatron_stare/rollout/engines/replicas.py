@@ -1,4 +1,4 @@
-"""From the name in the configuration (`rollout.engine`) to the run's engines, one replica each."""
+"""Makes a run's engines, one a replica, of the name in the configuration (`rollout.engine`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WHERE = "rollout.engine"
 
 @dataclass(frozen=True)
 class ServedMemory:
-    """Of a server's rank on its GPU, bytes.
+    """Memory of a server's rank on its GPU, bytes, and the setting that bounds its cache.
 
     token: keys and values of a token.
     setting: full name of what bounds the cache; a unit of it is `unit` bytes, of which `before` are not the cache's.
@@ -46,7 +46,7 @@ class ServedMemory:
 
 
 class ReplicaPart(ABC):
-    """What a replica of several nodes has on one of the others: a worker there, which the replica's own speaks to."""
+    """A replica's part on another of its nodes: a worker there, which the replica's own speaks to."""
 
     @abstractmethod
     def start(self, meeting: str) -> None:
@@ -54,11 +54,11 @@ class ReplicaPart(ABC):
 
     @abstractmethod
     def ended(self) -> str | None:
-        """How it ended, with its last words; None: it has not, or has not been started."""
+        """Says how it ended, with its last words; None: it has not, or has not been started."""
 
     @abstractmethod
     def memory_mb(self) -> float:
-        """Of its processes, 10^6 bytes."""
+        """Memory of its processes, 10^6 bytes."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -111,12 +111,12 @@ class Replica(ABC):
 
     @classmethod
     def memory(cls, config: Config, shape: ModelShape, capacity: int) -> ServedMemory | None:
-        """What a server of it keeps on a GPU of `capacity` bytes; None where the run starts none."""
+        """Forecasts what a server of it keeps on a GPU of `capacity` bytes; None where the run starts none."""
         return None
 
     @classmethod
     def count(cls, config: Config) -> int:
-        """How many replicas a run has."""
+        """Number of replicas of a run."""
         return config.rollout.engines
 
     @classmethod
@@ -126,24 +126,24 @@ class Replica(ABC):
 
     @classmethod
     def without_install(cls, config: Config) -> Config | None:
-        """What of a configuration `check` can take where the software of its servers is not on this machine; None: it
-        is, or no server is started here."""
+        """Reduces a configuration to what `check` can take where the software of its servers is not on this machine;
+        None: it is, or no server is started here."""
         return None
 
     @classmethod
     def gpus(cls, config: Config) -> int:
-        """How many GPUs of a cluster a replica needs; 0: it takes none."""
+        """Number of GPUs of a cluster that a replica needs; 0: it takes none."""
         return 0
 
     @classmethod
     def nodes(cls, config: Config) -> int:
-        """How many nodes they are on, in equal parts. Where there are several, a replica is made with a Beside as
+        """Number of nodes they are on, in equal parts. Where there are several, a replica is made with a Beside as
         well, of parts that `part` has made."""
         return 1
 
     @classmethod
     def part(cls, config: Config, number: int, node: int) -> ReplicaPart:
-        """What replica `number` has on its node `node`, from 1 on; not started yet."""
+        """Makes the part of replica `number` on its node `node`, from 1 on; not started yet."""
         raise RuntimeError(f"{cls.__name__} is on one node, and was asked for a part on another")
 
 
@@ -178,7 +178,7 @@ class InProcess(Replica):
 
 
 def resolve_engine(name: str) -> type[Engine] | type[Replica]:
-    """What a name or dotted path stands for.
+    """Finds the class that a name or dotted path stands for.
 
     Raises:
         ConfigError: there is no such class, or it is neither an Engine nor a Replica.
@@ -217,17 +217,17 @@ def without_install(config: Config) -> Config | None:
 
 
 def replica_count(config: Config) -> int:
-    """How many replicas a run has."""
+    """Number of replicas of a run."""
     return _kind(config).count(config)
 
 
 def replica_gpus(config: Config) -> int:
-    """How many GPUs each replica of a run needs where the cluster has any; 0: it takes none."""
+    """Number of GPUs each replica of a run needs where the cluster has any; 0: it takes none."""
     return _kind(config).gpus(config)
 
 
 def replica_nodes(config: Config) -> int:
-    """How many nodes each replica of a run is on."""
+    """Number of nodes each replica of a run is on."""
     return _kind(config).nodes(config)
 
 

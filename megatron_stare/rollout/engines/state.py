@@ -51,7 +51,7 @@ def advance(state: EngineState, to: EngineState) -> EngineState:
 
 
 def publishes(state: EngineState) -> bool:
-    """Whether an engine in this state generates, with the weights of one version."""
+    """True where an engine in this state generates, with the weights of one version."""
     return state in (EngineState.HEALTHY, EngineState.UNPROVED)
 
 
@@ -81,7 +81,7 @@ MEMORY = ("weights", "cache")
 
 
 def release(released: Collection[str], parts: Collection[str]) -> frozenset[str]:
-    """What of MEMORY is released once `parts` are as well.
+    """The parts of MEMORY that are released once `parts` are as well.
 
     Raises:
         EngineStateError: one of them is released already.
@@ -92,7 +92,7 @@ def release(released: Collection[str], parts: Collection[str]) -> frozenset[str]
 
 
 def resume(released: Collection[str], parts: Collection[str]) -> frozenset[str]:
-    """What of MEMORY is still released once `parts` are back.
+    """The parts of MEMORY that are still released once `parts` are back.
 
     Raises:
         EngineStateError: one of them was not released, or the cache would come before the weights.

@@ -32,7 +32,7 @@ class RolloutLateError(UserError):
 
 @dataclass
 class _Replica:
-    """What is under way at one replica."""
+    """The requests under way at one replica."""
 
     number: int
     capacity: int | None  # see ModelInfo
@@ -49,7 +49,7 @@ class _Replica:
             self.work.set()
 
     def next_call(self) -> tuple[list[GenerateRequest], SamplingParams]:
-        """What it is given next: what was assigned first, as far as that is sampled alike."""
+        """Takes what it is given next: what was assigned first, as far as that is sampled alike."""
         params = self.assigned[0][1]
         requests = []
         while self.assigned and self.assigned[0][1] == params:
@@ -59,7 +59,7 @@ class _Replica:
 
 @dataclass(eq=False)
 class _Queue:
-    """What one serving has asked for and no replica has been given.
+    """The requests of one serving that no replica has been given.
 
     live: trajectories that are still being made.
     again: requests that a replica lost.
@@ -78,8 +78,8 @@ class _Queue:
 
 
 class RequestsPage:
-    """What the driver has asked of engines, and how these stand: one small file in the node's memory, which the black
-    box reads.
+    """A page of what the driver has asked of engines, and how these stand: one small file in the node's memory, which
+    the black box reads.
 
     Written about once a second while requests are under way, and less often where that would cost more than a hundredth
     of the event loop's time: `write` is due `wait_s` after something has changed. Nobody watches, nothing is written.
@@ -154,7 +154,7 @@ class Dispatch:
 
     @property
     def in_use(self) -> bool:
-        """Whether anybody is served."""
+        """True while anybody is served."""
         return bool(self._queues)
 
     @property
@@ -163,13 +163,13 @@ class Dispatch:
         return sum(replica.under_way for replica in self._replicas)
 
     def open(self, params: SamplingParams, trajectories: int) -> _Queue:
-        """A queue for a number of trajectories, each of which is said to have `left` at its end."""
+        """Opens a queue for a number of trajectories, each of which is said to have `left` at its end."""
         queue = _Queue(params, trajectories)
         self._queues.append(queue)
         return queue
 
     def close(self, queue: _Queue) -> None:
-        """Nothing will be asked for in it any more."""
+        """Closes a queue in which nothing is asked for any more."""
         self._queues.remove(queue)
 
     async def ask(self, queue: _Queue, request: GenerateRequest) -> GenerateResult:
@@ -194,12 +194,12 @@ class Dispatch:
             raise
 
     def left(self, queue: _Queue) -> None:
-        """One of the queue's trajectories is finished and will ask for nothing more."""
+        """Takes down that one of the queue's trajectories is finished and will ask for nothing more."""
         queue.live -= 1
         self._assign_soon()
 
     def _assign_soon(self) -> None:
-        """As `_assign`, once all who were woken with the caller have asked: they come before what is not begun."""
+        """Assigns once all who were woken with the caller have asked: they come before what is not begun."""
         if not self._assigning:
             self._assigning = True
             self.loop.call_soon(self._assign)
@@ -246,7 +246,7 @@ class Dispatch:
             self._putting = self.loop.call_later(wait_s, self._put)
 
     def _put(self) -> None:
-        """Who has what. Times of this loop are those of CLOCK_MONOTONIC."""
+        """Writes the page. Times of this loop are those of CLOCK_MONOTONIC."""
         self._putting = None
         given = {
             rid: (replica, when, self._asked[rid][1].prompt_cursor, self._asked[rid][1].sample_index)
@@ -296,7 +296,7 @@ class Dispatch:
                 pass
 
     def go_on(self) -> None:
-        """What held the replicas has ended. One that has come back meanwhile is given requests."""
+        """Goes on after what held the replicas has ended. One that has come back meanwhile is given requests."""
         self._going_on.set()
         self._assign()
 
@@ -359,7 +359,7 @@ class Dispatch:
     async def _advanced(
         self, replica: int, new: Sequence[GenerateRequest], params: SamplingParams | None
     ) -> tuple[str, Sequence[GenerateResult | LostRequest]]:
-        """Why the replica is lost, "" where it is there; and what it has finished."""
+        """Asks a replica. Returns why it is lost, "" where it is there, and what it has finished."""
         workers = self._fleet.workers
         try:
             return "", await workers.result(workers.start_on(replica, "advance", new, params, WAIT_S))
@@ -422,11 +422,11 @@ class Serving:
         return await self.dispatch.ask(self._queue, request)
 
     def leave(self) -> None:
-        """A trajectory is finished and will ask for nothing more."""
+        """Says that a trajectory is finished and will ask for nothing more."""
         self.dispatch.left(self._queue)
 
     def close(self) -> None:
-        """Nothing is asked for any more."""
+        """Says that nothing is asked for any more."""
         self.dispatch.close(self._queue)
 
     async def finished(self, trajectories: Sequence[asyncio.Task[None]]) -> None:

@@ -118,7 +118,7 @@ class EnginePool:
             self._fleet.call("abort")
 
     async def _leave(self, serving: Serving) -> bool:
-        """Whether nobody else is served any more."""
+        """Closes a serving. Returns whether nobody else is served."""
         serving.close()
         if serving.dispatch.in_use:
             return False
@@ -150,7 +150,7 @@ class EnginePool:
                     served.loop.call_soon_threadsafe(served.go_on)
 
     def infos(self) -> list[ModelInfo]:
-        """What every replica that is not lost holds now."""
+        """Asks every replica that is not lost what it holds now."""
         with self._alone():
             return self._results("model_info")
 
@@ -182,7 +182,7 @@ class EnginePool:
                 self._fleet.health.resumed(number)
 
     def memory_mb(self) -> float | None:
-        """What the engines' own processes hold now, 10^6 bytes; None where that is not known."""
+        """Memory of the engines' own processes now, 10^6 bytes; None where that is not known."""
         held = self._results("memory_mb")
         return None if None in held else sum(held)
 
@@ -273,13 +273,14 @@ class EnginePool:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Whether the values of the newest weights were proven to have arrived, where not all are; and, of servers, the
-        requests that were made again between the two newest weight updates, and how the replicas stand."""
+        """Metrics: whether the values of the newest weights were proven to have arrived, where not all are; and, of
+        servers, the requests that were made again between the two newest weight updates, and how the replicas
+        stand."""
         proven = {"sync/proven": float(self._unproved == 0)} if self._prove_every > 1 else {}
         return proven | self._reported
 
     def news(self) -> list[str]:
-        """What became of replicas since this was asked last, a line each."""
+        """Takes what became of replicas since this was asked last, a line each."""
         return self._fleet.take_news()
 
     def close(self) -> None:
@@ -288,7 +289,7 @@ class EnginePool:
 
 
 def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether this is called from within the loop."""
+    """True where this is called from within the loop."""
     try:
         return asyncio.get_running_loop() is loop
     except RuntimeError:

@@ -55,7 +55,7 @@ class Fleet:
         self.news: list[str] = []  # for who watches the run; taken by `take_news`
 
     def serves(self, replica: int) -> bool:
-        """Whether it may be asked for tokens."""
+        """True where it may be asked for tokens."""
         return self.health.state(replica) in SERVING
 
     def require_serving(self) -> None:
@@ -102,7 +102,7 @@ class Fleet:
 
     @contextlib.contextmanager
     def _seen(self, replica: int, errors: list[Exception]) -> Iterator[None]:
-        """What a call of a replica raises: it is lost, or the error is one more of these."""
+        """Takes in what a call of a replica raises: it is lost, or the error is one more of these."""
         try:
             yield
         except LOST as error:
@@ -118,7 +118,7 @@ class Fleet:
         return self.losses > before
 
     def lose(self, replica: int, why: str) -> None:
-        """It is lost, with all that it had. Begins it again where that is allowed now."""
+        """Gives a replica up, with all that it had. Begins it again where that is allowed now."""
         with self._lock:
             if self.health.state(replica) in (Health.DEAD, Health.STARTING):
                 return  # known already
@@ -164,13 +164,13 @@ class Fleet:
             future.set_exception(error)
 
     def take_news(self) -> list[str]:
-        """What there is to tell of the replicas since this was asked last, a line each."""
+        """Takes what there is to tell of the replicas since this was asked last, a line each."""
         self._take()
         told, self.news = self.news, []
         return told
 
     def metrics(self) -> dict[str, float]:
-        """How many replicas take requests, and how many came into each state since this was asked last."""
+        """Counts the replicas that take requests, and those that came into each state since this was asked last."""
         self._take()
         counts, self._counts = self._counts, Counter()
         into = {f"engine/{state.value}": float(counts[state.value]) for state in Health}

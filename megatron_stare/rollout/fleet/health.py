@@ -1,5 +1,6 @@
-"""How the replicas of a run stand: which states there are, which may follow which, how many requests each may be given,
-and when one that was lost is begun again. Pure: it is told what happens, and when. fleet.py and dispatch.py act on it.
+"""The standing of a run's replicas: which states there are, which may follow which, how many requests each may be
+given, and when one that was lost is begun again. Pure: it is told what happens, and when. fleet.py and dispatch.py
+act on it.
 
 All that a run knows of a replica is here. What an engine knows of its own weights is engines/state.py, which lives with
 the engine, often in another process.
@@ -50,7 +51,7 @@ class HealthError(RuntimeError):
 
 @dataclass(frozen=True)
 class RestartRule:
-    """When a replica is begun again; see the section `restarts`.
+    """Says when a replica is begun again; see the section `restarts`.
 
     most: times in any `window_s` seconds; None: any number, of servers that somebody else restarts.
     back_off_s: before the second time, doubled by each one more in the window.
@@ -64,7 +65,7 @@ class RestartRule:
 
     @classmethod
     def of(cls, config: Config) -> RestartRule:
-        """As a run's configuration has it. Servers that share the trainer's device are not begun again: one sizes its
+        """Reads it of a run's configuration. Servers that share the trainer's device are not begun again: one sizes its
         cache by what it finds free, and the trainer may be there."""
         asked = config.restarts
         most = None if config.sglang.urls else 0 if config.sglang.colocated else asked.most
@@ -89,7 +90,7 @@ class Transition:
 
 @dataclass
 class _Standing:
-    """Of one replica. Times are seconds of any clock that only goes forward."""
+    """The standing of one replica. Times are seconds of any clock that only goes forward."""
 
     state: Health = Health.STARTING
     begun: list[float] = field(default_factory=list)  # when it was begun again, within the window
@@ -136,18 +137,19 @@ class FleetHealth:
 
     @property
     def needs_proof(self) -> bool:
-        """Whether one that takes weights next must prove them."""
+        """True where a replica that takes weights next must prove them."""
         return any(self._standings[number].proof for number in self.among(SYNCED))
 
     def came_up(self, replica: int) -> None:
-        """It is there, with whatever weights it started from."""
+        """Takes down that it is there, with whatever weights it started from."""
         standing = self._standings[replica]
         told = "it is up, and waits for a weight update" if standing.lost else ""
         self._move(replica, Health.DIRTY, told, Health.STARTING)
         standing.proof = True
 
     def synced(self, replica: int, version: int | None, proved: bool) -> None:
-        """It took all weights of a version. One that came up, or was left with a mixture, must have proved them."""
+        """Takes down that it took all weights of a version. One that came up, or was left with a mixture, must have
+        proved them."""
         standing = self._standings[replica]
         if standing.proof and not proved:
             raise HealthError(f"engine {replica} cannot serve weights that it has not proved")
@@ -157,13 +159,14 @@ class FleetHealth:
         standing.lost, standing.proof = "", False
 
     def mixed(self, replica: int, why: str) -> None:
-        """A weight update of it did not come to its end: it may hold weights of two versions."""
+        """Takes down that a weight update of it failed: it may hold weights of two versions."""
         self._standings[replica].proof = True
         if self.state(replica) in SERVING:
             self._move(replica, Health.DIRTY, why)
 
     def lost_request(self, replica: int, why: str, given: float, now: float) -> bool:
-        """It lost a request. Returns whether it has lost so many one after the other that it is lost itself.
+        """Takes down that it lost a request. Returns whether it has lost so many one after the other that it is lost
+        itself.
 
         Args:
             given: when it was given the request. One given before it lost another was lost together with that, and
@@ -180,13 +183,13 @@ class FleetHealth:
         return standing.in_a_row >= self._rule.losses and len(self.among(SERVING)) > 1
 
     def answered(self, replica: int) -> None:
-        """It answered a request."""
+        """Takes down that it answered a request."""
         self._standings[replica].believe()
         if self.state(replica) is Health.SUSPECT:
             self._move(replica, Health.HEALTHY, "it answers again")
 
     def room(self, replica: int, capacity: int, under_way: int, now: float) -> int:
-        """How many more requests it may be given.
+        """Number of requests it may be given now.
 
         Args:
             capacity: that it takes at a time where nothing speaks against it.
@@ -198,12 +201,12 @@ class FleetHealth:
         return (1 if standing.in_a_row else capacity) - under_way
 
     def end_back_offs(self) -> None:
-        """A rollout begins, in which every replica is asked."""
+        """Lets every replica be asked again: a rollout begins."""
         for standing in self._standings:
             standing.closed_until = standing.avoided_until = 0.0
 
     def open_again(self, replica: int) -> float:
-        """When it may be given a request again; a time that has passed, where it may be now."""
+        """Time from which it may be given a request again; past, where it may be now."""
         return self._standings[replica].closed_until
 
     def avoided(self, now: float) -> set[int]:
@@ -211,20 +214,20 @@ class FleetHealth:
         return {number for number, standing in enumerate(self._standings) if now < standing.avoided_until}
 
     def trusted(self, replica: int, now: float) -> bool:
-        """Whether it serves and has lost nothing since it last answered; it may have no room for all that."""
+        """True where it serves and has lost nothing since it last answered; it may have no room for all that."""
         standing = self._standings[replica]
         return standing.state in SERVING and now >= standing.avoided_until and not standing.in_a_row
 
     def released(self, replica: int) -> None:
-        """It has given the memory of its weights back."""
+        """Takes down that it gave the memory of its weights back."""
         self._move(replica, Health.RELEASED)
 
     def resumed(self, replica: int) -> None:
-        """It has that memory again, and in it nobody knows what."""
+        """Takes down that it has that memory again, and in it nobody knows what."""
         self._move(replica, Health.DIRTY, "", Health.RELEASED)
 
     def lost(self, replica: int, why: str, now: float) -> None:
-        """It is gone, or does not answer any more, or did not come up."""
+        """Takes down that it is gone, does not answer any more, or did not come up."""
         standing = self._standings[replica]
         self._move(replica, Health.DEAD, why)
         standing.lost, standing.lost_last = why, 0.0
@@ -244,7 +247,7 @@ class FleetHealth:
         ]
 
     def begun_again(self, replica: int, now: float) -> None:
-        """A lost replica is on its way up again."""
+        """Takes down that a lost replica is on its way up again."""
         standing = self._standings[replica]
         self._move(replica, Health.STARTING, "it is begun again")
         standing.begun = [*self._counting(standing, now), now]

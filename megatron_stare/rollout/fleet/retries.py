@@ -1,4 +1,4 @@
-"""Which replica is asked for a response, and what becomes of a request that one has lost. Pure: it is told the time.
+"""The choice of the replica that is asked for a response, and the retries of requests that one has lost. Pure.
 
 A lost request is asked of another replica, where there is one. Its tokens come from one attempt alone, because an
 engine that has called a request lost never answers it. How a replica stands that lost some is health.py's matter.
@@ -17,7 +17,7 @@ from megatron_stare.rollout.engines.engine import LostRequest, RequestLostError
 
 @dataclass(frozen=True)
 class RequestRule:
-    """What is done for a response; see the section `limits`.
+    """Bounds on what is done for a response; see the section `limits`.
 
     attempts: times it is asked for.
     back_off_s: for which a replica that lost a request is given no other; see FleetHealth.
@@ -30,7 +30,7 @@ class RequestRule:
 
     @classmethod
     def of(cls, config: Config) -> RequestRule:
-        """As a run's configuration has it."""
+        """Reads it of a run's configuration."""
         return cls(config.limits.attempts, config.limits.back_off_s, config.limits.rollout_s)
 
 
@@ -70,11 +70,11 @@ class Retries:
         return self._given
 
     def give(self, rid: str, replica: int, now: float) -> None:
-        """The request goes to the replica."""
+        """Takes down that the request goes to the replica."""
         self._given[rid] = (replica, now)
 
     def take(self, rid: str, replica: int) -> float:
-        """The replica has answered the request, or lost it; when it was given.
+        """Takes down that the replica has answered the request, or lost it. Returns when it was given.
 
         Raises:
             DataError: it does not have the request.
@@ -85,12 +85,12 @@ class Retries:
         return when
 
     def answered(self, rid: str, replica: int) -> None:
-        """The replica has answered a request that it was given. Raises DataError where it was not."""
+        """Takes down that the replica has answered a request that it was given. Raises DataError where it was not."""
         self.take(rid, replica)
         self._lost.pop(rid, None)
 
     def lost(self, lost: LostRequest, replica: int) -> None:
-        """The replica has lost a request that it was given, which is to be given to one anew.
+        """Takes down that the replica has lost a request that it was given, which is to be given to one anew.
 
         Raises:
             RequestLostError: it was asked for as often as allowed.
@@ -110,7 +110,7 @@ class Retries:
         self.metrics["rollout/retried_late"] += lost.late
 
     def forget(self, lost: LostRequest) -> None:
-        """Nobody waits for the answer to a lost request any more: it is not made again."""
+        """Drops a lost request that nobody waits for any more: it is not made again."""
         del self._lost[lost.rid]
         self.metrics["rollout/retried"] -= 1
         self.metrics["rollout/retried_late"] -= lost.late

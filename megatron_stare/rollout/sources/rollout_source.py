@@ -1,4 +1,4 @@
-"""Where training gets its rollout batches from, and takes its new weights to."""
+"""The interface of a rollout source, which gives training its batches and takes its new weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Enough = Callable[
 
 
 class Verdict(Protocol):
-    """What became of one answer; see rewards.verifier_pool.Verdict."""
+    """Verdict on one answer; see rewards.verifier_pool.Verdict."""
 
     @property
     def reward(self) -> float | None: ...
@@ -92,7 +92,7 @@ class RolloutSource(ABC):
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What makes trajectories: engines, environment and verifier.
+    """Makes trajectories with engines, environment and verifier.
 
     verify: opens the verifier for a number of answers; see rewards/verdicts.py.
     calls: of the environment's tools; by default they are known to this process alone.
@@ -246,7 +246,7 @@ class Collected:
 
 
 class GroupSampling(Protocol):
-    """Which prompt groups a step trains on; see rollout/sources/group_sampling.py."""
+    """Chooses the prompt groups a step trains on; see rollout/sources/group_sampling.py."""
 
     async def collect(
         self, rollouts: Rollouts, params: SamplingParams, progress: Progress, settled: Callable[[], None]

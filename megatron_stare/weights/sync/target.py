@@ -35,7 +35,8 @@ class Sender(Protocol):
         """Starts to send a bucket, whose memory is the sender's now. Waits for the one before, raises its error."""
 
     def end(self) -> Any:
-        """What the engines are to compare with what they hold. Waits for the last bucket, and raises its error."""
+        """Returns what the engines are to compare with what they hold. Waits for the last bucket, and raises its
+        error."""
 
     def forget(self) -> None:
         """Removes what was left for the engines to fetch; they have it."""
@@ -45,7 +46,7 @@ class Sender(Protocol):
 
 
 class SyncTarget(Protocol):
-    """Where weights go that do not pass through the driver: the servers of one engine, or of all of a run.
+    """A place for weights that do not pass through the driver: the servers of one engine, or of all of a run.
 
     The engines' side describes it, ranks send by it. It travels to them, and is compared by value: who is given an
     equal one keeps its sender.
@@ -53,21 +54,21 @@ class SyncTarget(Protocol):
 
     @property
     def one_sender_at_a_time(self) -> bool:
-        """Whether senders must take turns."""
+        """True where senders must take turns."""
 
     @property
     def leaves_files(self) -> bool:
-        """Whether the engines fetch what senders leave, until these are told to `forget`."""
+        """True where the engines fetch what senders leave, until these are told to `forget`."""
 
     @property
     def owners_send(self) -> bool:
-        """Whether a rank sends the experts it holds itself. Else they go the way of all other tensors."""
+        """True where a rank sends the experts it holds itself. Else they go the way of all other tensors."""
 
     def joined(self, targets: Sequence[Any]) -> SyncTarget:
         """Makes the target that leads to the engines of all of these, this one among them."""
 
     def sender(self, rank: int) -> Sender:
-        """A sender's end. Args: rank: of the trainer that sends by it."""
+        """Makes a rank's end. Args: rank: of the trainer that sends by it."""
 
 
 class WeightStream(Protocol):
@@ -77,15 +78,15 @@ class WeightStream(Protocol):
     layouts: tuple[BucketLayout, ...]  # what the buckets hold, in order
 
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
-        """Each bucket as a handle that workers can take, and the calls that it needs: wait for them together with the
-        bucket's use, so that an error of any of them is seen at once. Can be gone through once.
+        """Gives each bucket as a handle that workers can take, and the calls that it needs: wait for them together
+        with the bucket's use, so that an error of any of them is seen at once. Can be gone through once.
 
         Args:
             checksums: compute what `checksums` gives.
         """
 
     def checksums(self) -> dict[str, str]:
-        """Of every tensor that was given out, by name, "" where none were computed; after the last bucket."""
+        """Checksums of every tensor that was given out, by name, "" where none were computed; after the last bucket."""
 
     def prepare(self, target: SyncTarget, prove: bool) -> None:
         """Begins to gather for a `send_to` of the same arguments, which need not follow. Returns at once."""

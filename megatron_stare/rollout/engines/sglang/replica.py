@@ -1,4 +1,4 @@
-"""From a run's configuration to an SGLang engine: a server started or attached to, its client, and the weight sync."""
+"""Makes an SGLang engine of a run's configuration: a server started or attached to, its client, and the weight sync."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def sglang_python(config: Config) -> str:
 
 
 def server_options(config: Config, number: int = 0, node: int = 0) -> ServerOptions:
-    """How server `number` of this run is started, on its node `node`."""
+    """Options with which server `number` of this run is started, on its node `node`."""
     asked, device = config.sglang, server_device(config)
     processes = config.rollout.engines * asked.nodes
     return ServerOptions(
@@ -235,13 +235,13 @@ def server_options(config: Config, number: int = 0, node: int = 0) -> ServerOpti
 
 
 def served_dtype(config: Config) -> str:
-    """What servers compute in, and cast weights to."""
+    """Type that servers compute in, and cast weights to."""
     return config.sglang.dtype or config.model.dtype
 
 
 def server_memory(config: Config, shape: ModelShape, capacity: int) -> ServedMemory:
-    """Of a rank on a GPU of so many bytes: its part of the weights, and the cache that it may have, which is what the
-    share of the GPU leaves, or the tokens asked for where these are fewer."""
+    """Forecasts a rank on a GPU of so many bytes: its part of the weights, and the cache that it may have, which is
+    what the share of the GPU leaves, or the tokens asked for where these are fewer."""
     asked, size = config.sglang, DTYPES[config.sglang.dtype or config.model.dtype].itemsize
     layout = ServerLayout("cuda", asked.tensor_parallel, asked.expert_parallel, asked.attention_data_parallel)
     by_cut: Counter[int] = Counter()

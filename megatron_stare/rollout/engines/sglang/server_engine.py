@@ -177,7 +177,7 @@ class SGLangEngine(ServedEngine):
         self._waited(self._watch.require)
 
     def _waited(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """On a thread of its own where the caller's runs a loop already, as that of the inline runner does."""
+        """Runs it, on a thread of its own where the caller's runs a loop already, as that of the inline runner does."""
         if not _in_event_loop():
             return run_on(self._loop, make)
         with ThreadPoolExecutor(1) as thread:  # left only when the thread has ended, so the loop is never run twice
@@ -354,7 +354,7 @@ class SGLangEngine(ServedEngine):
             self._run(self._client.resume)
 
     def memory_mb(self) -> float | None:
-        """Of a server started here, Pss; None for another's."""
+        """Pss of a server started here, 10^6 bytes; None for another's."""
         return self.process.memory_mb() if self.process is not None else None
 
     def model_info(self) -> ModelInfo:

@@ -1,4 +1,5 @@
-"""How buckets of weights get into SGLang servers: one interface, for tensor_sync.py, disk_sync.py and broadcast.py.
+"""The ways of weights into SGLang servers, bucket by bucket: one interface, for tensor_sync.py, disk_sync.py and
+broadcast.py.
 
 It has two ends, which may be two processes: senders have the tensors, and each server has one who watches over it.
 
@@ -54,7 +55,7 @@ class WeightSync(ABC):
         """Returns when every server has taken the bucket, whose memory may be used again."""
 
     def left(self) -> str | None:
-        """Where what was sent lies, for the servers to fetch; None: they have it."""
+        """Path of what was sent, for the servers to fetch; None: they have it."""
         return None
 
     async def load(self, folder: str | None) -> None:
@@ -71,8 +72,8 @@ class WeightSync(ABC):
 
 @dataclass(frozen=True)
 class Sent:
-    """What senders sent: shapes by name; by layout of a server the hashes of what each of its ranks holds of it, where
-    values are to be proven; and the folder it lies in, if it lies in one."""
+    """An account of what senders sent: shapes by name; by layout of a server the hashes of what each of its ranks
+    holds of it, where values are to be proven; and the folder it lies in, if it lies in one."""
 
     sizes: Mapping[str, torch.Size] = field(default_factory=dict)
     hashed: Mapping[ServerLayout, Sequence[Mapping[str, str | Stack]]] = field(default_factory=dict)
@@ -80,7 +81,7 @@ class Sent:
 
     @classmethod
     def by_all(cls, senders: Sequence[Sent]) -> Sent:
-        """Of several senders. Raises WeightUpdateError for a tensor that two of them sent."""
+        """Joins those of several senders. Raises WeightUpdateError for a tensor that two of them sent."""
         sizes: dict[str, torch.Size] = {}
         hashed: dict[ServerLayout, list[dict[str, str | Stack]]] = {}
         for one in senders:
@@ -120,7 +121,10 @@ class Sending:
         await self._sync.meet(self._layouts)
 
     async def send(self, bucket: Bucket, hashed: Future[None] | None = None) -> None:
-        """Args: hashed: its hash, where that was begun before.
+        """Sends a bucket.
+
+        Args:
+            hashed: its hash, where that was begun before.
 
         Raises:
             WeightUpdateError: a name was sent before.
@@ -134,19 +138,20 @@ class Sending:
         await everywhere(self._sync.send(bucket), hashing)
 
     def hash(self, bucket: Bucket) -> None:
-        """Where values are to be proven. Every bucket once, one after the other."""
+        """Hashes a bucket where values are to be proven. Every bucket once, one after the other."""
         for name, tensor in bucket:
             for fingerprint in self._fingerprints.values():
                 fingerprint.add(name, tensor)
 
     def sent(self) -> Sent:
-        """Of all buckets."""
+        """Accounts for all buckets."""
         hashed = {layout: fingerprint.hashes() for layout, fingerprint in self._fingerprints.items()}
         return Sent(self._sizes, hashed, self._sync.left())
 
 
 def meeting_device(layouts: Sequence[ServerLayout]) -> torch.device:
-    """Where buckets are handed over: this process's GPU where it has one and all servers run on GPUs, else here."""
+    """The device on which buckets are handed over: this process's GPU where it has one and all servers run on GPUs,
+    else here."""
     on_gpus = torch.cuda.is_available() and all(layout.device == "cuda" for layout in layouts)
     return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
 

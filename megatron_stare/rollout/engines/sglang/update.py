@@ -16,7 +16,7 @@ from megatron_stare.rollout.engines.sglang.client import PauseMode, SGLangClient
 from megatron_stare.rollout.engines.sglang.fingerprint import checksums_of, differences
 from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
 from megatron_stare.rollout.engines.sglang.sync import Bucket, Sending, Sent, WeightSync
-from megatron_stare.weights.sync.checksum import tensor_checksum
+from megatron_stare.weights.sync.stream import tensor_checksum
 
 
 class WeightUpdate:
@@ -53,7 +53,7 @@ class WeightUpdate:
 
     @property
     def proves(self) -> bool:
-        """Whether values are compared."""
+        """True where values are compared."""
         return self._proven is None
 
     async def begin(self) -> None:
@@ -75,10 +75,10 @@ class WeightUpdate:
         self._checksums |= {name: tensor_checksum(t) if self.proves else "" for name, t in bucket}
 
     async def end(self) -> dict[str, str]:
-        """As `end_sent`, of what was sent from here.
+        """Ends an update whose weights were sent from here; see `end_sent`.
 
         Returns:
-            Checksums (weights/sync/checksum.py) of the tensors by name, once every server is proven to hold them; ""
+            Checksums (weights/sync/stream.py) of the tensors by name, once every server is proven to hold them; ""
             where nothing is proven.
         """
         sent = self._sending.sent() if self._sending is not None else Sent()
