@@ -62,10 +62,9 @@ from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.rollout.sources.group_sampling import EveryGroup
 from megatron_stare.rollout.sources.rollout_source import Rollouts
 from megatron_stare.rollout.sources.synchronous_source import SynchronousSource
-from megatron_stare.weights.sync.checksum import tensor_checksum
-from megatron_stare.weights.sync.outlet import Outlet
-from megatron_stare.weights.sync.stream import Bucket
+from megatron_stare.weights.sync.stream import Bucket, tensor_checksum
 from megatron_stare.weights.sync.stream_plan import BucketLayout, Slot
+from megatron_stare.weights.sync.target import SyncTarget
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results/driver.json"
@@ -282,16 +281,16 @@ class Weights:
     def checksums(self) -> dict[str, str]:
         return {"model.norm.weight": tensor_checksum(self._tensor)}
 
-    def prepare(self, outlet: Outlet, prove: bool) -> None:
+    def prepare(self, target: SyncTarget, prove: bool) -> None:
         """There is nothing to gather."""
 
-    def send_by(self, outlet: Outlet, prove: bool) -> list[Any]:
-        connection, bucket = outlet.connect(0), Bucket(self.layouts[0], self._tensor)
-        connection.expect(prove, bucket)
-        connection.begin()
-        connection.send(bucket)
-        told = connection.end()
-        connection.close()
+    def send_to(self, target: SyncTarget, prove: bool) -> list[Any]:
+        sender, bucket = target.sender(0), Bucket(self.layouts[0], self._tensor)
+        sender.expect(prove, bucket)
+        sender.begin()
+        sender.send(bucket)
+        told = sender.end()
+        sender.close()
         return [told]
 
     def forget(self) -> None:

@@ -23,11 +23,9 @@ from torch import Tensor
 from megatron_stare.rollout.engines.sglang.broadcast import BroadcastSync
 from megatron_stare.rollout.engines.sglang.client import SGLangClient, everywhere
 from megatron_stare.rollout.engines.sglang.disk_sync import DiskSync, drawn_folder
-from megatron_stare.rollout.engines.sglang.methods import make_sync
-from megatron_stare.rollout.engines.sglang.sender import Sent
-from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
-from megatron_stare.rollout.engines.sglang.sync import Bucket, WeightSync
-from megatron_stare.rollout.engines.sglang.update import ServersUpdate
+from megatron_stare.rollout.engines.sglang.sync import Bucket, Sent, WeightSync
+from megatron_stare.rollout.engines.sglang.target import TargetServer, make_sync
+from megatron_stare.rollout.engines.sglang.update import WeightUpdate
 from megatron_stare.weights.sync.stream_plan import BucketLayout
 
 
@@ -43,19 +41,21 @@ class Servers:
     def __init__(
         self,
         clients: Sequence[SGLangClient],
-        layouts: Sequence[ServerLayout],
+        servers: Sequence[TargetServer],
         buckets: Sequence[BucketLayout],
         model: str,
         shared: str,
     ) -> None:
-        self._clients, self._layouts, self._model, self._shared = list(clients), layouts, model, shared
+        self._clients, self._model, self._shared = list(clients), model, shared
+        self._layouts = [server.layout for server in servers]
+        self._shape, self._dtype = servers[0].shape, servers[0].dtype
         self.buckets = [layout.tensors(torch.randn(layout.numel, dtype=layout.dtype)) for layout in buckets]
         tensors = [tensor for bucket in self.buckets for tensor in bucket]
         self._few = [next(tensor for tensor in tensors if tensor[0] == "model.norm.weight")]
         self._some = [tensor for tensor in tensors if tensor[0] == "model.embed_tokens.weight"]  # a quarter of all
         self._broadcast = BroadcastSync(self._clients, 600)
         self._loop = asyncio.new_event_loop()
-        self._loop.run_until_complete(self._broadcast.meet(layouts))
+        self._loop.run_until_complete(self._broadcast.meet(self._layouts))
 
     def checksums(self) -> float:
         """Until every server has hashed what it holds."""
@@ -73,8 +73,9 @@ class Servers:
             `update`: one of nothing, from the pause to the resumed servers; `session`, opened and closed; `request`: a
             bucket of few bytes, `disk_request` a folder of them; `body_mb`: 10^6 bytes in the body of a request.
         """
-        empty, sync = ServersUpdate(self._clients, self._broadcast, 0, proven={}), self.sync(method)
-        found = {"update": self._took(empty.begin()) + self._took(empty.end(Sent()))}
+        sync = self.sync(method)
+        empty = WeightUpdate(self._clients, self._broadcast, 0, self._shape, self._dtype, proven={})
+        found = {"update": self._took(empty.begin()) + self._took(empty.end_sent(Sent()))}
         found["session"] = self._took(self._sent(self._broadcast, []))
         if isinstance(sync, DiskSync):
             found["disk_request"] = self._took(self._sent(sync, [self._few])) - found["session"]
@@ -96,9 +97,9 @@ class Servers:
         """Has all servers say that they hold weights of a version."""
         self.run(everywhere(*(client.publish_version(str(version)) for client in self._clients)))
 
-    def update(self, sync: WeightSync, version: int) -> ServersUpdate:
+    def update(self, sync: WeightSync, version: int) -> WeightUpdate:
         """The servers' end of an update that is proven."""
-        return ServersUpdate(self._clients, sync, version)
+        return WeightUpdate(self._clients, sync, version, self._shape, self._dtype)
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self._loop.run_until_complete(work)

@@ -52,8 +52,8 @@ from megatron_stare.cluster.ray_runner import RayRunner
 from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.rollout.engines.sglang.client import SGLangClient
-from megatron_stare.rollout.engines.sglang.sender import Sent
-from megatron_stare.rollout.engines.sglang.server_outlet import SGLangOutlet
+from megatron_stare.rollout.engines.sglang.sync import Sent
+from megatron_stare.rollout.engines.sglang.target import ServersTarget
 
 RESULT = Path(__file__).parent / "results/weight_sync.json"
 TARGETS = {"transfer_of_plain": 0.85, "proved_of_bound": 0.8}
@@ -109,13 +109,13 @@ def measure(args: argparse.Namespace, folder: str, runner: RayRunner) -> None:
     exported = runner.trainers.export()
     sizes = [layout.nbytes for layout in exported.layouts]
     runner.engines.update_weights(0, exported)
-    outlet = runner.engines._outlet
-    assert isinstance(outlet, SGLangOutlet)
-    clients = [SGLangClient(route.url, route.api_key, 600) for route in outlet.servers]
-    servers = Servers(clients, [route.layout for route in outlet.servers], exported.layouts, folder, SHARED)
+    target = runner.engines._target
+    assert isinstance(target, ServersTarget)
+    clients = [SGLangClient(server.url, server.api_key, 600) for server in target.servers]
+    servers = Servers(clients, target.servers, exported.layouts, folder, SHARED)
     with PlainBroadcast(sizes, args.servers * args.ranks) as plain:
         for method in args.sync:
-            way, rows, carried = Way(method, runner, servers, outlet), [], []
+            way, rows, carried = Way(method, runner, servers, target), [], []
             for turn in range(args.warm_up + min(args.repeats, REPEATS[method])):
                 row = {"plain": plain.seconds(), "checksums": servers.checksums(), "bare": servers.bare()}
                 row["transfer"] = way.transfer()
@@ -136,22 +136,21 @@ def measure(args: argparse.Namespace, folder: str, runner: RayRunner) -> None:
 class Way:
     """The run's ranks and servers, and one way of syncing between them."""
 
-    def __init__(self, method: str, runner: RayRunner, servers: Servers, outlet: SGLangOutlet) -> None:
+    def __init__(self, method: str, runner: RayRunner, servers: Servers, target: ServersTarget) -> None:
         self._runner, self._servers, self._method = runner, servers, method
-        self._outlet = outlet  # the run's own keeps its senders' connections
+        self._target = target  # the run's own keeps its senders
         if method != "distributed":
-            way = replace(outlet.servers[0].way, method=method, sync_folder=SHARED)
-            routes = [replace(route, way=way) for route in outlet.servers]
-            self._outlet = routes[0].outlet(routes)
+            other = replace(target, method=method, sync_folder=SHARED)
+            self._target = other.joined([other])
 
     def transfer(self) -> float:
         """Seconds of what moves and loads the weights."""
         sync = self._servers.sync(self._method)
         start = time.perf_counter()
         exported = self._runner.trainers.export()
-        exported.prepare(self._outlet, prove=False)
+        exported.prepare(self._target, prove=False)
         self._servers.run(sync.open())
-        sent = Sent.by_all(exported.send_by(self._outlet, prove=False))
+        sent = Sent.by_all(exported.send_to(self._target, prove=False))
         self._servers.run(sync.load(sent.folder))
         took = time.perf_counter() - start
         exported.forget()
@@ -168,11 +167,11 @@ class Way:
         """As EnginePool's, with the servers' end here."""
         update = self._servers.update(self._servers.sync(self._method), version)
         exported = self._runner.trainers.export()
-        exported.prepare(self._outlet, prove=True)
+        exported.prepare(self._target, prove=True)
         self._servers.run(update.begin())
-        sent = exported.send_by(self._outlet, prove=True)
-        self._servers.run(update.end(Sent.by_all(sent)))
-        if self._outlet.leaves_files:
+        sent = exported.send_to(self._target, prove=True)
+        self._servers.run(update.end_sent(Sent.by_all(sent)))
+        if self._target.leaves_files:
             exported.forget()
 
 

@@ -19,9 +19,8 @@ from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.process.workers import Handle, WorkerLostError, Workers
-from megatron_stare.rollout.engines.beside import Beside
 from megatron_stare.rollout.engines.engine_worker import EngineWorker
-from megatron_stare.rollout.engines.replicas import make_part, replica_count, replica_nodes
+from megatron_stare.rollout.engines.replicas import Beside, make_part, replica_count, replica_nodes
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.rollout.fleet.health import NO_RESTARTS, RestartRule
 from megatron_stare.rollout.fleet.retries import RequestRule

@@ -29,9 +29,8 @@ from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.planning.placement import Awaited, Demand, PlacementError, Plan, check_possible, plan
 from megatron_stare.process.interruption import raise_if_received, uninterrupted
 from megatron_stare.process.workers import Handle, WorkerLostError, Workers
-from megatron_stare.rollout.engines.beside import Beside
 from megatron_stare.rollout.engines.engine_worker import EngineWorker
-from megatron_stare.rollout.engines.replicas import make_part, replica_count, replica_gpus, replica_nodes
+from megatron_stare.rollout.engines.replicas import Beside, make_part, replica_count, replica_gpus, replica_nodes
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.rollout.fleet.health import NO_RESTARTS, RestartRule
 from megatron_stare.rollout.fleet.retries import RequestRule

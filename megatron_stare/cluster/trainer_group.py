@@ -26,12 +26,12 @@ from megatron_stare.records.updates import UpdateResult
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.weights.files.manifest import Sum
 from megatron_stare.weights.files.safetensors_file import Entry
-from megatron_stare.weights.sync.outlet import Outlet
 from megatron_stare.weights.sync.stream_plan import BucketLayout
+from megatron_stare.weights.sync.target import SyncTarget, WeightStream
 
 
 def plan_rules(run: ResolvedRun) -> PlanRules:
-    """What micro-batch plans of this run must respect."""
+    """The rules that micro-batch plans of this run must respect."""
     config, parallel = run.config, run.config.parallel
     return PlanRules(
         data_parallel=parallel.data,
@@ -46,7 +46,7 @@ def plan_rules(run: ResolvedRun) -> PlanRules:
 
 @dataclass(frozen=True)
 class StateProof:
-    """What all ranks hold, as numbers that another load of it must come to again.
+    """A proof of what all ranks hold, as numbers that another load of it must come to again.
 
     log_probs: [N] of a canary in canonical order, nats, by the name of the policy.
     sums: by the name of a tensor of the whole model, sums of absolute values and of squares.
@@ -70,7 +70,7 @@ class TrainerGroup:
         self._layouts: tuple[BucketLayout, ...] | None = None  # of the weights' buckets; asked for once
 
     def notes(self) -> list[str]:
-        """What the trainer decided as it started; a line each."""
+        """Notes of what the trainer decided as it started; a line each."""
         return self._workers.wait([self._workers.start_on(0, "notes")])[0]
 
     def compute_log_probs(self, batch: RolloutBatch) -> None:
@@ -101,7 +101,7 @@ class TrainerGroup:
         return UpdateResult(metrics, state)
 
     def not_finite(self) -> list[NotFinite]:
-        """What is not finite on each rank, after an update that was not taken for it."""
+        """Finds what is not finite on each rank, after an update that was not taken for it."""
         return self._workers.call("not_finite")
 
     def log_probs(self) -> Tensor:
@@ -115,7 +115,7 @@ class TrainerGroup:
         return found
 
     def token_numbers(self) -> list[TokenNumbers]:
-        """What the ranks found of the tokens of watched samples in the last batch's updates, in parts."""
+        """Gathers what the ranks found of the tokens of watched samples in the last batch's updates, in parts."""
         return [part for parts in self._workers.call("token_numbers") for part in parts]
 
     def compare(self, temperature: float | None = None) -> LogProbDifference:
@@ -127,8 +127,8 @@ class TrainerGroup:
         return _reported(self._workers.call("compare", versions, temperature))
 
     def compare_with(self, batch: RolloutBatch, engines: Tensor, temperature: float) -> list[LogProbDifference]:
-        """As `compare`, of any batch with the log-probs [S, N] of several engines, in canonical order; one an engine.
-        Leaves the last batch alone."""
+        """Compares as `compare` does, but any batch with the log-probs [S, N] of several engines, in canonical order;
+        one an engine. Leaves the last batch alone."""
         return _reported(self._deal("compare_with", batch, self._plan(batch), engines, temperature))
 
     def _plan(self, batch: RolloutBatch) -> MicroBatchPlan:
@@ -150,8 +150,8 @@ class TrainerGroup:
         self._workers.call("offload", parts)
 
     def memory_mb(self) -> dict[str, float]:
-        """Of the ranks that hold most: `peak_mb` since this was asked last, `device_mb` now; what is not known is left
-        out."""
+        """Memory of the ranks that hold most, 10^6 bytes: `peak_mb` since this was asked last, `device_mb` now; what
+        is not known is left out."""
         found = self._workers.call("memory_mb")
         return {name: max(each[name] for each in found) for name in found[0] if all(name in each for each in found)}
 
@@ -159,11 +159,11 @@ class TrainerGroup:
         """Makes the policy as it is now the reference policy."""
         self._workers.call("refresh_reference")
 
-    def export(self) -> WeightStream:
+    def export(self) -> TrainerWeights:
         """The policy's tensors by Hugging Face name, as buckets the engines can take."""
         if self._layouts is None:
             (self._layouts,) = self._workers.wait([self._workers.start_on(0, "bucket_layouts")])
-        return WeightStream(self._workers, self._layouts, self._stages)
+        return TrainerWeights(self._workers, self._layouts, self._stages)
 
     def weights(self) -> dict[str, Tensor]:
         """The policy's tensors by Hugging Face name, here."""
@@ -176,7 +176,8 @@ class TrainerGroup:
         return here
 
     def own_tensors(self) -> list[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-        """What each rank would write of the policy: shape and dtype by Hugging Face name, each tensor once."""
+        """The tensors that each rank would write of the policy: shape and dtype by Hugging Face name, each tensor
+        once."""
         found = self._workers.call("own_tensors")
         whole = sorted(slot.name for layout in self.export().layouts for slot in layout.slots)
         if sorted(name for part in found for name in part) != whole:
@@ -189,15 +190,15 @@ class TrainerGroup:
 
     @property
     def last_batch(self) -> RolloutBatch | None:
-        """That the last log-prob pass was over; None where there was none."""
+        """The batch of the last log-prob pass; None where there was none."""
         return self._last[0] if self._last is not None else None
 
     def place(self) -> str:
-        """What the ranks compute on, in words."""
+        """The devices that the ranks compute on, in words."""
         return ", ".join(sorted(set(self._workers.call("place"))))
 
     def prove(self, batch: RolloutBatch) -> StateProof:
-        """What of policy, moving reference and optimizer is held against what it was; leaves the last batch alone."""
+        """Proves what policy, moving reference and optimizer hold; leaves the last batch alone."""
         found = self._deal("prove", batch, self._plan(batch))
         log_probs: dict[str, Tensor] = {}
         sums: dict[str, list[list[float]]] = {}
@@ -222,7 +223,7 @@ class TrainerGroup:
         self._workers.wait(self._workers.start("save", folder), timeout_s=timeout_s)
 
     def saved(self) -> bool:
-        """Whether every rank has written its part."""
+        """True once every rank has written its part."""
         return all(self._workers.call("saved"))
 
     def wait_saved(self, timeout_s: float | None = None) -> None:
@@ -266,7 +267,7 @@ class Runner(Protocol):
     engines: EnginePool
 
     def notes(self) -> list[str]:
-        """Where ranks and engines were placed, a line each; none where there was nothing to choose."""
+        """Notes of where ranks and engines were placed, a line each; none where there was nothing to choose."""
         ...
 
     def engines_beside(self, config: Config) -> EnginePool:
@@ -278,15 +279,16 @@ class Runner(Protocol):
         ...
 
     def lost(self, error: Exception) -> WorkerLostError | None:
-        """Which process was lost, where this error, of whatever kind, came of one that died; None: none has."""
+        """Finds the process that was lost, where this error, of whatever kind, came of one that died; None: none
+        has."""
         ...
 
     def close(self) -> None: ...
 
 
-class WeightStream:
-    """One pass over the policy's weights: to the engines by the ranks themselves, or bucket by bucket, as handles that
-    workers can take.
+class TrainerWeights(WeightStream):
+    """The weights of the trainer's ranks on their way: to a target by the ranks themselves, or bucket by bucket through
+    the first of them.
 
     Args:
         layouts: what the buckets hold, in order.
@@ -296,27 +298,23 @@ class WeightStream:
     def __init__(self, trainers: Workers, layouts: tuple[BucketLayout, ...], stages: Sequence[int] = ()) -> None:
         self._trainers, self._stages = trainers, stages
         self.layouts = layouts
-        self._prepared: tuple[Outlet, bool, list[Handle]] | None = None  # what the ranks were told to prepare for
+        self._prepared: tuple[SyncTarget, bool, list[Handle]] | None = None  # what the ranks were told to prepare for
 
-    def prepare(self, outlet: Outlet, prove: bool) -> None:
-        """Has all ranks gather a first bucket for `send_by` of the same arguments. Returns at once."""
-        self._prepared = outlet, prove, self._trainers.start("prepare_weights", outlet, prove)
+    def prepare(self, target: SyncTarget, prove: bool) -> None:
+        """See WeightStream. All ranks gather a first bucket."""
+        self._prepared = target, prove, self._trainers.start("prepare_weights", target, prove)
 
-    def send_by(self, outlet: Outlet, prove: bool) -> list[Any]:
-        """Has the ranks send the weights; what each sender tells the engines of it. All ranks gather a first bucket at
-        once, and where senders must take turns, the stages do, and then the owners of experts.
-
-        Args:
-            prove: let them tell what proves the values.
-        """
-        if self._prepared is None or self._prepared[:2] != (outlet, prove):
-            self.prepare(outlet, prove)
+    def send_to(self, target: SyncTarget, prove: bool) -> list[Any]:
+        """See WeightStream. All ranks gather a first bucket at once, and where senders must take turns, the stages do,
+        and then the owners of experts."""
+        if self._prepared is None or self._prepared[:2] != (target, prove):
+            self.prepare(target, prove)
         assert self._prepared is not None
         (*_, started), self._prepared = self._prepared, None
-        in_turn, every = outlet.one_sender_at_a_time, list(range(len(self._stages)))
+        in_turn, every = target.one_sender_at_a_time, list(range(len(self._stages)))
         stages = [{stage} for stage in sorted(set(self._stages))] if in_turn else [set(self._stages)]
         turns = [("send_weights", [rank for rank in every if self._stages[rank] in stage]) for stage in stages]
-        if outlet.owners_send:
+        if target.owners_send:
             turns += [("send_own_weights", owners) for owners in ([[rank] for rank in every] if in_turn else [every])]
         sends: list[Handle] = []
         before: list[Handle] = []
@@ -332,15 +330,11 @@ class WeightStream:
         self._trainers.call("forget_weights")
 
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
-        """Each bucket, and the calls of the other ranks that it needs: wait for them together with the bucket's use, so
-        that an error of any rank is seen at once. Can be gone through once.
+        """See WeightStream; the calls that a bucket needs are those of the other ranks.
 
         Consumes the trainer ranks' `begin_weight_stream`, `next_bucket` and `end_weight_stream`. The next bucket is
         asked for before the one at hand is given out, so the ranks gather it meanwhile; at most three buckets are
         alive, a third while the caller still holds the last one.
-
-        Args:
-            checksums: compute what `checksums` gives.
         """
         self._trainers.call("begin_weight_stream", checksums)
         ahead = self._trainers.start("next_bucket")
@@ -350,5 +344,5 @@ class WeightStream:
             yield bucket, others
 
     def checksums(self) -> dict[str, str]:
-        """Of every tensor that was sent, by name, "" where none were computed; after the last bucket."""
+        """See WeightStream."""
         return self._trainers.call("end_weight_stream")[0]

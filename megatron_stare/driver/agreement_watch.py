@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +23,6 @@ from megatron_stare.rollout.agreement.agreement import (
     summary,
 )
 from megatron_stare.rollout.agreement.limits import Limits
-from megatron_stare.rollout.engines.canary import LONGEST, canary_sequences
 from megatron_stare.rollout.engines.model_folder import load_tokenizer
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
 
@@ -35,6 +36,10 @@ METRICS = (
 )
 
 
+# texts that never change, whose log-probs every server and the trainer compute after each weight sync
+CANARY = Path(__file__).with_name("canary.txt")
+LONGEST = 64  # tokens of its longest sequence
+CANARY_SEED = 20261121
 ROUTING = (
     "of a mixture of experts first suspect routing: each side chooses a token's experts by logits that round "
     "differently, and moe.routing_replay=true makes the engine's choice the trainer's"
@@ -129,3 +134,35 @@ def require_steady(metrics: Mapping[str, float], limits: Limits, where: str) -> 
     if (found := when.judge(metrics, when.window())).holds:
         fix = "mend that, or raise agreement.trend where the growth is known to be harmless"
         raise AgreementError(said(rule.error, metrics, found), where=where, fix=fix)
+
+
+def canary_sequences(tokenizer: Any, vocab_size: int, sequences: int, longest: int) -> list[list[int]]:
+    """Makes the canary: token sequences, the same in every run of a model, of different lengths up to `longest` tokens.
+
+    Lines of the shipped text, each sequence from another line on, as far as the tokenizer can spell them: what it gives
+    back must be the line again. Random ids where it can spell none.
+
+    Args:
+        vocab_size: of the model; a server dies of a larger id.
+    """
+    lengths = torch.linspace(longest, max(2, longest // 4), sequences).long().tolist()
+    lines = [ids for line in CANARY.read_text().splitlines() if (ids := _spelled(tokenizer, line, vocab_size))]
+    if not lines:
+        generator = torch.Generator().manual_seed(CANARY_SEED)
+        return [torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths]
+    found = []
+    for number, length in enumerate(lengths):
+        sequence: list[int] = []
+        while len(sequence) < length:
+            sequence += lines[number % len(lines)]
+            number += 1
+        found.append(sequence[:length])
+    return found
+
+
+def _spelled(tokenizer: Any, line: str, vocab_size: int) -> list[int]:
+    """The ids of a line without special tokens; none where the tokenizer has not all of its characters."""
+    ids = tokenizer(line, add_special_tokens=False).input_ids
+    text = tokenizer.decode(ids)
+    same = "".join(text.split()) == "".join(line.split())  # some tokenizers put spaces between tokens
+    return ids if same and ids and max(ids) < vocab_size else []

@@ -20,7 +20,8 @@ from megatron_stare.rewards.verdicts import Verdicts, verdicts
 from megatron_stare.rewards.verifier_pool import TooManyFailuresError, VerifierPool
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.rollout.sources.calls import CallJournal
-from megatron_stare.rollout.sources.rollout_source import Progress, Rollouts, check_versions
+from megatron_stare.rollout.sources.rollout_source import Progress, Rollouts
+from megatron_stare.rollout.sources.turns import check_versions
 from megatron_stare.tasks.task import Evaluation
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from megatron_stare.cluster.trainer_group import TrainerGroup, WeightStream
+from megatron_stare.cluster.trainer_group import TrainerGroup
 from megatron_stare.config.schema import Config
 from megatron_stare.driver.agreement_watch import AgreementWatch
 from megatron_stare.driver.guards import ENDS, Guards, step_folder, write_guarded
@@ -18,6 +18,7 @@ from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.token_numbers import of_responses, spread
 from megatron_stare.records.updates import UpdateResult, combined, skipped_after
 from megatron_stare.run_dir.run_state import RunState
+from megatron_stare.weights.sync.target import WeightStream
 
 
 class PolicyTrainer:

@@ -11,8 +11,8 @@ from megatron_stare.cluster.colocation import Colocation
 from megatron_stare.driver.agreement_watch import AgreementWatch
 from megatron_stare.process.interruption import is_asked_to_end, open_to
 from megatron_stare.records.rollout_batch import RolloutBatch
-from megatron_stare.rollout.fleet.engine_pool import Exported
 from megatron_stare.rollout.sources.rollout_source import RolloutSource
+from megatron_stare.weights.sync.target import WeightStream
 
 
 class TrainingSource(RolloutSource):
@@ -43,7 +43,7 @@ class TrainingSource(RolloutSource):
         with self._phase("rollout"), open_to(signal.SIGTERM):
             return self._judge(self._source.next(step))
 
-    def publish(self, weights: Exported, version: int) -> None:
+    def publish(self, weights: WeightStream, version: int) -> None:
         """See RolloutSource. Nothing is sent where the run is to end: nothing more is sampled.
 
         Raises:

@@ -26,8 +26,7 @@ from megatron_stare.megatron.batching.sequence_layout import sequence_layout
 from megatron_stare.megatron.checkpoint import checkpoint
 from megatron_stare.megatron.checkpoint.background_save import BackgroundSave
 from megatron_stare.megatron.checkpoint.checkpoint import load_start
-from megatron_stare.megatron.export.export import PolicyStream, export_hf
-from megatron_stare.megatron.export.hf_export import HfExport
+from megatron_stare.megatron.export.export import HfExport, PolicyStream, export_hf
 from megatron_stare.megatron.export.stage_send import StageSend
 from megatron_stare.megatron.model import routing_replay
 from megatron_stare.megatron.model.head import Head, HeadChoice, choose_head, free_memory, largest_logits
@@ -50,8 +49,8 @@ from megatron_stare.records.rollout_batch import RankShare
 from megatron_stare.records.token_numbers import TokenNumbers
 from megatron_stare.weights.files.manifest import Sum, check_bytes, read_manifest, shares, tensors_of
 from megatron_stare.weights.files.safetensors_file import Entry
-from megatron_stare.weights.sync.outlet import Outlet
 from megatron_stare.weights.sync.stream_plan import BucketLayout
+from megatron_stare.weights.sync.target import SyncTarget
 
 UNREPLAYED = (
     "moe.routing_replay: off; in 16 bits engine and trainer choose other experts for some tokens, whose log-probs then "
@@ -306,7 +305,7 @@ class Trainer:
         """Checksums of the tensors that were streamed, by name, on the first rank."""
         return self.stream.end()
 
-    def prepare_weights(self, outlet: Outlet, prove: bool) -> None:
+    def prepare_weights(self, target: SyncTarget, prove: bool) -> None:
         """Gathers the first bucket of this stage's weights, to be sent to the engines. All ranks must call it.
 
         Args:
@@ -318,7 +317,7 @@ class Trainer:
         if self._stage_send is None:  # once engines are there that take weights so
             bucket_bytes = self.config.rollout.sync_bucket_mb * 2**20
             self._stage_send = StageSend(policy.model, policy.layout, policy.shape, self.stream.plan, bucket_bytes)
-        self._stage_send.prepare(outlet, prove)
+        self._stage_send.prepare(target, prove)
 
     def send_weights(self, *after: Any) -> Any:
         """Sends this stage's weights. All ranks of the stage must call it, after `prepare_weights`.

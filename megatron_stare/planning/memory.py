@@ -26,8 +26,7 @@ from megatron_stare.megatron.dry.planned_rank import Parts, build_parts, plan_ra
 from megatron_stare.megatron.model.head import largest_logits
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.planning.phase_times import balanced
-from megatron_stare.rollout.engines.replicas import served_memory
-from megatron_stare.rollout.engines.served_memory import ServedMemory
+from megatron_stare.rollout.engines.replicas import ServedMemory, served_memory
 
 # CUDA's context, libraries' and NCCL's buffers, and what an allocator cannot give out, of a process. An assumption:
 # nothing here has been measured on a GPU.

@@ -11,8 +11,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.planning.gpus import HOST_LINK, NETWORK, Coefficients, Gpu
 from megatron_stare.planning.partial_flow import PartialFlow, partial_flow
-from megatron_stare.rollout.engines.replicas import replica_count, replica_gpus
-from megatron_stare.rollout.engines.served_memory import ServedMemory
+from megatron_stare.rollout.engines.replicas import ServedMemory, replica_count, replica_gpus
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ASSUMPTIONS = (

@@ -20,8 +20,7 @@ from megatron_stare.planning.memory import ITEMS, Budget, PlannedFit
 from megatron_stare.planning.phase_times import ASSUMPTIONS, Lengths, Step, step_time
 from megatron_stare.planning.placement import Demand
 from megatron_stare.planning.preflight import check_lengths, not_checked
-from megatron_stare.rollout.engines.replicas import replica_count, replica_gpus
-from megatron_stare.rollout.engines.served_memory import ServedMemory
+from megatron_stare.rollout.engines.replicas import ServedMemory, replica_count, replica_gpus
 
 WIDTH = 50  # characters of a GPU's memory
 _SHORT = {"tensor": "TP", "pipeline": "PP", "virtual_pipeline": "VPP", "context": "CP", "expert": "EP", "data": "DP"}

@@ -24,7 +24,7 @@ DRIVER = "driver"
 BETWEEN = "between phases"  # the driver logs, looks after a checkpoint, or has not begun yet
 IDLE = ""  # the phase of a rank or engine that nothing is asked of
 FOLDER_VARIABLE = "MEGATRON_STARE_BEATS"  # the environment variable that tells a process of a run the folder
-REQUESTS = "requests.json"  # in that folder: what the driver has asked of engines; see rollout/fleet/requests_page.py
+REQUESTS = "requests.json"  # in that folder: what the driver has asked of engines; see rollout/fleet/dispatch.py
 
 
 @dataclass(frozen=True)

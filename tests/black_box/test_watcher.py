@@ -27,7 +27,7 @@ from megatron_stare.hangs.hang_facts import ProcessFacts, ServerFacts
 from megatron_stare.hangs.nodes import LOCK
 from megatron_stare.hangs.verdict import Verdict
 from megatron_stare.hangs.watcher import Settings, Watcher
-from megatron_stare.rollout.fleet.requests_page import RequestsPage
+from megatron_stare.rollout.fleet.dispatch import RequestsPage
 from megatron_stare.run_dir.heartbeat import DRIVER, FOLDER_VARIABLE, REQUESTS, Beat, read_heartbeat
 
 STAND_IN = Path(__file__).parents[1] / "support" / "stand_in_run.py"

@@ -15,7 +15,7 @@ from megatron_stare.megatron.export.export import PolicyStream, export_hf
 from megatron_stare.megatron.model.model import build_policy, load_hf, named_parameters
 from megatron_stare.models import read_shape
 from megatron_stare.weights.files.hf_folder import HfFolder
-from megatron_stare.weights.sync.checksum import tensor_checksum
+from megatron_stare.weights.sync.stream import tensor_checksum
 
 BOUND = 8 * 2**10  # bytes a bucket
 

@@ -13,7 +13,7 @@ from support.ranks import RankPool
 from torch import Tensor
 
 from megatron_stare.cluster.inline import InlineWorkers
-from megatron_stare.cluster.trainer_group import TrainerGroup, WeightStream, plan_rules
+from megatron_stare.cluster.trainer_group import TrainerGroup, TrainerWeights, plan_rules
 from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
@@ -23,7 +23,7 @@ from megatron_stare.weights.sync.stream import Bucket
 
 
 class Collected:
-    """A connection that keeps what it is sent; fails at the bucket of this number."""
+    """A sender that keeps what it is sent; fails at the bucket of this number."""
 
     def __init__(self, sender: int, fail_at: int | None) -> None:
         self._sender, self._fail_at = sender, fail_at
@@ -60,14 +60,14 @@ class Collected:
 
 @dataclass(frozen=True)
 class Collecting:
-    """An outlet to nowhere."""
+    """A target that is nowhere."""
 
     one_sender_at_a_time: bool = True
     owners_send: bool = False
     fail_at: int | None = None
 
-    def connect(self, sender: int) -> Collected:
-        return Collected(sender, self.fail_at)
+    def sender(self, rank: int) -> Collected:
+        return Collected(rank, self.fail_at)
 
 
 def trainer_of(rank: int, init: str, config: Config) -> Trainer:
@@ -78,7 +78,7 @@ def trainer_of(rank: int, init: str, config: Config) -> Trainer:
     return trainer
 
 
-def sent_twice(rank: int, init: str, config: Config, outlet: Collecting) -> tuple[Any, Any, dict[str, Tensor]]:
+def sent_twice(rank: int, init: str, config: Config, target: Collecting) -> tuple[Any, Any, dict[str, Tensor]]:
     """What this rank tells of two updates, of changed weights in between; an error of the first in its words."""
     trainer = trainer_of(rank, init, config)
     told = []
@@ -86,10 +86,10 @@ def sent_twice(rank: int, init: str, config: Config, outlet: Collecting) -> tupl
         with torch.no_grad():
             for _, parameter in named_parameters(trainer.policy.model):
                 parameter.add_(1)
-        trainer.prepare_weights(outlet, prove=True)
+        trainer.prepare_weights(target, prove=True)
         try:
             told.append(trainer.send_weights())
-            if outlet.owners_send:
+            if target.owners_send:
                 own = trainer.send_own_weights()
                 assert told[-1] is None or own is None
                 told[-1] = told[-1] or own
@@ -171,7 +171,7 @@ def turns_taken(rank: int, init: str, config: Config) -> list[Any]:
     trainer = trainer_of(rank, init, config)
     group = TrainerGroup(InlineWorkers([trainer]), plan_rules(resolve_run(config)))
     stream = group.export()
-    told = [stream.send_by(Collecting(at_once), True) for at_once in (True, False)]
+    told = [stream.send_to(Collecting(at_once), True) for at_once in (True, False)]
     group.close()
     return told
 
@@ -210,8 +210,8 @@ class Stages:
 def test_stages_take_turns_where_servers_want_it(in_turn: bool, owners: bool) -> None:
     """But gather their first bucket together before; owners of experts follow. All is asked at once: a turn's calls
     take those before them as arguments, which they therefore follow, and fail with."""
-    workers, outlet = Stages(), Collecting(in_turn, owners)
-    told = WeightStream(workers, (), [0, 0, 1, 1]).send_by(outlet, True)  # type: ignore[arg-type]
+    workers, target = Stages(), Collecting(in_turn, owners)
+    told = TrainerWeights(workers, (), [0, 0, 1, 1]).send_to(target, True)  # type: ignore[arg-type]
     sends = ["send_weights", "send_own_weights"] if owners else ["send_weights"]
     assert told == [f"{send} {rank}" for send in sends for rank in (0, 2)]
     prepared = [f"prepare_weights {rank}" for rank in range(4)]
@@ -220,7 +220,7 @@ def test_stages_take_turns_where_servers_want_it(in_turn: bool, owners: bool) ->
     if not in_turn:
         every = [call for turn in turns for call in turn]
         turns = [every[:4], every[4:]]
-    wanted: list[tuple[str, tuple[Any, ...]]] = [(call, (outlet, True)) for call in prepared]
+    wanted: list[tuple[str, tuple[Any, ...]]] = [(call, (target, True)) for call in prepared]
     before: list[str] = []
     for turn in turns:
         wanted += [(call, tuple(before) if in_turn else ()) for call in turn]
@@ -229,12 +229,12 @@ def test_stages_take_turns_where_servers_want_it(in_turn: bool, owners: bool) ->
 
 
 def test_what_ranks_were_told_to_prepare_is_not_asked_for_again() -> None:
-    """Unless it was for another outlet, or another proof."""
-    for outlet, prove, again in ((Collecting(), True, 0), (Collecting(), False, 4), (Collecting(False), True, 4)):
+    """Unless it was for another target, or another proof."""
+    for target, prove, again in ((Collecting(), True, 0), (Collecting(), False, 4), (Collecting(False), True, 4)):
         workers = Stages()
-        weights = WeightStream(workers, (), [0, 0, 1, 1])  # type: ignore[arg-type]
+        weights = TrainerWeights(workers, (), [0, 0, 1, 1])  # type: ignore[arg-type]
         weights.prepare(Collecting(), True)
         assert len(workers.asked) == 4  # and nobody waits
-        weights.send_by(outlet, prove)
+        weights.send_to(target, prove)
         prepared = [call for call, _ in workers.asked if call.startswith("prepare")]
         assert len(prepared) == 4 + again

@@ -31,12 +31,12 @@ from megatron_stare.environments.single_turn import SingleTurn
 from megatron_stare.errors import ConfigError
 from megatron_stare.planning.placement import Awaited, Demand, PlacementError, plan
 from megatron_stare.records.batch import Prompt, SamplingParams
-from megatron_stare.rollout.engines.beside import Beside
 from megatron_stare.rollout.engines.engine_worker import EngineWorker
+from megatron_stare.rollout.engines.replicas import Beside
 from megatron_stare.rollout.engines.state import EngineState
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.rollout.sources.rollout_source import Rollouts
-from megatron_stare.weights.sync.checksum import tensor_checksum
+from megatron_stare.weights.sync.stream import tensor_checksum
 from megatron_stare.weights.sync.stream_plan import BucketLayout, Slot
 
 pytestmark = pytest.mark.distributed

@@ -31,9 +31,9 @@ from megatron_stare.rollout.engines import replicas
 from megatron_stare.rollout.engines.replicas import Replica
 from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
 from megatron_stare.rollout.engines.sglang.tensor_sync import TensorSync
-from megatron_stare.rollout.fleet.engine_pool import Exported
 from megatron_stare.rollout.sources.rollout_source import RolloutSource
 from megatron_stare.run_dir.run_state import RunState
+from megatron_stare.weights.sync.target import WeightStream
 
 MODEL = str(Path(__file__).parents[2] / "assets" / "tiny-adder")
 ALL = {"parameters", "gradients", "optimizer"}
@@ -106,7 +106,7 @@ class Rollouts(RolloutSource):
         self._colocation.release()
         return random_batch(step, 8, vocab=14)
 
-    def publish(self, weights: Exported, version: int) -> None:
+    def publish(self, weights: WeightStream, version: int) -> None:
         self._runner.engines.update_weights(version, weights)
 
     def state(self) -> dict[str, int]:

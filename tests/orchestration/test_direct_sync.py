@@ -12,20 +12,19 @@ from safetensors.torch import load_file
 from support.sglang_groups import JoiningServer
 
 from megatron_stare.cluster.inline import InlineWorkers
-from megatron_stare.cluster.trainer_group import WeightStream
+from megatron_stare.cluster.trainer_group import TrainerWeights
 from megatron_stare.config.schema import Config
 from megatron_stare.rollout.engines import engine_worker
 from megatron_stare.rollout.engines.engine import WeightUpdateError
-from megatron_stare.rollout.engines.sglang import server_outlet
-from megatron_stare.rollout.engines.sglang.methods import make_sync
+from megatron_stare.rollout.engines.sglang import target
 from megatron_stare.rollout.engines.sglang.protocol import SGLangError
 from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
-from megatron_stare.rollout.engines.sglang.server_outlet import Way
+from megatron_stare.rollout.engines.sglang.target import ServersTarget, make_sync
 from megatron_stare.rollout.engines.state import EngineState
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
-from megatron_stare.weights.sync.outlet import Outlet
 from megatron_stare.weights.sync.stream import Bucket
 from megatron_stare.weights.sync.stream_plan import BucketLayout, Slot
+from megatron_stare.weights.sync.target import SyncTarget
 
 MODEL = str(Path(__file__).parents[2] / "assets" / "tiny-adder")
 TENSORS = load_file(Path(MODEL) / "model.safetensors")
@@ -40,15 +39,15 @@ class Rank:
         self._connection: Any = None
         self._buckets: list[Bucket] = []
 
-    def prepare_weights(self, outlet: Outlet, prove: bool) -> None:
-        assert not outlet.owners_send
+    def prepare_weights(self, target: SyncTarget, prove: bool) -> None:
+        assert not target.owners_send
         self.prepared += 1
         self._buckets = [
             Bucket(BucketLayout(tensor.dtype, (Slot(name, tuple(tensor.shape), 0),)), tensor.flatten())
             for name, tensor in TENSORS.items()
             if name not in self.left_out
         ]
-        self._connection = self._connection or outlet.connect(0)
+        self._connection = self._connection or target.sender(0)
         self._connection.expect(prove, self._buckets[0])
 
     def send_weights(self) -> Any:
@@ -92,12 +91,12 @@ class Elsewhere(InlineWorkers):
 class Run:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fakes: list[JoiningServer], prove_every: int) -> None:
         by_url = {f"http://{fake.name}": fake for fake in fakes}
-        monkeypatch.setattr(server_outlet, "SGLangClient", lambda url, key, timeout: by_url[url].client())
+        monkeypatch.setattr(target, "SGLangClient", lambda url, key, timeout: by_url[url].client())
         engines = []
         for fake in fakes:
             client, loop = fake.client(), asyncio.new_event_loop()
-            sync, way = make_sync("distributed", [client], MODEL, 60), Way("distributed", 60, MODEL)
-            engines.append(SGLangEngine(client, sync, MODEL, "float32", 2, loop, way=way))
+            sync, to = make_sync("distributed", [client], MODEL, 60), ServersTarget("distributed", 60, MODEL)
+            engines.append(SGLangEngine(client, sync, MODEL, "float32", 2, loop, target=to))
         monkeypatch.setattr(engine_worker, "make_replica", lambda config, number, beside: Up(engines[number]))
         config = Config.model_validate({"model": {"path": MODEL}})
         workers = InlineWorkers([engine_worker.EngineWorker(config, number) for number in range(len(fakes))])
@@ -105,7 +104,7 @@ class Run:
         self._ranks = InlineWorkers([self.rank])
 
     def sync(self, version: int) -> set[tuple[EngineState, int | None]]:
-        self.pool.update_weights(version, WeightStream(self._ranks, (), [0]))
+        self.pool.update_weights(version, TrainerWeights(self._ranks, (), [0]))
         return {(info.state, info.weight_version) for info in self.pool.infos()}
 
     def close(self) -> None:

@@ -11,13 +11,13 @@ from support.models import save_model
 from support.runs import ROOT
 from transformers import AutoModelForCausalLM
 
-from megatron_stare.cluster.folder_weights import FolderWeights
+from megatron_stare.cluster.engines_alone import FolderWeights
 from megatron_stare.cluster.inline import InlineWorkers
 from megatron_stare.errors import DataError
 from megatron_stare.models import read_shape
 from megatron_stare.rollout.engines.local import LocalEngine
 from megatron_stare.rollout.fleet.engine_pool import EnginePool, SyncError
-from megatron_stare.weights.sync.checksum import tensor_checksum
+from megatron_stare.weights.sync.stream import tensor_checksum
 
 
 class Held(LocalEngine):

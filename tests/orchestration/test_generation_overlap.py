@@ -14,13 +14,13 @@ from support.sglang_fake import FakeServer
 from support.threads import Threads
 from torch import Tensor
 
-from megatron_stare.cluster.trainer_group import WeightStream
+from megatron_stare.cluster.trainer_group import TrainerWeights
 from megatron_stare.config.schema import Config
 from megatron_stare.rollout.engines import engine_worker
 from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
 from megatron_stare.rollout.engines.sglang.tensor_sync import TensorSync
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
-from megatron_stare.weights.sync.checksum import tensor_checksum
+from megatron_stare.weights.sync.stream import tensor_checksum
 from megatron_stare.weights.sync.stream_plan import BucketLayout, Slot
 
 MODEL = str(Path(__file__).parents[2] / "assets" / "tiny-adder")
@@ -85,7 +85,7 @@ def test_the_next_bucket_is_gathered_while_a_server_takes_this_one(monkeypatch: 
     trainers = Threads([trainer])
     engines = Threads([engine_worker.EngineWorker(Config.model_validate({"model": {"path": MODEL}}), 0)])
     try:
-        EnginePool(engines).update_weights(7, WeightStream(trainers, LAYOUTS))
+        EnginePool(engines).update_weights(7, TrainerWeights(trainers, LAYOUTS))
         assert engine.model_info().weight_version == 7
     finally:
         engines.close()

@@ -14,7 +14,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.rollout.engines.state import EngineState
 from megatron_stare.rollout.fleet.engine_pool import SyncError, check_arrived
 from megatron_stare.weights.files.hf_folder import HfFolder
-from megatron_stare.weights.sync.checksum import tensor_checksum
+from megatron_stare.weights.sync.stream import tensor_checksum
 
 
 def sync_twice(rank: int, init: str, config: Config) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from megatron_stare.planning.phase_times import (
     rollout_seconds,
     step_time,
 )
-from megatron_stare.rollout.engines.served_memory import ServedMemory
+from megatron_stare.rollout.engines.replicas import ServedMemory
 from megatron_stare.weights.files.check import expected
 
 ARCHITECTURES = ROOT / "assets" / "architectures"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
-from megatron_stare.driver.agreement_watch import require_steady
+from megatron_stare.driver.agreement_watch import canary_sequences, require_steady
 from megatron_stare.megatron.batching.microbatch import RankBatch
 from megatron_stare.megatron.batching.sequence_layout import WholeSequences
 from megatron_stare.megatron.step.differences import UNLIKELY, Compared
@@ -37,7 +37,6 @@ from megatron_stare.rollout.agreement.agreement import (
     summary,
 )
 from megatron_stare.rollout.agreement.limits import Limits
-from megatron_stare.rollout.engines.canary import canary_sequences
 
 LIMIT = Limits(1e-3)
 IN_BF16 = Limits(None, {"mean": 0.025, "p99": 0.2, "p999": 1.0}, trend=3.0)

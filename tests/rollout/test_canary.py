@@ -8,11 +8,11 @@ from support.char_tokenizer import char_tokenizer, ids
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from megatron_stare.rollout.engines.canary import TEXT, canary_sequences
+from megatron_stare.driver.agreement_watch import CANARY, canary_sequences
 from megatron_stare.rollout.engines.model_folder import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
-LINES = TEXT.read_text().splitlines()
+LINES = CANARY.read_text().splitlines()
 ADDER = load_tokenizer(str(ROOT / "assets" / "tiny-adder"))
 
 

@@ -10,8 +10,7 @@ from support.models import save_model
 from torch import Tensor, nn
 
 from megatron_stare.records.batch import SamplingParams
-from megatron_stare.rollout.engines import decode_attention
-from megatron_stare.rollout.engines.decode import decode_batch
+from megatron_stare.rollout.engines.decode import attend, decode_batch
 from megatron_stare.rollout.engines.engine import GenerateRequest
 from megatron_stare.rollout.engines.local import LocalEngine
 
@@ -49,7 +48,7 @@ def test_it_is_the_formula(heads: int, groups: int, scaling: float | None, maske
     query = drawn(5, 1, heads, 8, seed=1).transpose(1, 2)
     key, value = (drawn(5, groups, 32, 8, seed=seed)[:, :, :11] for seed in (2, 3))  # views of roomier buffers
     mask = (torch.arange(11) >= torch.tensor([0, 3, 10, 1, 0])[:, None])[:, None, None] if masked else None
-    out, _ = decode_attention.attend(Layer(heads // groups), query, key, value, mask, scaling=scaling)
+    out, _ = attend(Layer(heads // groups), query, key, value, mask, scaling=scaling)
     torch.testing.assert_close(
         out.double(), by_the_formula(query, key, value, mask, scaling or 8**-0.5), atol=1e-6, rtol=1e-5
     )
@@ -59,7 +58,7 @@ def test_values_may_be_of_another_width_than_keys() -> None:
     """As in models with latent attention."""
     query = drawn(3, 1, 4, 8, seed=1).transpose(1, 2)
     key, value = drawn(3, 2, 7, 8, seed=2), drawn(3, 2, 7, 6, seed=3)
-    out, _ = decode_attention.attend(Layer(2), query, key, value, None)
+    out, _ = attend(Layer(2), query, key, value, None)
     torch.testing.assert_close(out.double(), by_the_formula(query, key, value, None, 8**-0.5), atol=1e-6, rtol=1e-5)
 
 
@@ -82,7 +81,7 @@ def test_other_calls_go_to_the_kernel(monkeypatch: pytest.MonkeyPatch, case: str
     dtype = torch.bfloat16 if case == "bfloat16" else torch.float32
     query = drawn(2, 2, tokens, 8, seed=1).to(dtype)
     key, value = (drawn(2, 2, 2, 8, seed=seed).to(dtype) for seed in (2, 3))
-    decode_attention.attend(Layer(1), query, key, value, None)
+    attend(Layer(1), query, key, value, None)
     assert calls == [tokens]
 
 
@@ -90,7 +89,7 @@ def test_what_it_does_not_know_is_not_left_out() -> None:
     """Of a model with capped scores: transformers' own refusal."""
     query, key, value = (drawn(2, 2, 1, 8, seed=seed) for seed in (1, 2, 3))
     with pytest.raises(ValueError, match="softcap"):
-        decode_attention.attend(Layer(1), query, key, value, None, softcap=30.0)
+        attend(Layer(1), query, key, value, None, softcap=30.0)
 
 
 def test_the_engine_decodes_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

@@ -22,12 +22,12 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.records.batch import Prompt, SamplingParams
 from megatron_stare.rollout.engines import engine_worker
 from megatron_stare.rollout.engines.engine import WeightUpdateError
-from megatron_stare.rollout.engines.sglang import server_outlet
-from megatron_stare.rollout.engines.sglang.methods import make_sync
+from megatron_stare.rollout.engines.sglang import target
 from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
-from megatron_stare.rollout.engines.sglang.server_outlet import Way
+from megatron_stare.rollout.engines.sglang.target import ServersTarget, make_sync
 from megatron_stare.rollout.fleet.health import Health, NoEngineError
-from megatron_stare.rollout.sources.rollout_source import Rollouts, check_versions
+from megatron_stare.rollout.sources.rollout_source import Rollouts
+from megatron_stare.rollout.sources.turns import check_versions
 
 MODEL = Path(__file__).parents[2] / "assets" / "tiny-adder"
 TENSORS = load_file(MODEL / "model.safetensors")
@@ -80,7 +80,7 @@ class Fakes:
         **settings: Any,
     ) -> None:
         by_url = {f"http://{fake.name}": fake for fakes in replicas for fake in fakes if fake is not None}
-        monkeypatch.setattr(server_outlet, "SGLangClient", lambda url, key, timeout: by_url[url].client())
+        monkeypatch.setattr(target, "SGLangClient", lambda url, key, timeout: by_url[url].client())
         left = [list(fakes) for fakes in replicas]
 
         class Coming:
@@ -96,9 +96,9 @@ class Fakes:
                     self._closed.wait(60.0)
                     raise ConfigError("it was closed")
                 client = fake.client()
-                own, way = make_sync(sync, [client], str(MODEL), 60.0), Way(sync, 60.0, str(MODEL))
+                own, to = make_sync(sync, [client], str(MODEL), 60.0), ServersTarget(sync, 60.0, str(MODEL))
                 return SGLangEngine(
-                    client, own, str(MODEL), "float32", 2, asyncio.new_event_loop(), way=way, probe_s=5.0
+                    client, own, str(MODEL), "float32", 2, asyncio.new_event_loop(), target=to, probe_s=5.0
                 )
 
             def close(self) -> None:

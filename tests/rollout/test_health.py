@@ -23,7 +23,7 @@ WAYS: dict[Health, Callable[[FleetHealth], object]] = {
     STARTING: lambda fleet: None,
     DIRTY: lambda fleet: fleet.came_up(0),
     HEALTHY: lambda fleet: (fleet.came_up(0), fleet.synced(0, 1, True)),
-    SUSPECT: lambda fleet: (fleet.came_up(0), fleet.synced(0, 1, True), fleet.lost_request(0, "cut")),
+    SUSPECT: lambda fleet: (fleet.came_up(0), fleet.synced(0, 1, True), fleet.lost_request(0, "cut", 0.0, 0.5)),
     RELEASED: lambda fleet: (fleet.came_up(0), fleet.released(0)),
     DEAD: lambda fleet: (fleet.came_up(0), fleet.lost(0, "killed", 0.0)),
 }
@@ -36,7 +36,7 @@ SAID: dict[str, tuple[Callable[[FleetHealth], object], dict[Health, Health]]] = 
     ),
     "synced unproved": (lambda fleet: fleet.synced(0, 2, False), {HEALTHY: HEALTHY, SUSPECT: SUSPECT}),
     "mixed": (lambda fleet: fleet.mixed(0, "failed"), {HEALTHY: DIRTY, SUSPECT: DIRTY}),
-    "lost a request": (lambda fleet: fleet.lost_request(0, "cut"), {HEALTHY: SUSPECT}),
+    "lost a request": (lambda fleet: fleet.lost_request(0, "cut", 0.0, 0.5), {HEALTHY: SUSPECT}),
     "answered": (lambda fleet: fleet.answered(0), {SUSPECT: HEALTHY}),
     "released": (lambda fleet: fleet.released(0), {DIRTY: RELEASED, HEALTHY: RELEASED, SUSPECT: RELEASED}),
     "resumed": (lambda fleet: fleet.resumed(0), {RELEASED: DIRTY}),
@@ -47,7 +47,7 @@ SPEECHLESS = ("mixed", "lost a request", "answered")  # say nothing of a replica
 
 
 def fleet_of(replicas: int = 2, rule: RestartRule = RestartRule()) -> FleetHealth:  # noqa: B008 - frozen
-    fleet = FleetHealth(replicas, rule)
+    fleet = FleetHealth(replicas, rule, 0.5)
     for number in range(1, replicas):
         fleet.came_up(number)
         fleet.synced(number, 1, True)
@@ -170,21 +170,22 @@ def test_losing_one_request_after_the_other_is_being_lost_where_another_is_left(
     """Those that were under way together are one; an answer in between begins anew, and so does being lost."""
     fleet = fleet_of(rule=RestartRule(losses=3))
     WAYS[HEALTHY](fleet)
-    assert [fleet.lost_request(0, "500", counts) for counts in (True, False, False, True)] == [False] * 4
+    assert [fleet.lost_request(0, "500", given, now) for given, now in ((0, 3), (1, 4), (3, 5), (6, 7))] == [False] * 4
     fleet.answered(0)
-    assert [fleet.lost_request(0, "500") for _ in range(3)] == [False, False, True]
+    assert [fleet.lost_request(0, "500", now, now) for now in (8, 9, 10)] == [False, False, True]
     assert fleet.state(0) is SUSPECT
     fleet.lost(1, "killed", 0.0)
-    assert fleet.lost_request(0, "500") is False  # it is the last
+    assert fleet.lost_request(0, "500", 11, 11) is False  # it is the last
     fleet.begun_again(1, 0.0)
     fleet.came_up(1)
     fleet.synced(1, 2, True)
-    assert fleet.lost_request(0, "500") is True
+    assert fleet.lost_request(0, "500", 12, 12) is True
     fleet.lost(0, "500", 1.0)
     fleet.begun_again(0, 1.0)
     fleet.came_up(0)
     fleet.synced(0, 2, True)
-    assert fleet.lost_request(0, "500") is False
+    assert fleet.lost_request(0, "500", 13, 13) is False
+    assert fleet.open_again(0) == 13.5 and fleet.avoided(13.4) == {0}  # nor is it left alone for longer
 
 
 def test_the_run_goes_on_with_one_and_ends_by_name_with_none() -> None:

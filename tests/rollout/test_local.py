@@ -21,7 +21,7 @@ from megatron_stare.rollout.engines.model_folder import stop_token_ids
 from megatron_stare.rollout.engines.replicas import resolve_engine
 from megatron_stare.rollout.engines.sampling import choose_tokens
 from megatron_stare.rollout.engines.state import EngineState, EngineStateError
-from megatron_stare.weights.sync.checksum import tensor_checksum
+from megatron_stare.weights.sync.stream import tensor_checksum
 
 VOCAB, STOP, CONTEXT = 20, 1, 64
 SIZES = {

@@ -27,8 +27,10 @@ from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
 from megatron_stare.rollout.engines.sglang.tensor_sync import TensorSync
 from megatron_stare.rollout.fleet.dispatch import RolloutLateError
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
+from megatron_stare.rollout.fleet.health import FleetHealth, RestartRule
 from megatron_stare.rollout.fleet.retries import RequestRule, Retries
-from megatron_stare.rollout.sources.rollout_source import Rollouts, check_versions
+from megatron_stare.rollout.sources.rollout_source import Rollouts
+from megatron_stare.rollout.sources.turns import check_versions
 
 MODEL = str(Path(__file__).parents[2] / "assets" / "tiny-adder")
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=4, seed=1, step=1, stop_token_ids=(STOP,))
@@ -206,12 +208,33 @@ def test_a_router_that_loses_requests_is_asked_again() -> None:
     assert counts["rollout/retried"] > 0
 
 
-def retries(attempts: int = 3, replicas: int = 2) -> Retries:
-    return Retries(RequestRule(attempts, back_off_s=1.0), replicas)
+class Told:
+    """What becomes of requests and of the two replicas that lose them, without a pool."""
+
+    def __init__(self, attempts: int = 3) -> None:
+        self.retries, self.health = Retries(RequestRule(attempts)), FleetHealth(2, RestartRule(), back_off_s=1.0)
+        for replica in range(2):
+            self.health.came_up(replica)
+            self.health.synced(replica, VERSION, True)
+        self.give, self.room, self.metrics = self.retries.give, self.health.room, self.retries.metrics
+
+    def choose(self, rid: str, rooms: Sequence[int | None], now: float) -> int | None:
+        return self.retries.choose(rid, rooms, self.health.avoided(now))
+
+    def lost(self, lost: LostRequest, replica: int, now: float) -> float:
+        """When the replica may be given anything again."""
+        _, given = self.retries.given()[lost.rid]
+        self.retries.lost(lost, replica)
+        self.health.lost_request(replica, lost.reason, given, now)
+        return self.health.open_again(replica)
+
+    def answered(self, rid: str, replica: int) -> None:
+        self.retries.answered(rid, replica)
+        self.health.answered(replica)
 
 
 def test_another_replica_is_asked_though_the_first_has_more_room() -> None:
-    told = retries()
+    told = Told()
     assert told.choose("a", [5, 2], 0.0) == 0
     told.give("a", 0, 0.0)
     assert told.lost(LostRequest("a", "cut"), 0, 0.1) == 1.1  # open again
@@ -228,7 +251,7 @@ def test_another_replica_is_asked_though_the_first_has_more_room() -> None:
 
 
 def test_back_off_doubles_by_each_lost_after_another_and_not_by_those_lost_together() -> None:
-    told = retries(attempts=99)
+    told = Told(attempts=99)
     for rid in "abc":
         told.give(rid, 0, 0.0)
     assert [told.lost(LostRequest(rid, "killed"), 0, 0.5) for rid in "abc"] == [1.5] * 3
@@ -239,7 +262,7 @@ def test_back_off_doubles_by_each_lost_after_another_and_not_by_those_lost_toget
 
 
 def test_one_that_hangs_is_avoided_for_as_long_as_it_took_where_there_is_another() -> None:
-    told = retries(attempts=99)
+    told = Told(attempts=99)
     told.give("a", 0, 0.0)
     told.lost(LostRequest("a", "late", late=True), 0, 600.0)
     assert told.metrics["rollout/retried_late"] == 1
@@ -250,7 +273,7 @@ def test_one_that_hangs_is_avoided_for_as_long_as_it_took_where_there_is_another
 
 
 def test_an_answer_is_taken_once_and_from_who_was_asked() -> None:
-    told = retries()
+    told = Told()
     told.give("a", 0, 0.0)
     told.lost(LostRequest("a", "late", late=True), 0, 1.0)
     told.give("a", 1, 2.0)
@@ -261,7 +284,7 @@ def test_an_answer_is_taken_once_and_from_who_was_asked() -> None:
     told.give("b", 0, 3.0)
     given_up = LostRequest("b", "late", late=True)
     told.lost(given_up, 0, 4.0)
-    told.forget(given_up)
+    told.retries.forget(given_up)
     assert told.metrics == {"rollout/retried": 1, "rollout/retried_late": 1}  # a's
     with pytest.raises(DataError, match="was not made of it, or twice"):
         told.answered("a", 1)

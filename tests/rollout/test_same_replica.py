@@ -150,13 +150,18 @@ class Held(Workers):
 class Scene:
     """Two replicas, and who is asked for what."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, back_off_s: float) -> None:
         self.servers = Held(2, capacity)
-        self.retries = Retries(RequestRule(attempts=9, back_off_s=0.0), 2)
-        self.dispatch = Dispatch(Fleet(self.servers, RestartRule()), lambda: False, self.retries)
-        self.serving = Serving(self.dispatch, PARAMS, 99)
+        self.fleet = Fleet(self.servers, RestartRule(), back_off_s)
+        self.begin()
         self.requests: dict[str, GenerateRequest] = {}
         self.tasks: list[asyncio.Task[GenerateResult]] = []
+
+    def begin(self) -> None:
+        """The next rollout."""
+        self.retries = Retries(RequestRule(attempts=9))
+        self.dispatch = Dispatch(self.fleet, lambda: False, self.retries)
+        self.serving = Serving(self.dispatch, PARAMS, 99)
 
     async def ask(self, rid: str, replica: int | None = None) -> None:
         self.requests[rid] = GenerateRequest(rid, (7, 8), 0, 0, max_new_tokens=1, replica=replica)
@@ -179,8 +184,8 @@ async def settle() -> None:
 
 
 @asynccontextmanager
-async def scene(capacity: int = 1) -> AsyncIterator[Scene]:
-    found = Scene(capacity)
+async def scene(capacity: int = 1, back_off_s: float = 0.0) -> AsyncIterator[Scene]:
+    found = Scene(capacity, back_off_s)
     try:
         yield found
     finally:
@@ -261,3 +266,26 @@ def test_a_request_that_is_given_up_leaves_its_line() -> None:
             return [*it.where]
 
     assert asyncio.run(play()) == ["b"]
+
+
+def test_a_replica_that_lost_requests_is_given_one_at_a_time_in_the_next_rollout_too() -> None:
+    """At once, whatever its back-off was, and until it answers."""
+
+    async def play() -> None:
+        async with scene(capacity=2, back_off_s=60.0) as it:
+            for rid in "abcd":
+                await it.ask(rid)
+            await it.answer(0, "a", lost=True)
+            await it.answer(0, "c", lost=True)
+            await it.dispatch.stop()
+            for task in it.tasks:
+                task.cancel()
+            it.begin()
+            for rid in "efgh":
+                await it.ask(rid)
+            assert it.where == {"e": 1, "f": 0, "g": 1}
+            await it.answer(0, "f")
+            await it.ask("i")
+            assert it.where == {"e": 1, "g": 1, "h": 0, "i": 0}
+
+    asyncio.run(play())

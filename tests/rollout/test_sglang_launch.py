@@ -30,12 +30,12 @@ from megatron_stare.rollout.engines.sglang.replica import (
     check_servers,
     served_dtype,
     server_flags,
+    server_memory,
     server_options,
 )
 from megatron_stare.rollout.engines.sglang.serve import remove_shared_memory
 from megatron_stare.rollout.engines.sglang.server import ServerProcess
 from megatron_stare.rollout.engines.sglang.server_checks import LAUNCH_SETTINGS
-from megatron_stare.rollout.engines.sglang.server_memory import server_memory
 from megatron_stare.rollout.engines.sglang.server_options import CPU_ATTENTION
 
 SHAPE = read_shape(servers.MODEL)

@@ -18,6 +18,7 @@ from megatron_stare.rollout.engines.sglang.cpu_platform import murmur_hash32
 from megatron_stare.rollout.engines.sglang.fingerprint import Fingerprint, differences
 from megatron_stare.rollout.engines.sglang.protocol import (
     SGLangError,
+    check_stop,
     check_version,
     generate_body,
     read_prompt_log_probs,
@@ -26,7 +27,6 @@ from megatron_stare.rollout.engines.sglang.protocol import (
     version_runs,
 )
 from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
-from megatron_stare.rollout.engines.sglang.stop_probe import check_stop
 
 SHAPE = read_shape(Path(__file__).parents[2] / "assets" / "tiny-adder")
 STOP = 1

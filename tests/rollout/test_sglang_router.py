@@ -28,7 +28,8 @@ from megatron_stare.rollout.engines.sglang.server_checks import API_KEY_VARIABLE
 from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.rollout.fleet.retries import RequestRule
-from megatron_stare.rollout.sources.rollout_source import Rollouts, check_versions
+from megatron_stare.rollout.sources.rollout_source import Rollouts
+from megatron_stare.rollout.sources.turns import check_versions
 
 ROUTER = os.environ.get("MEGATRON_STARE_ROUTER_PYTHON", "")
 MISSING = servers.MISSING or (

@@ -7,6 +7,7 @@ import errno
 import os
 import pickle
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,15 +20,15 @@ from support.sglang_groups import JoiningServer
 from megatron_stare.errors import UserError
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.rollout.engines.engine import WeightUpdateError
-from megatron_stare.rollout.engines.sglang import server_outlet
+from megatron_stare.rollout.engines.sglang import target
 from megatron_stare.rollout.engines.sglang.fingerprint import Fingerprint, checksums_of
 from megatron_stare.rollout.engines.sglang.place import Place, this_host
 from megatron_stare.rollout.engines.sglang.protocol import SGLangError
-from megatron_stare.rollout.engines.sglang.sender import Sender, Sent
 from megatron_stare.rollout.engines.sglang.served_hash import TiledDigest
 from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
-from megatron_stare.rollout.engines.sglang.server_outlet import ServerRoute, Way
-from megatron_stare.rollout.engines.sglang.update import ServersUpdate
+from megatron_stare.rollout.engines.sglang.sync import Sending, Sent
+from megatron_stare.rollout.engines.sglang.target import ServersTarget, TargetServer
+from megatron_stare.rollout.engines.sglang.update import WeightUpdate
 from megatron_stare.weights.sync.stream import Bucket
 from megatron_stare.weights.sync.stream_plan import BucketLayout, Slot
 
@@ -56,19 +57,23 @@ class Run:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fakes: list[FakeServer], method: str, folder: Path) -> None:
         by_url = {f"http://{fake.name}": fake for fake in fakes}
-        monkeypatch.setattr(server_outlet, "SGLangClient", lambda url, key, timeout: by_url[url].client())
-        self.fakes, self.way = fakes, Way(method, 60.0, str(servers.MODEL), str(folder))
-        routes = [
-            ServerRoute(url, "key", ServerLayout("cpu", fake.ranks), Place(), self.way, SHAPE, torch.float32)
+        monkeypatch.setattr(target, "SGLangClient", lambda url, key, timeout: by_url[url].client())
+        self.fakes, alike = fakes, ServersTarget(method, 60.0, str(servers.MODEL), str(folder))
+        found = [
+            TargetServer(url, "key", ServerLayout("cpu", fake.ranks), Place(), SHAPE, torch.float32)
             for url, fake in by_url.items()
         ]
-        self.outlet = routes[0].outlet(routes)
-        self.senders = [self.outlet.connect(rank) for rank in (0, 2)]
+        each = [replace(alike, servers=(server,)) for server in found]
+        self.target = each[0].joined(each)
+        self.senders = [self.target.sender(rank) for rank in (0, 2)]
 
     def update(self, version: int, prove: bool = True, proven: dict | None = None) -> None:
         clients = [fake.client() for fake in self.fakes]
-        syncs = [server_outlet.make_sync(self.way.method, [client], str(servers.MODEL), 60.0) for client in clients]
-        ends = [ServersUpdate([c], sync, version, proven=proven) for c, sync in zip(clients, syncs, strict=True)]
+        syncs = [target.make_sync(self.target.method, [client], str(servers.MODEL), 60.0) for client in clients]
+        ends = [
+            WeightUpdate([c], sync, version, SHAPE, torch.float32, proven=proven)
+            for c, sync in zip(clients, syncs, strict=True)
+        ]
         for end in ends:
             asyncio.run(end.begin())
         told: list[Sent] = []
@@ -79,7 +84,7 @@ class Run:
                 sender.send(each)
             told.append(sender.end())
         for end in ends:
-            asyncio.run(end.end(Sent.by_all(told)))
+            asyncio.run(end.end_sent(Sent.by_all(told)))
         for sender in self.senders:
             sender.forget()
 
@@ -211,20 +216,20 @@ def full(descriptor: int) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_an_outlet_draws_its_folder_and_does_not_show_the_key() -> None:
-    way = Way("disk", 1.0, "model")
-    route = ServerRoute("http://one", "key", ServerLayout(), Place(), way, SHAPE, torch.float32)
-    one, other = route.outlet([route]), route.outlet([route])
+def test_targets_draw_a_folder_as_they_are_joined_and_do_not_show_the_key() -> None:
+    server = TargetServer("http://one", "key", ServerLayout(), Place(), SHAPE, torch.float32)
+    alone = ServersTarget("disk", 1.0, "model", servers=(server,))
+    one, other = alone.joined([alone]), alone.joined([alone])
     assert one != other and one.folder != other.folder and one.servers == other.servers
     assert "key" not in repr(one).replace("api_key", "")
 
 
 def test_a_server_on_another_machines_loopback_is_refused(monkeypatch, tmp_path) -> None:
     run = Run(monkeypatch, [FakeServer("127.0.0.1")], "tensor", tmp_path)
-    route = run.outlet.servers[0]
+    server = run.target.servers[0]
     for place, refused in ((Place(), False), (Place(this_host()), False), (Place("node7 1234"), True)):
-        there = ServerRoute(route.url, "key", route.layout, place, run.way, SHAPE, torch.float32)
-        sender = there.outlet([there]).connect(0)
+        there = replace(run.target, servers=(replace(server, place=place),))
+        sender = there.joined([there]).sender(0)
         sender.expect(True, None)
         if refused:
             with pytest.raises(Exception, match=r"loopback of node7, .*(?s:.*)sglang\.host"):
@@ -342,13 +347,13 @@ def test_a_bucket_is_hashed_ahead_of_its_turn(monkeypatch, tmp_path) -> None:
     fake = FakeServer(ONE)
     run = Run(monkeypatch, [fake], "tensor", tmp_path)
     hashed: list[str] = []
-    of = Sender.hash
+    of = Sending.hash
 
-    def counted(self: Sender, bucket: list[tuple[str, torch.Tensor]]) -> None:
+    def counted(self: Sending, bucket: list[tuple[str, torch.Tensor]]) -> None:
         of(self, bucket)
         hashed.extend(name for name, _ in bucket)
 
-    monkeypatch.setattr(Sender, "hash", counted)
+    monkeypatch.setattr(Sending, "hash", counted)
     (first, second), _ = stages()
     sender = run.senders[0]
     sender.expect(True, first)

@@ -22,8 +22,7 @@ from megatron_stare.cluster.inline import InlineWorkers
 from megatron_stare.config.schema import Config, RuntimeConfig
 from megatron_stare.errors import ConfigError, UserError
 from megatron_stare.models import read_shape
-from megatron_stare.rollout.engines.beside import Beside
-from megatron_stare.rollout.engines.replicas import make_part, make_replica, replica_nodes
+from megatron_stare.rollout.engines.replicas import Beside, make_part, make_replica, replica_nodes
 from megatron_stare.rollout.engines.sglang import broadcast
 from megatron_stare.rollout.engines.sglang.broadcast import BroadcastSync
 from megatron_stare.rollout.engines.sglang.place import Place

@@ -24,19 +24,14 @@ from megatron_stare.process.workers import Workers
 from megatron_stare.records.batch import Prompt, SamplingParams
 from megatron_stare.records.trajectory import NOT_SAMPLED, Trajectory, sampled_trajectory
 from megatron_stare.rewards.verifier_pool import Verdict
-from megatron_stare.rollout.engines.engine import GenerateRequest, GenerateResult
+from megatron_stare.rollout.engines.engine import GenerateRequest, GenerateResult, check_params
 from megatron_stare.rollout.engines.local import LocalEngine
 from megatron_stare.rollout.engines.model_folder import load_tokenizer
-from megatron_stare.rollout.engines.validate import check_params
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.rollout.sources.group_sampling import EveryGroup
-from megatron_stare.rollout.sources.rollout_source import (
-    Rollouts,
-    check_result,
-    check_trajectory,
-    check_versions,
-)
+from megatron_stare.rollout.sources.rollout_source import Rollouts, check_trajectory
 from megatron_stare.rollout.sources.synchronous_source import SynchronousSource
+from megatron_stare.rollout.sources.turns import check_result, check_versions
 
 MODEL = Path(__file__).parents[2] / "assets" / "tiny-adder"
 STOP, SEMICOLON = 1, 15

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_stare.rollout.engines.engine import WeightUpdateError
-from megatron_stare.rollout.engines.ledger import WeightLedger
+from megatron_stare.rollout.engines.local import WeightLedger
 from megatron_stare.rollout.engines.state import (
     MEMORY,
     EngineState,
@@ -14,7 +14,7 @@ from megatron_stare.rollout.engines.state import (
     require,
     resume,
 )
-from megatron_stare.weights.sync.checksum import tensor_checksum
+from megatron_stare.weights.sync.stream import tensor_checksum
 
 DIRTY, UPDATING, HEALTHY, UNPROVED, RELEASED, DEAD = EngineState
 LEGAL = {

@@ -28,8 +28,8 @@ from megatron_stare.rollout.engines.local import LocalEngine
 from megatron_stare.rollout.engines.sglang.protocol import generate_body, result_of
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.rollout.sources.kept import from_bytes, to_bytes
-from megatron_stare.rollout.sources.rollout_source import Rollouts, check_result
-from megatron_stare.rollout.sources.turns import completed, may_complete
+from megatron_stare.rollout.sources.rollout_source import Rollouts
+from megatron_stare.rollout.sources.turns import check_result, completed, may_complete
 from megatron_stare.rollout.sources.under_way import UnderWay
 
 MODEL = Path(__file__).parents[2] / "assets" / "tiny-adder"

@@ -11,7 +11,7 @@ import torch
 from megatron_stare.records.batch import SamplingParams
 from megatron_stare.rollout.engines.engine import EngineLostError, GenerateRequest
 from megatron_stare.rollout.engines.local import LocalEngine
-from megatron_stare.weights.sync.checksum import tensor_checksum
+from megatron_stare.weights.sync.stream import tensor_checksum
 
 
 class FrozenEngine(LocalEngine):

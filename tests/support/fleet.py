@@ -11,7 +11,7 @@ from support import sglang_servers as servers
 from support.replicas import TOKENIZER, judged
 
 from megatron_stare.cluster.inline import InlineWorkers
-from megatron_stare.cluster.trainer_group import WeightStream
+from megatron_stare.cluster.trainer_group import TrainerWeights
 from megatron_stare.config.schema import Config
 from megatron_stare.environments.environment import Environment, Generate, Response
 from megatron_stare.process.workers import Workers
@@ -21,10 +21,11 @@ from megatron_stare.rollout.engines.engine_worker import EngineWorker
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.rollout.fleet.health import Health, RestartRule
 from megatron_stare.rollout.fleet.retries import RequestRule
-from megatron_stare.rollout.sources.rollout_source import Progress, Rollouts, check_versions
-from megatron_stare.weights.sync.outlet import Outlet
+from megatron_stare.rollout.sources.rollout_source import Progress, Rollouts
+from megatron_stare.rollout.sources.turns import check_versions
 from megatron_stare.weights.sync.stream import Bucket
 from megatron_stare.weights.sync.stream_plan import BucketLayout, Slot
+from megatron_stare.weights.sync.target import SyncTarget
 
 TOKENS, SAMPLES = 90, 4
 PROMPTS = [Prompt(n, str(n), "", "", (2, 3 + n)) for n in range(6)]
@@ -42,33 +43,33 @@ class Rank:
     def __init__(self, buckets: int = 4) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.sending: Callable[[int], None] = lambda number: None
-        self.outlets: list[Outlet] = []  # that it was connected to
-        self._buckets, self._connection = buckets, None
+        self.targets: list[SyncTarget] = []  # that it sent to
+        self._buckets, self._sender = buckets, None
 
-    def prepare_weights(self, outlet: Outlet, prove: bool) -> None:
-        if not self.outlets or self.outlets[-1] != outlet:
+    def prepare_weights(self, target: SyncTarget, prove: bool) -> None:
+        if not self.targets or self.targets[-1] != target:
             self.close()
-            self.outlets.append(outlet)
-            self._connection = outlet.connect(0)
-        self._connection.expect(prove, None)
+            self.targets.append(target)
+            self._sender = target.sender(0)
+        self._sender.expect(prove, None)
 
     def send_weights(self, *after: Any) -> Any:
-        connection: Any = self._connection
-        connection.begin()
+        sender: Any = self._sender
+        sender.begin()
         names = sorted(self.tensors)
         for number in range(self._buckets):
             self.sending(number)
-            connection.send(bucket_of({name: self.tensors[name] for name in names[number :: self._buckets]}))
-        return connection.end()
+            sender.send(bucket_of({name: self.tensors[name] for name in names[number :: self._buckets]}))
+        return sender.end()
 
     def forget_weights(self) -> None:
-        if self._connection is not None:
-            self._connection.forget()
+        if self._sender is not None:
+            self._sender.forget()
 
     def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
 
 
 def bucket_of(tensors: dict[str, torch.Tensor]) -> Bucket:
@@ -132,7 +133,7 @@ class Run:
         """The next version's weights; each replica that serves then holds them all, proved."""
         self.version += 1
         self.rank.tensors = self._tensors(self.version)
-        self.pool.update_weights(self.version, WeightStream(self._ranks, (), [0]))
+        self.pool.update_weights(self.version, TrainerWeights(self._ranks, (), [0]))
 
     def roll_out(self, progress: Progress = lambda *_: None) -> list[Trajectory]:
         """Every sample of every prompt once, of the newest weights."""

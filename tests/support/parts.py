@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ray
 
-from megatron_stare.rollout.engines.beside import Beside
+from megatron_stare.rollout.engines.replicas import Beside
 
 
 class Part:

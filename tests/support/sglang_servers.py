@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_stare.cluster.inline import InlineWorkers
 from megatron_stare.config.schema import Config
-from megatron_stare.rollout.engines.beside import Beside
+from megatron_stare.rollout.engines.replicas import Beside
 from megatron_stare.rollout.engines.sglang.client import SGLangClient, everywhere
 from megatron_stare.rollout.engines.sglang.replica import ENVIRONMENT, SGLangReplica
 from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine

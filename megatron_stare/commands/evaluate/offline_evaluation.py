@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron_stare.cluster.engines_alone_runner import make_engines
-from megatron_stare.cluster.folder_weights import FolderWeights
+from megatron_stare.cluster.engines_alone import FolderWeights, make_engines
 from megatron_stare.commands.evaluate.evaluation_folder import EvaluationFolder
 from megatron_stare.config.engines_alone import engines_alone
 from megatron_stare.config.load import dump_yaml, with_absolute_paths

@@ -16,14 +16,14 @@ from megatron_stare.megatron.export.export import shards
 from megatron_stare.megatron.model.model import is_expert
 from megatron_stare.models import rule_for
 from megatron_stare.models.shape import ModelShape
-from megatron_stare.weights.sync.outlet import Connection, Outlet
 from megatron_stare.weights.sync.stream import Bucket, RoomsByTurns, stream
 from megatron_stare.weights.sync.stream_plan import SENDER, StreamPlan, held_pieces, plan_of, plan_stream
+from megatron_stare.weights.sync.target import Sender, SyncTarget
 
 
 @dataclass(frozen=True)
 class _Plans:
-    """Of what the stage gathers, and of what this rank sends as it lies; None: nothing."""
+    """Plans of what the stage gathers, and of what this rank sends as it lies; None: nothing."""
 
     gathered: StreamPlan
     own: StreamPlan | None
@@ -48,12 +48,12 @@ class StageSend:
         self._experts = {tensor.name for tensor in experts}
         self._owned = {tensor.name for tensor in experts if tensor.pieces[0].rank == layout.rank}
         self._plans: dict[bool, _Plans] = {}  # by whether owners send
-        self._rooms = RoomsByTurns()  # the connection has at most one bucket when the next is gathered
+        self._rooms = RoomsByTurns()  # the sender has at most one bucket when the next is gathered
         self._own: StreamPlan | None = None  # that is still to be sent
         self._buckets: Iterator[Bucket | None] = iter(())
         self._first: Bucket | None = None
-        self._outlet: Outlet | None = None  # that the connection is made of
-        self._connection: Connection | None = None
+        self._target: SyncTarget | None = None  # that the sender is of
+        self._sender: Sender | None = None
 
     def _planned(self, owners_send: bool) -> _Plans:
         if owners_send not in self._plans:
@@ -71,23 +71,23 @@ class StageSend:
         return [shard for shard in held if names.issuperset(rule_for(shard.name, self._shape).sources)]
 
     @torch.no_grad()
-    def prepare(self, outlet: Outlet, prove: bool) -> None:
-        """Gathers the first bucket of the weights as they are, which must not change until they are sent by the outlet.
+    def prepare(self, target: SyncTarget, prove: bool) -> None:
+        """Gathers the first bucket of the weights as they are, which must not change until they are sent to the target.
 
         Args:
             prove: tell the engines what proves the values.
         """
         self._drain()  # of a sync that an error cut short: its messages must not be taken for this one's
-        if outlet != self._outlet:
+        if target != self._target:
             self.close()
-        self._outlet = outlet
-        plans = self._planned(outlet.owners_send)
+        self._target = target
+        plans = self._planned(target.owners_send)
         self._own = plans.own
         self._buckets = stream(plans.gathered, shards(self._model, self._layout), self._group, self._rooms)
         self._first = next(self._buckets)
         if self._first is not None or self._own is not None:
-            self._connection = self._connection or outlet.connect(self._layout.rank)
-            self._connection.expect(prove, self._first)
+            self._sender = self._sender or target.sender(self._layout.rank)
+            self._sender.expect(prove, self._first)
 
     @torch.no_grad()
     def send(self) -> Any:
@@ -130,11 +130,11 @@ class StageSend:
             yield from (bucket for bucket in buckets if bucket is not None)
 
     def _sent(self, buckets: Iterator[Bucket]) -> Any:
-        assert self._connection is not None
-        self._connection.begin()
+        assert self._sender is not None
+        self._sender.begin()
         for bucket in buckets:
-            self._connection.send(bucket)
-        return self._connection.end()
+            self._sender.send(bucket)
+        return self._sender.end()
 
     def _drain(self) -> None:
         for _ in self._buckets:
@@ -142,11 +142,11 @@ class StageSend:
 
     def forget(self) -> None:
         """Removes what was left for the engines to fetch."""
-        if self._connection is not None:
-            self._connection.forget()
+        if self._sender is not None:
+            self._sender.forget()
 
     def close(self) -> None:
-        """Lets go of the connection to the engines."""
-        if self._connection is not None:
-            connection, self._connection = self._connection, None
-            connection.close()
+        """Lets go of the way to the engines."""
+        if self._sender is not None:
+            sender, self._sender = self._sender, None
+            sender.close()

@@ -1,8 +1,10 @@
 """Decodes one batch of requests with a transformers model: prefill, then a token a step until every row is finished.
 
-Called by LocalEngine with requests it has checked; returns the responses as columns.
+Called by LocalEngine with requests it has checked; returns the responses as columns. Brings an attention for models on
+CPUs, ATTENTION, which transformers finds by this name.
 
-Shape legend: B rows of the batch, b rows still in it, P longest prompt, R longest response.
+Shape legend: B rows of the batch, b rows still in it, P longest prompt, R longest response; in attention n heads, g
+groups of heads that share keys and values, r heads of a group, L tokens in the cache, d head size.
 """
 
 from __future__ import annotations
@@ -13,14 +15,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers import DynamicCache
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from megatron_stare.records.batch import FinishReason, SamplingParams
 from megatron_stare.rollout.engines.engine import GenerateRequest
 from megatron_stare.rollout.engines.sampling import choose_tokens, row_keys, uniforms
 
+ATTENTION = "megatron_stare_decode"  # the name of `attend` among transformers' attentions
 _COMPACT_BELOW = 0.5  # share of live rows under which the finished ones are dropped: a copy of the cache has to pay
 
 
@@ -88,7 +93,8 @@ def decode_batch(model: Any, requests: Sequence[GenerateRequest], params: Sampli
 def _ending(
     requests: Sequence[GenerateRequest], stop_token_ids: Sequence[int], vocabulary: int
 ) -> tuple[Tensor, Tensor]:
-    """Which tokens end a row: [k, V] bool for each of the sets of tokens that requests name, and [B] whose is which."""
+    """Finds which tokens end a row: [k, V] bool for each of the sets of tokens that requests name, and [B] whose is
+    which."""
     sets = {ids: number for number, ids in enumerate(dict.fromkeys(r.stop_token_ids for r in requests))}
     ending = torch.zeros(len(sets), vocabulary, dtype=torch.bool)
     for ids, number in sets.items():
@@ -180,3 +186,47 @@ def _append(room: Tensor | None, held: Tensor, new: Tensor) -> tuple[Tensor, Ten
             room[:, :, :length] = held
     room[:, :, length:total] = new
     return room, room[:, :, :total]
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attends with one new token a row to its cache.
+
+    torch's kernel for CPUs starts a matrix product for every head of every row, which costs more than the product where
+    there is one query; here all rows are two batched products. Whatever is not one float32 token a row on a CPU goes
+    the way of "sdpa". The arguments are those that transformers gives any attention.
+
+    Args:
+        query: [b, n, 1, d].
+        key: [b, g, L, d].
+        value: [b, g, L, v]; v is d but in models with latent attention.
+        attention_mask: [b, 1, 1, L] bool.
+
+    Returns:
+        [b, 1, n, v].
+    """
+    special = any(others.get(name) is not None for name in ("softcap", "position_bias", "cache", "s_aux"))
+    ours = query.shape[2] == 1 and query.device.type == "cpu" and query.dtype == torch.float32
+    if special or dropout or not ours:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
+        )
+    rows, heads, _, width = query.shape
+    groups = key.shape[1]
+    queries = query.reshape(rows, groups, heads // groups, width) * (width**-0.5 if scaling is None else scaling)
+    scores = queries @ key.transpose(-1, -2)  # [b, g, r, L]
+    if attention_mask is not None:
+        scores.masked_fill_(~attention_mask, -torch.inf)
+    return (scores.softmax(-1) @ value).reshape(rows, 1, heads, value.shape[-1]), None
+
+
+AttentionInterface.register(ATTENTION, attend)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)

@@ -1,4 +1,5 @@
-"""What a rollout engine is: one replica of the policy that samples responses, and the records it takes and returns.
+"""The rollout engine's interface: one replica of the policy that samples responses, and the records it takes and
+returns.
 
 An engine lives in a worker of its own. Requests come from the pool (engine_pool.py), results go back to it; weights
 come from the weight sync, under Hugging Face names. LocalEngine (local.py) computes in its worker's process, others
@@ -14,11 +15,11 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_stare.errors import UserError
+from megatron_stare.errors import ConfigError, DataError, UserError
 from megatron_stare.records.batch import FinishReason, SamplingParams
 from megatron_stare.records.trajectory import VersionRuns
 from megatron_stare.rollout.engines.state import MEMORY, EngineState, EngineStateError
-from megatron_stare.weights.sync.outlet import Route
+from megatron_stare.weights.sync.target import SyncTarget
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class GenerateRequest:
 
 @dataclass
 class GenerateResult:
-    """What was sampled, n tokens; the stop token, where there is one, is among them. Text and replica are filled in on
-    its way."""
+    """The tokens that were sampled, n of them; the stop token, where there is one, is among them. Text and replica
+    are filled in on its way."""
 
     rid: str
     output_ids: Tensor  # [n] int32
@@ -79,12 +80,12 @@ class RequestLostError(UserError):
 
 
 class EngineLostError(UserError):
-    """What an engine speaks for has ended, does not answer any more, or holds other weights than it was given."""
+    """An engine is lost: its server has ended, does not answer any more, or holds other weights than it was given."""
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What an engine holds, and how it wants its requests."""
+    """State of an engine, and how it wants its requests."""
 
     weight_version: int | None  # None unless the state is HEALTHY or UNPROVED: no other weights are those of a version
     state: EngineState
@@ -117,7 +118,8 @@ class Engine(ABC):
 
     @abstractmethod
     def collect(self, wait_s: float) -> Sequence[GenerateResult | LostRequest]:
-        """What has been finished or lost since the last call, in any order; each request is answered or lost once.
+        """Takes what has been finished or lost since the last call, in any order; each request is answered or lost
+        once.
 
         Args:
             wait_s: after which it returns though nothing is finished; an engine in process does not look at it.
@@ -157,7 +159,7 @@ class Engine(ABC):
         """Checks that every parameter came exactly once and publishes the version.
 
         Returns:
-            Checksum (weights/sync/checksum.py) by name, of the weights now held, in the dtype they were sent in; ""
+            Checksum (weights/sync/stream.py) by name, of the weights now held, in the dtype they were sent in; ""
             where nothing is proven.
 
         Raises:
@@ -167,7 +169,7 @@ class Engine(ABC):
 
     @abstractmethod
     def model_info(self) -> ModelInfo:
-        """What the engine holds; answers in every state."""
+        """Says what the engine holds; answers in every state."""
 
     def check(self) -> None:  # noqa: B027 - an engine in process is there as long as its worker
         """Raises EngineLostError where the engine can do nothing more."""
@@ -222,8 +224,8 @@ class ServedEngine(Engine):
             EngineStateError: one of the parts is not released, or the cache would come before the weights.
         """
 
-    def weight_route(self) -> Route | None:
-        """How the trainer's ranks bring the weights of the open update to the server themselves; then none comes by
+    def sync_target(self) -> SyncTarget | None:
+        """Target to which the trainer's ranks send the weights of the open update themselves; then none comes by
         `update_weights`, and `end_sent_update` ends it. None: they do not.
 
         Raises:
@@ -232,20 +234,63 @@ class ServedEngine(Engine):
         return None
 
     def end_sent_update(self, sent: Sequence[Any]) -> None:
-        """As `end_weight_update`, of weights that ranks brought by the route.
+        """Ends an update whose weights ranks sent to the target; see `end_weight_update`.
 
         Args:
             sent: what each of them tells.
 
         Raises:
-            EngineStateError: the engine gave no route, or no session is open.
+            EngineStateError: the engine gave no target, or no session is open.
         """
-        raise EngineStateError("weights that nobody was given a route for cannot have been brought by ranks")
+        raise EngineStateError("weights that nobody was given a target for cannot have been sent by ranks")
 
     def drop_weight_update(self) -> None:
         """Gives the open update up, whatever has come of it; the engine is DIRTY. Nothing where none is open."""
-        raise EngineStateError("an update that ranks did not bring cannot be given up")
+        raise EngineStateError("an update that ranks did not send cannot be given up")
 
     @abstractmethod
     def memory_mb(self) -> float | None:
-        """What the server holds now, 10^6 bytes; None where that is not known."""
+        """Memory of the server now, 10^6 bytes; None where that is not known."""
+
+
+def check_params(params: SamplingParams) -> None:
+    """Raises ConfigError where a sampling field is out of range."""
+    if not params.temperature > 0:
+        raise ConfigError(
+            f"a temperature of {params.temperature} cannot divide the logits",
+            where="rollout.temperature",
+            fix="use a value above 0; for the likeliest token, decode greedily",
+        )
+    if not 0 < params.top_p <= 1:
+        raise ConfigError(
+            f"no tokens together have a probability of {params.top_p}", where="top_p", fix="above 0, to 1"
+        )
+    if params.max_new_tokens < 1:
+        raise ConfigError(f"no response has {params.max_new_tokens} tokens", where="rollout.max_new_tokens")
+
+
+def check_requests(requests: Sequence[GenerateRequest], params: SamplingParams, info: ModelInfo) -> None:
+    """Raises DataError naming the first request that the model cannot take: a wrong id kills a real server, and a
+    prompt that is too long is cut silently."""
+    if len({r.rid for r in requests}) != len(requests):
+        raise DataError("two requests of one call have the same rid", fix="give every sample of a prompt its own index")
+    for request in requests:
+        where = f"request {request.rid} (prompt {request.prompt_cursor})"
+        if not request.input_ids:
+            raise DataError("the prompt has no tokens", where=where, fix="drop empty prompts from the data")
+        low, high = min(request.input_ids), max(request.input_ids)
+        if low < 0 or high >= info.vocab_size:
+            raise DataError(
+                f"token id {low if low < 0 else high} is outside the model's vocabulary of {info.vocab_size}",
+                where=where,
+                fix="use the tokenizer that belongs to the model",
+            )
+        new = min(request.max_new_tokens or params.max_new_tokens, params.max_new_tokens)
+        total = len(request.input_ids) + new
+        if total > info.context_length:
+            raise DataError(
+                f"{len(request.input_ids)} prompt tokens and up to {new} new ones make {total}; "
+                f"the model's context holds {info.context_length}",
+                where=where,
+                fix="lower rollout.max_new_tokens or rollout.max_prompt_tokens",
+            )

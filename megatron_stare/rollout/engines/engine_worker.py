@@ -11,7 +11,6 @@ from torch import Tensor
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
 from megatron_stare.records.batch import SamplingParams
-from megatron_stare.rollout.engines.beside import Beside
 from megatron_stare.rollout.engines.engine import (
     Engine,
     GenerateRequest,
@@ -21,10 +20,10 @@ from megatron_stare.rollout.engines.engine import (
     ServedEngine,
 )
 from megatron_stare.rollout.engines.model_folder import add_text, load_tokenizer
-from megatron_stare.rollout.engines.replicas import make_replica
+from megatron_stare.rollout.engines.replicas import Beside, make_replica
 from megatron_stare.rollout.engines.state import MEMORY
-from megatron_stare.weights.sync.outlet import Route
 from megatron_stare.weights.sync.stream_plan import BucketLayout
+from megatron_stare.weights.sync.target import SyncTarget
 
 
 class EngineWorker:
@@ -83,13 +82,14 @@ class EngineWorker:
         return self._served.prompt_log_probs(sequences)
 
     def expect_buckets(self, layouts: Sequence[BucketLayout]) -> None:
-        """What the buckets of every weight update from now on hold."""
+        """Takes down what the buckets of every weight update from now on hold."""
         self._layouts = layouts
 
-    def begin_weight_update(self, version: int, prove: bool = True) -> Route | None:
-        """The way for ranks that bring the weights themselves; None where they come by `update_weights`."""
+    def begin_weight_update(self, version: int, prove: bool = True) -> SyncTarget | None:
+        """Begins an update. Returns the target that ranks send the weights to; None where they come by
+        `update_weights`."""
         self._engine.begin_weight_update(version, prove)
-        return self._engine.weight_route() if isinstance(self._engine, ServedEngine) else None
+        return self._engine.sync_target() if isinstance(self._engine, ServedEngine) else None
 
     def update_weights(self, number: int, flat: Tensor) -> None:
         """Takes the bucket of this number."""

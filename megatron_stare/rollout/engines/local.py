@@ -8,7 +8,7 @@ driver through engine.py.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,19 @@ from megatron_stare.errors import NonFiniteError
 from megatron_stare.models import family_named
 from megatron_stare.process.memory import keep_freed
 from megatron_stare.records.batch import SamplingParams
-from megatron_stare.rollout.engines import decode_attention
-from megatron_stare.rollout.engines.decode import Decoded, decode_batch
-from megatron_stare.rollout.engines.engine import Engine, GenerateRequest, GenerateResult, ModelInfo
-from megatron_stare.rollout.engines.ledger import WeightLedger
+from megatron_stare.rollout.engines.decode import ATTENTION, Decoded, decode_batch
+from megatron_stare.rollout.engines.engine import (
+    Engine,
+    GenerateRequest,
+    GenerateResult,
+    ModelInfo,
+    WeightUpdateError,
+    check_params,
+    check_requests,
+)
 from megatron_stare.rollout.engines.model_folder import model_stop_token_ids, read_model_config
 from megatron_stare.rollout.engines.state import EngineState, advance, require
-from megatron_stare.rollout.engines.validate import check_params, check_requests
-from megatron_stare.weights.sync.checksum import tensor_checksum
+from megatron_stare.weights.sync.stream import tensor_checksum
 
 
 class LocalEngine(Engine):
@@ -56,7 +61,7 @@ class LocalEngine(Engine):
         self._max_batch = max_batch
         with torch.random.fork_rng(devices=[]):  # random initial weights must not move the trainer's generator
             self._model: nn.Module | None = AutoModelForCausalLM.from_config(
-                config, dtype=getattr(torch, dtype), attn_implementation=decode_attention.NAME
+                config, dtype=getattr(torch, dtype), attn_implementation=ATTENTION
             )
         self._model.eval().requires_grad_(False)
         family = family_named(config.model_type, model_path)
@@ -167,3 +172,47 @@ class LocalEngine(Engine):
             finish_reason=decoded.finish_reason,
             prompt_tokens=len(request.input_ids),
         )
+
+
+class WeightLedger:
+    """Keeps the books of one weight update: checks that each parameter of `expected` (name to shape) arrives once.
+
+    Real engines answer an update of an unknown name with success, so that all came is proven here.
+    """
+
+    def __init__(self, version: int, expected: Mapping[str, torch.Size]) -> None:
+        self.version = version
+        self.received: dict[str, torch.dtype] = {}  # name to the dtype it was sent in
+        self._expected = expected
+
+    def receive(self, name: str, tensor: Tensor) -> None:
+        """Books one parameter.
+
+        Raises:
+            WeightUpdateError: unknown or repeated name, or wrong shape.
+        """
+        if name not in self._expected:
+            hint = " (the embeddings are tied, so it is not sent)" if name == "lm_head.weight" else ""
+            raise WeightUpdateError(f"the model has no parameter {name!r}{hint}")
+        if name in self.received:
+            raise WeightUpdateError(f"parameter {name!r} was sent twice in one update")
+        if tensor.shape != self._expected[name]:
+            raise WeightUpdateError(
+                f"parameter {name!r} was sent as {list(tensor.shape)}, the model has {list(self._expected[name])}"
+            )
+        self.received[name] = tensor.dtype
+
+    def require_complete(self) -> None:
+        """Raises WeightUpdateError where a parameter did not come."""
+        missing = [name for name in self._expected if name not in self.received]
+        if missing:
+            raise WeightUpdateError(
+                f"{len(missing)} of {len(self._expected)} parameters were not sent in the update to version "
+                f"{self.version}: {_some(missing)}"
+            )
+
+
+def _some(names: Iterable[str], shown: int = 5) -> str:
+    names = list(names)
+    rest = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + rest

@@ -1,25 +1,87 @@
-"""From the name in the configuration (`rollout.engine`) to the run's engines, one replica each."""
+"""Makes a run's engines, one a replica, of the name in the configuration (`rollout.engine`)."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.models.shape import ModelShape
+from megatron_stare.process.workers import Workers
 from megatron_stare.registry import Extension, resolve, settings_of
-from megatron_stare.rollout.engines.beside import Beside, ReplicaPart
 from megatron_stare.rollout.engines.engine import Engine
-from megatron_stare.rollout.engines.served_memory import ServedMemory
 
 ENGINES = {
     "local": "megatron_stare.rollout.engines.local.LocalEngine",
     "sglang": "megatron_stare.rollout.engines.sglang.replica.SGLangReplica",
 }
 WHERE = "rollout.engine"
+
+
+@dataclass(frozen=True)
+class ServedMemory:
+    """Memory of a server's rank on its GPU, bytes, and the setting that bounds its cache.
+
+    token: keys and values of a token.
+    setting: full name of what bounds the cache; a unit of it is `unit` bytes, of which `before` are not the cache's.
+    digits: after the point, that a value of the setting has.
+    """
+
+    weights: int
+    cache: int
+    token: int
+    setting: str
+    unit: int
+    before: int = 0
+    digits: int = 0
+
+    def value_for(self, room: int) -> float | int:
+        """The setting with which the cache takes at most `room` bytes."""
+        value = math.floor((room + self.before) / self.unit * 10**self.digits) / 10**self.digits
+        return value if self.digits else int(value)
+
+
+class ReplicaPart(ABC):
+    """A replica's part on another of its nodes: a worker there, which the replica's own speaks to."""
+
+    @abstractmethod
+    def start(self, meeting: str) -> None:
+        """Starts it, after ending one that was started before. Args: meeting: host:port where all parts meet."""
+
+    @abstractmethod
+    def ended(self) -> str | None:
+        """Says how it ended, with its last words; None: it has not, or has not been started."""
+
+    @abstractmethod
+    def memory_mb(self) -> float:
+        """Memory of its processes, 10^6 bytes."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Ends it. Stopping twice is allowed."""
+
+    def close(self) -> None:
+        """Ends it with its worker."""
+        self.stop()
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The other nodes of a replica.
+
+    parts: its parts there, in the order of the nodes.
+    address: of the replica's own node, where the others reach it.
+    others: addresses of the others.
+    """
+
+    parts: Workers
+    address: str
+    others: tuple[str, ...]
 
 
 class Replica(ABC):
@@ -52,12 +114,12 @@ class Replica(ABC):
 
     @classmethod
     def memory(cls, config: Config, shape: ModelShape, capacity: int) -> ServedMemory | None:
-        """What a server of it keeps on a GPU of `capacity` bytes; None where the run starts none."""
+        """Forecasts what a server of it keeps on a GPU of `capacity` bytes; None where the run starts none."""
         return None
 
     @classmethod
     def count(cls, config: Config) -> int:
-        """How many replicas a run has."""
+        """Number of replicas of a run."""
         return config.rollout.engines
 
     @classmethod
@@ -67,24 +129,24 @@ class Replica(ABC):
 
     @classmethod
     def without_install(cls, config: Config) -> Config | None:
-        """What of a configuration `check` can take where the software of its servers is not on this machine; None: it
-        is, or no server is started here."""
+        """Reduces a configuration to what `check` can take where the software of its servers is not on this machine;
+        None: it is, or no server is started here."""
         return None
 
     @classmethod
     def gpus(cls, config: Config) -> int:
-        """How many GPUs of a cluster a replica needs; 0: it takes none."""
+        """Number of GPUs of a cluster that a replica needs; 0: it takes none."""
         return 0
 
     @classmethod
     def nodes(cls, config: Config) -> int:
-        """How many nodes they are on, in equal parts. Where there are several, a replica is made with a Beside as
+        """Number of nodes they are on, in equal parts. Where there are several, a replica is made with a Beside as
         well, of parts that `part` has made."""
         return 1
 
     @classmethod
     def part(cls, config: Config, number: int, node: int) -> ReplicaPart:
-        """What replica `number` has on its node `node`, from 1 on; not started yet."""
+        """Makes the part of replica `number` on its node `node`, from 1 on; not started yet."""
         raise RuntimeError(f"{cls.__name__} is on one node, and was asked for a part on another")
 
 
@@ -121,7 +183,7 @@ class InProcess(Replica):
 
 
 def resolve_engine(engine: Extension | str) -> type[Engine] | type[Replica]:
-    """What a name or dotted path stands for.
+    """Finds the class that a name or dotted path stands for.
 
     Raises:
         ConfigError: there is no such class, or it is neither an Engine nor a Replica.
@@ -163,17 +225,17 @@ def without_install(config: Config) -> Config | None:
 
 
 def replica_count(config: Config) -> int:
-    """How many replicas a run has."""
+    """Number of replicas of a run."""
     return _kind(config).count(config)
 
 
 def replica_gpus(config: Config) -> int:
-    """How many GPUs each replica of a run needs where the cluster has any; 0: it takes none."""
+    """Number of GPUs each replica of a run needs where the cluster has any; 0: it takes none."""
     return _kind(config).gpus(config)
 
 
 def replica_nodes(config: Config) -> int:
-    """How many nodes each replica of a run is on."""
+    """Number of nodes each replica of a run is on."""
     return _kind(config).nodes(config)
 
 

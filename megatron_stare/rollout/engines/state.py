@@ -1,8 +1,11 @@
-"""The state machine of an engine, pure: which states exist and which may follow which.
+"""The states of an engine's weights, pure: which there are and which may follow which.
 
-Every engine drives it from its weight-update session; the driver reads it before it sends prompts. There is no way from
+Every engine keeps its own, in the process that it lives in, and refuses what it does not allow. There is no way from
 DIRTY, RELEASED or DEAD to HEALTHY or UNPROVED but through UPDATING, that is through a complete weight sync. Beside its
 state an engine has memory that may be released in parts.
+
+A run's view of the same engine is FleetHealth (rollout/fleet/health.py). It reads an EngineState once, when a replica
+comes up, and from then on goes by what calls of the replica return: an engine that is lost cannot say so.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ def advance(state: EngineState, to: EngineState) -> EngineState:
 
 
 def publishes(state: EngineState) -> bool:
-    """Whether an engine in this state generates, with the weights of one version."""
+    """True where an engine in this state generates, with the weights of one version."""
     return state in (EngineState.HEALTHY, EngineState.UNPROVED)
 
 
@@ -78,7 +81,7 @@ MEMORY = ("weights", "cache")
 
 
 def release(released: Collection[str], parts: Collection[str]) -> frozenset[str]:
-    """What of MEMORY is released once `parts` are as well.
+    """The parts of MEMORY that are released once `parts` are as well.
 
     Raises:
         EngineStateError: one of them is released already.
@@ -89,7 +92,7 @@ def release(released: Collection[str], parts: Collection[str]) -> frozenset[str]
 
 
 def resume(released: Collection[str], parts: Collection[str]) -> frozenset[str]:
-    """What of MEMORY is still released once `parts` are back.
+    """The parts of MEMORY that are still released once `parts` are back.
 
     Raises:
         EngineStateError: one of them was not released, or the cache would come before the weights.

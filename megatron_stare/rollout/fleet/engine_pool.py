@@ -7,11 +7,11 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_stare.errors import UserError
 from megatron_stare.process.interruption import start_on
-from megatron_stare.process.workers import Handle, Workers
+from megatron_stare.process.workers import Workers
 from megatron_stare.records.batch import SamplingParams
 from megatron_stare.records.metric import Metric
 from megatron_stare.rollout.engines.engine import ModelInfo
@@ -20,8 +20,8 @@ from megatron_stare.rollout.fleet.dispatch import Dispatch, Serving
 from megatron_stare.rollout.fleet.fleet import Fleet
 from megatron_stare.rollout.fleet.health import SYNCED, Health, RestartRule
 from megatron_stare.rollout.fleet.retries import RequestRule, Retries
-from megatron_stare.weights.sync.outlet import Outlet, Route
 from megatron_stare.weights.sync.stream_plan import BucketLayout
+from megatron_stare.weights.sync.target import SyncTarget, WeightStream
 
 METRICS = (
     Metric(
@@ -62,22 +62,6 @@ class SyncError(UserError):
     """The engines do not hold the weights that were sent."""
 
 
-class Exported(Protocol):
-    """The policy's weights on their way, bucket by bucket; see WeightStream in cluster/trainer_group.py."""
-
-    layouts: tuple[BucketLayout, ...]
-
-    def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]: ...
-
-    def checksums(self) -> dict[str, str]: ...
-
-    def prepare(self, outlet: Outlet, prove: bool) -> None: ...
-
-    def send_by(self, outlet: Outlet, prove: bool) -> list[Any]: ...
-
-    def forget(self) -> None: ...
-
-
 class EnginePool:
     """The replicas, which hold the same weights between two updates.
 
@@ -98,14 +82,14 @@ class EnginePool:
         rule: RequestRule = ONCE_AND_AGAIN,
         restarts: RestartRule = RESTARTED,
     ) -> None:
-        self._fleet = Fleet(workers, restarts)
+        self._fleet = Fleet(workers, restarts, rule.back_off_s)
         self._prove_every, self._rule = prove_every, rule
         self._requests: Counter[str] = Counter()  # what became of them since the last weight update
         self._reported: dict[str, float] = {}  # likewise, up to that
         self._unproved: int | None = None  # updates since the last proof; None: the next one must be
         self._told: tuple[int, set[int], tuple[BucketLayout, ...]] = (0, set(), ())  # which buckets to expect, and who
-        self._routes: tuple[int, dict[int, Route]] = (0, {})  # that the outlet was made of; both since so many losses
-        self._outlet: Outlet | None = None
+        self._targets: tuple[int, dict[int, SyncTarget]] = (0, {})  # by replica; known since so many losses
+        self._target: SyncTarget | None = None  # all of those, joined
         self.served = all(info.served for info in self._fleet.infos)  # by servers, which alone can release memory
         self._dispatch: Dispatch | None = None  # while anyone is served
         self._held = False  # no replica is asked for tokens
@@ -119,8 +103,7 @@ class EnginePool:
         in whoever waits for it; what is under way at the others is then forgotten as well.
         """
         if self._dispatch is None:
-            retries = Retries(self._rule, len(self._fleet.infos), self._requests)
-            self._dispatch = Dispatch(self._fleet, lambda: self._held, retries)
+            self._dispatch = Dispatch(self._fleet, lambda: self._held, Retries(self._rule, self._requests))
         dispatch = self._dispatch
         serving = Serving(dispatch, params, trajectories, self._rule.rollout_s)
         try:
@@ -135,13 +118,12 @@ class EnginePool:
             self._fleet.call("abort")
 
     async def _leave(self, serving: Serving) -> bool:
-        """Whether nobody else is served any more."""
-        dispatch = serving.dispatch
-        dispatch.servings.remove(serving)
-        if dispatch.servings:
+        """Closes a serving. Returns whether nobody else is served."""
+        serving.close()
+        if serving.dispatch.in_use:
             return False
         self._dispatch = None
-        await dispatch.stop()
+        await serving.dispatch.stop()
         return True
 
     @contextlib.contextmanager
@@ -168,7 +150,7 @@ class EnginePool:
                     served.loop.call_soon_threadsafe(served.go_on)
 
     def infos(self) -> list[ModelInfo]:
-        """What every replica that is not lost holds now."""
+        """Asks every replica that is not lost what it holds now."""
         with self._alone():
             return self._results("model_info")
 
@@ -200,14 +182,14 @@ class EnginePool:
                 self._fleet.health.resumed(number)
 
     def memory_mb(self) -> float | None:
-        """What the engines' own processes hold now, 10^6 bytes; None where that is not known."""
+        """Memory of the engines' own processes now, 10^6 bytes; None where that is not known."""
         held = self._results("memory_mb")
         return None if None in held else sum(held)
 
     def _results(self, method: str, *args: Any) -> list[Any]:
         return list(self._fleet.call(method, *args, states=THERE).values())
 
-    def update_weights(self, version: int, exported: Exported) -> None:
+    def update_weights(self, version: int, weights: WeightStream) -> None:
         """Sends the policy to every engine that is there; only one that took all of it publishes the version. The first
         update, the one after a failure, and one that a replica takes part in that was lost, are proven in any case.
 
@@ -219,16 +201,16 @@ class EnginePool:
             NoEngineError: no replica is left.
         """
         with self._alone():
-            self._update_weights(version, exported)
+            self._update_weights(version, weights)
 
-    def _update_weights(self, version: int, exported: Exported) -> None:
+    def _update_weights(self, version: int, weights: WeightStream) -> None:
         passed, self._unproved = self._unproved, None  # None stays where this fails
         self._fleet.look()
         prove = passed is None or passed + 1 >= self._prove_every or self._fleet.health.needs_proof
         took: Collection[int] | None = None
         try:
             while took is None:
-                took = self._sent(version, exported, prove)
+                took = self._sent(version, weights, prove)
                 prove = prove or took is None
         except BaseException:
             for number in self._fleet.health.among(SYNCED):
@@ -243,61 +225,62 @@ class EnginePool:
         if self.served:
             self._reported = {name: float(counted.get(name, 0)) for name in names} | self._fleet.metrics()
 
-    def _sent(self, version: int, exported: Exported, prove: bool) -> Collection[int] | None:
+    def _sent(self, version: int, weights: WeightStream, prove: bool) -> Collection[int] | None:
         """The replicas that took all weights; None: one was lost on the way, and the others lack what it stopped."""
-        if self._outlet is not None:  # as it will be, most likely: ranks gather while servers are asked to pause
-            exported.prepare(self._outlet, prove)
-        routes = self._fleet.call("begin_weight_update", version, prove)
-        if None in routes.values():
-            return self._hand_over(exported, prove, routes)
+        if self._target is not None:  # as it will be, most likely: ranks gather while servers are asked to pause
+            weights.prepare(self._target, prove)
+        targets = self._fleet.call("begin_weight_update", version, prove)
+        if None in targets.values():
+            return self._hand_over(weights, prove, targets)
         try:
-            took = self._let_send(routes, exported, prove)
+            took = self._let_send(targets, weights, prove)
         except Exception:
             with contextlib.suppress(Exception):  # the first error counts; a rank that is lost cannot be asked
-                exported.forget()
+                weights.forget()
             raise
-        if took is None or (self._outlet is not None and self._outlet.leaves_files):
-            exported.forget()
+        if took is None or (self._target is not None and self._target.leaves_files):
+            weights.forget()
         return took
 
-    def _hand_over(self, exported: Exported, prove: bool, to: Collection[int]) -> Collection[int]:
+    def _hand_over(self, weights: WeightStream, prove: bool, to: Collection[int]) -> Collection[int]:
         """Bucket by bucket to engines that take them in their own process."""
         fleet = self._fleet
-        if self._told != (told := (fleet.losses, set(to), exported.layouts)):
-            self._told, to = told, fleet.call("expect_buckets", exported.layouts, among=to)
-        for number, (bucket, others) in enumerate(exported.buckets(prove)):
+        if self._told != (told := (fleet.losses, set(to), weights.layouts)):
+            self._told, to = told, fleet.call("expect_buckets", weights.layouts, among=to)
+        for number, (bucket, others) in enumerate(weights.buckets(prove)):
             to = fleet.call("update_weights", number, bucket, among=to, beside=others)
-        sent = exported.checksums()
+        sent = weights.checksums()
         ended = fleet.call("end_weight_update", among=to)
         for engine, held in ended.items():
             check_arrived(engine, sent, held)
         return ended
 
-    def _let_send(self, routes: dict[int, Route], exported: Exported, prove: bool) -> Collection[int] | None:
+    def _let_send(self, targets: dict[int, SyncTarget], weights: WeightStream, prove: bool) -> Collection[int] | None:
         """The ranks that hold the weights send them to the engines themselves. None: see `_sent`."""
         fleet = self._fleet
-        if self._outlet is None or self._routes != (fleet.losses, routes):
-            self._routes = fleet.losses, routes
-            self._outlet = next(iter(routes.values())).outlet(list(routes.values()))
+        if self._target is None or self._targets != (fleet.losses, targets):
+            self._targets = fleet.losses, targets
+            self._target = next(iter(targets.values())).joined(list(targets.values()))
         try:
-            told = exported.send_by(self._outlet, prove)
+            told = weights.send_to(self._target, prove)
         except Exception as error:
-            if not fleet.find_lost(routes):
+            if not fleet.find_lost(targets):
                 raise
-            for number in fleet.call("drop_weight_update", among=routes):
+            for number in fleet.call("drop_weight_update", among=targets):
                 fleet.health.mixed(number, f"the weight update is begun anew, which could not be sent: {error}")
             return None
-        return fleet.call("end_sent_update", told, among=routes)
+        return fleet.call("end_sent_update", told, among=targets)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Whether the values of the newest weights were proven to have arrived, where not all are; and, of servers, the
-        requests that were made again between the two newest weight updates, and how the replicas stand."""
+        """Metrics: whether the values of the newest weights were proven to have arrived, where not all are; and, of
+        servers, the requests that were made again between the two newest weight updates, and how the replicas
+        stand."""
         proven = {"sync/proven": float(self._unproved == 0)} if self._prove_every > 1 else {}
         return proven | self._reported
 
     def news(self) -> list[str]:
-        """What became of replicas since this was asked last, a line each."""
+        """Takes what became of replicas since this was asked last, a line each."""
         return self._fleet.take_news()
 
     def close(self) -> None:
@@ -306,7 +289,7 @@ class EnginePool:
 
 
 def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether this is called from within the loop."""
+    """True where this is called from within the loop."""
     try:
         return asyncio.get_running_loop() is loop
     except RuntimeError:

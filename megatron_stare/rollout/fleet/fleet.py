@@ -29,19 +29,20 @@ LEAVE_S = 10.0  # that a worker on its way up is given to end
 class Fleet:
     """The replicas of a run.
 
-    `lost_request` and `answered` are for whoever hands requests to a replica, while nobody else has it.
+    Whoever hands requests to a replica, while nobody else has it, tells `health` what it lost and answered.
 
     Args:
         workers: an engine each; brought up here, all at once.
+        back_off_s: see FleetHealth.
 
     Raises:
         UserError: one does not come up.
     """
 
-    def __init__(self, workers: Workers, rule: RestartRule) -> None:
+    def __init__(self, workers: Workers, rule: RestartRule, back_off_s: float) -> None:
         self.workers = workers
         self.infos: list[ModelInfo] = workers.call("bring_up")
-        self.health = FleetHealth(len(self.infos), rule)
+        self.health = FleetHealth(len(self.infos), rule, back_off_s)
         for number, info in enumerate(self.infos):
             self.health.came_up(number)
             if publishes(info.state):
@@ -54,7 +55,7 @@ class Fleet:
         self.news: list[str] = []  # for who watches the run; taken by `take_news`
 
     def serves(self, replica: int) -> bool:
-        """Whether it may be asked for tokens."""
+        """True where it may be asked for tokens."""
         return self.health.state(replica) in SERVING
 
     def require_serving(self) -> None:
@@ -101,7 +102,7 @@ class Fleet:
 
     @contextlib.contextmanager
     def _seen(self, replica: int, errors: list[Exception]) -> Iterator[None]:
-        """What a call of a replica raises: it is lost, or the error is one more of these."""
+        """Takes in what a call of a replica raises: it is lost, or the error is one more of these."""
         try:
             yield
         except LOST as error:
@@ -117,21 +118,13 @@ class Fleet:
         return self.losses > before
 
     def lose(self, replica: int, why: str) -> None:
-        """It is lost, with all that it had. Begins it again where that is allowed now."""
+        """Gives a replica up, with all that it had. Begins it again where that is allowed now."""
         with self._lock:
             if self.health.state(replica) in (Health.DEAD, Health.STARTING):
                 return  # known already
             self.losses += 1
             self.health.lost(replica, why, time.monotonic())
             self._begin_due()
-
-    def lost_request(self, replica: int, why: str, counts: bool) -> bool:
-        """See FleetHealth."""
-        return self.health.lost_request(replica, why, counts)
-
-    def answered(self, replica: int) -> None:
-        """See FleetHealth."""
-        self.health.answered(replica)
 
     def look(self) -> None:
         """Takes in those that have come up since, and begins again those that may be."""
@@ -171,13 +164,13 @@ class Fleet:
             future.set_exception(error)
 
     def take_news(self) -> list[str]:
-        """What there is to tell of the replicas since this was asked last, a line each."""
+        """Takes what there is to tell of the replicas since this was asked last, a line each."""
         self._take()
         told, self.news = self.news, []
         return told
 
     def metrics(self) -> dict[str, float]:
-        """How many replicas take requests, and how many came into each state since this was asked last."""
+        """Counts the replicas that take requests, and those that came into each state since this was asked last."""
         self._take()
         counts, self._counts = self._counts, Counter()
         into = {f"engine/{state.value}": float(counts[state.value]) for state in Health}

@@ -22,7 +22,6 @@ from megatron_stare.process.interruption import start_on
 from megatron_stare.records.batch import SamplingParams
 from megatron_stare.records.metric import Metric
 from megatron_stare.records.rollout_batch import RolloutBatch
-from megatron_stare.rollout.fleet.engine_pool import Exported
 from megatron_stare.rollout.sources.ages import Ages
 from megatron_stare.rollout.sources.rollout_source import (
     Collected,
@@ -32,6 +31,7 @@ from megatron_stare.rollout.sources.rollout_source import (
     RolloutSource,
     training_params,
 )
+from megatron_stare.weights.sync.target import WeightStream
 
 METRICS = (
     Metric(
@@ -115,7 +115,7 @@ class AsynchronousSource(RolloutSource):
         }
         return RolloutBatch.from_trajectories(collected.trajectories, step)
 
-    def publish(self, weights: Exported, version: int) -> None:
+    def publish(self, weights: WeightStream, version: int) -> None:
         self._rollouts.pool.update_weights(version, weights)
         self._wait(partial(self._published, version))
 

@@ -1,4 +1,4 @@
-"""Where training gets its rollout batches from, and takes its new weights to."""
+"""The interface of a rollout source, which gives training its batches and takes its new weights."""
 
 from __future__ import annotations
 
@@ -20,14 +20,11 @@ from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.records.trajectory import NOT_SAMPLED, RewardStatus, Trajectory
 from megatron_stare.rollout.engines.model_folder import sampled_text
 from megatron_stare.rollout.fleet.dispatch import Serving
-from megatron_stare.rollout.fleet.engine_pool import EnginePool, Exported
+from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.rollout.sources.calls import CallJournal
 from megatron_stare.rollout.sources.turns import Turns, covered
-from megatron_stare.rollout.sources.turns import (
-    check_result as check_result,  # for who looks for the contracts' checks here
-)
-from megatron_stare.rollout.sources.turns import check_versions as check_versions
 from megatron_stare.rollout.sources.under_way import ResponseCut, ResponseGivenUp, UnderWay
+from megatron_stare.weights.sync.target import WeightStream
 
 Progress = Callable[[int, int], None]  # is told trajectories finished and wanted
 Enough = Callable[
@@ -36,7 +33,7 @@ Enough = Callable[
 
 
 class Verdict(Protocol):
-    """What became of one answer; see rewards.verifier_pool.Verdict."""
+    """Verdict on one answer; see rewards.verifier_pool.Verdict."""
 
     @property
     def reward(self) -> float | None: ...
@@ -77,7 +74,7 @@ class RolloutSource(ABC):
         """The batch that this step trains on, verified. Waits until it is whole."""
 
     @abstractmethod
-    def publish(self, weights: Exported, version: int) -> None:
+    def publish(self, weights: WeightStream, version: int) -> None:
         """Hands over new weights; when it returns, `next` samples from none older than the source allows."""
 
     @abstractmethod
@@ -95,7 +92,7 @@ class RolloutSource(ABC):
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What makes trajectories: engines, environment and verifier.
+    """Makes trajectories with engines, environment and verifier.
 
     verify: opens the verifier for a number of answers; see rewards/verdicts.py.
     calls: of the environment's tools; by default they are known to this process alone.
@@ -249,7 +246,7 @@ class Collected:
 
 
 class GroupSampling(Protocol):
-    """Which prompt groups a step trains on; see rollout/sources/group_sampling.py."""
+    """Chooses the prompt groups a step trains on; see rollout/sources/group_sampling.py."""
 
     async def collect(
         self, rollouts: Rollouts, params: SamplingParams, progress: Progress, settled: Callable[[], None]

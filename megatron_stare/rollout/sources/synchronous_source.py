@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping
 from megatron_stare.process.interruption import run_whole
 from megatron_stare.records.batch import SamplingParams
 from megatron_stare.records.rollout_batch import RolloutBatch
-from megatron_stare.rollout.fleet.engine_pool import Exported
 from megatron_stare.rollout.sources.ages import Ages
 from megatron_stare.rollout.sources.rollout_source import (
     GroupSampling,
     Progress,
     Rollouts,
     RolloutSource,
-    check_versions,
     training_params,
 )
+from megatron_stare.rollout.sources.turns import check_versions
+from megatron_stare.weights.sync.target import WeightStream
 
 
 class SynchronousSource(RolloutSource):
@@ -62,7 +62,7 @@ class SynchronousSource(RolloutSource):
         self._idle()
         return RolloutBatch.from_trajectories(collected.trajectories, step)
 
-    def publish(self, weights: Exported, version: int) -> None:
+    def publish(self, weights: WeightStream, version: int) -> None:
         self._rollouts.pool.update_weights(version, weights)
         self.version = version
 

@@ -253,3 +253,18 @@ def _finish_reason(reported: Mapping[str, Any], ids: Tensor, stop_token_ids: Col
     if kind not in ("stop", "length", "abort"):
         raise SGLangError(f"the server reports an unknown finish reason {dict(reported)}")
     return kind
+
+
+def check_stop(answer: dict[str, Any], token: int, where: str) -> None:
+    """Raises SGLangError unless the answer is `token` alone, named as what stopped it, with a log-prob."""
+    meta, ids = answer["meta_info"], list(answer["output_ids"])
+    reason = meta["finish_reason"]
+    sampled = [entry[1] for entry in meta.get("output_token_logprobs") or []]
+    if ids == [token] == sampled and reason.get("type") == "stop" and reason.get("matched") == token:
+        return
+    raise SGLangError(
+        f"stop token {token} was forced, but the server returned tokens {ids}, log-probs of {sampled} and the finish "
+        f"reason {reason}",
+        where=where,
+        fix="a response must end with its stop token and that token's log-prob; use a supported release of SGLang",
+    )

@@ -1,12 +1,14 @@
-"""From a run's configuration to an SGLang engine: a server started or attached to, its client, and the weight sync."""
+"""Makes an SGLang engine of a run's configuration: a server started or attached to, its client, and the weight sync."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,11 +20,8 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.process.interruption import run_on
 from megatron_stare.process.shipped import CHECKOUT
-from megatron_stare.rollout.engines.beside import Beside
-from megatron_stare.rollout.engines.replicas import Replica
-from megatron_stare.rollout.engines.served_memory import ServedMemory
+from megatron_stare.rollout.engines.replicas import Beside, Replica, ServedMemory
 from megatron_stare.rollout.engines.sglang.client import SGLangClient
-from megatron_stare.rollout.engines.sglang.methods import make_sync
 from megatron_stare.rollout.engines.sglang.place import Place, seen_here
 from megatron_stare.rollout.engines.sglang.protocol import SUPPORTED_VERSIONS
 from megatron_stare.rollout.engines.sglang.server import ServerProcess
@@ -34,13 +33,16 @@ from megatron_stare.rollout.engines.sglang.server_checks import (
     server_device,
 )
 from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
-from megatron_stare.rollout.engines.sglang.server_memory import server_memory
+from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
 from megatron_stare.rollout.engines.sglang.server_options import ServerOptions
-from megatron_stare.rollout.engines.sglang.server_outlet import Way
 from megatron_stare.rollout.engines.sglang.spread_server import ServerPart, SpreadServer
+from megatron_stare.rollout.engines.sglang.sync import DTYPES
+from megatron_stare.rollout.engines.sglang.target import ServersTarget, make_sync
+from megatron_stare.weights.files.check import expected
 
 ENVIRONMENT = CHECKOUT / ".venv-sglang" if CHECKOUT else None  # of scripts/setup_sglang.sh
 PYTHON_VARIABLE = "MEGATRON_STARE_SGLANG_PYTHON"
+ASSUMED_FRACTION = 0.9  # of a GPU, where the share is left to SGLang
 CPU_CACHE_TOKENS = 20_000  # where none are set: a CPU server has no share of memory to fill
 
 
@@ -90,7 +92,9 @@ class SGLangReplica(Replica):
                 loop,
                 self._process,
                 server_flags(config),
-                Way(config.sglang.sync, config.runtime.timeout_s, config.model.path, config.sglang.sync_folder),
+                ServersTarget(
+                    config.sglang.sync, config.runtime.timeout_s, config.model.path, config.sglang.sync_folder
+                ),
                 self._place,
                 config.faults.engines.probe_s,
             )
@@ -199,7 +203,7 @@ def sglang_python(config: Config) -> str:
 
 
 def server_options(config: Config, number: int = 0, node: int = 0) -> ServerOptions:
-    """How server `number` of this run is started, on its node `node`."""
+    """Options with which server `number` of this run is started, on its node `node`."""
     asked, device = config.sglang, server_device(config)
     processes = config.rollout.engines * asked.nodes
     return ServerOptions(
@@ -231,5 +235,22 @@ def server_options(config: Config, number: int = 0, node: int = 0) -> ServerOpti
 
 
 def served_dtype(config: Config) -> str:
-    """What servers compute in, and cast weights to."""
+    """Type that servers compute in, and cast weights to."""
     return config.sglang.dtype or config.model.dtype
+
+
+def server_memory(config: Config, shape: ModelShape, capacity: int) -> ServedMemory:
+    """Forecasts a rank on a GPU of so many bytes: its part of the weights, and the cache that it may have, which is
+    what the share of the GPU leaves, or the tokens asked for where these are fewer."""
+    asked, size = config.sglang, DTYPES[config.sglang.dtype or config.model.dtype].itemsize
+    layout = ServerLayout("cuda", asked.tensor_parallel, asked.expert_parallel, asked.attention_data_parallel)
+    by_cut: Counter[int] = Counter()
+    for name, sizes in expected(shape).items():
+        by_cut[layout.cut_over(name, shape)] += math.prod(sizes) * size
+    weights = sum(whole // ranks for ranks, whole in by_cut.items())
+    heads = max(-(-shape.kv_heads // layout.group), 1)  # heads that are fewer than ranks lie on several
+    token = 2 * shape.layers * heads * shape.head_dim * size
+    room = max(int((asked.memory_fraction or ASSUMED_FRACTION) * capacity) - weights, 0)
+    if asked.cache_tokens is not None and asked.cache_tokens * token <= room:
+        return ServedMemory(weights, asked.cache_tokens * token, token, "sglang.cache_tokens", token)
+    return ServedMemory(weights, room, token, "sglang.memory_fraction", capacity, before=weights, digits=2)

@@ -11,6 +11,7 @@ import contextlib
 import secrets
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -22,7 +23,15 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.models import family_named
 from megatron_stare.process.interruption import run_on
 from megatron_stare.records.batch import SamplingParams
-from megatron_stare.rollout.engines.engine import GenerateRequest, GenerateResult, LostRequest, ModelInfo, ServedEngine
+from megatron_stare.rollout.engines.engine import (
+    GenerateRequest,
+    GenerateResult,
+    LostRequest,
+    ModelInfo,
+    ServedEngine,
+    check_params,
+    check_requests,
+)
 from megatron_stare.rollout.engines.model_folder import model_stop_token_ids, read_model_config
 from megatron_stare.rollout.engines.sglang.client import ABORT_S, PauseMode, SGLangClient, UnansweredError, everywhere
 from megatron_stare.rollout.engines.sglang.place import Place
@@ -30,20 +39,19 @@ from megatron_stare.rollout.engines.sglang.protocol import (
     SGLangError,
     check_flags,
     check_precision,
+    check_stop,
     check_version,
     generate_body,
     prompt_body,
     read_prompt_log_probs,
     result_of,
 )
-from megatron_stare.rollout.engines.sglang.sender import Sent
 from megatron_stare.rollout.engines.sglang.server import ServerProcess
 from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
-from megatron_stare.rollout.engines.sglang.server_outlet import ServerRoute, Way
-from megatron_stare.rollout.engines.sglang.stop_probe import probe_stop
-from megatron_stare.rollout.engines.sglang.sync import DTYPES, WeightSync
+from megatron_stare.rollout.engines.sglang.sync import DTYPES, Sent, WeightSync
+from megatron_stare.rollout.engines.sglang.target import ServersTarget, TargetServer
 from megatron_stare.rollout.engines.sglang.transport import on_loopback
-from megatron_stare.rollout.engines.sglang.update import ServersUpdate, WeightUpdate
+from megatron_stare.rollout.engines.sglang.update import WeightUpdate
 from megatron_stare.rollout.engines.sglang.watch import ServerGoneError, Watch
 from megatron_stare.rollout.engines.state import (
     MEMORY,
@@ -55,12 +63,12 @@ from megatron_stare.rollout.engines.state import (
     require,
     resume,
 )
-from megatron_stare.rollout.engines.validate import check_params, check_requests
 
 T = TypeVar("T")
 # A server ends a response this many tokens short of its context, and says nothing but "length".
 NEVER_FILLED = 2
 PROBE_S = 20.0
+FORCING = 1e4  # a bias under which no other token is sampled
 
 
 class SGLangEngine(ServedEngine):
@@ -75,7 +83,8 @@ class SGLangEngine(ServedEngine):
         loop: that runs the client; this engine closes it.
         process: of a server that ends with this engine; None: it is someone else's.
         flags: what the server must have been started with, and the settings that ask for it; see check_flags.
-        way: by which the trainer's ranks reach the servers; None: weights come through this engine alone.
+        target: by which the trainer's ranks send weights, still without its server; None: weights come through this
+            engine alone.
         place: where the server runs, as far as it is known.
         probe_s: in which the server must say that it is there.
 
@@ -94,7 +103,7 @@ class SGLangEngine(ServedEngine):
         loop: asyncio.AbstractEventLoop,
         process: ServerProcess | None = None,
         flags: Mapping[str, str] = MappingProxyType({}),
-        way: Way | None = None,
+        target: ServersTarget | None = None,
         place: Place | None = None,
         probe_s: float = PROBE_S,
     ) -> None:
@@ -103,7 +112,7 @@ class SGLangEngine(ServedEngine):
         self._vocab_size = int(config.vocab_size)
         self._stop_token_ids = model_stop_token_ids(model_path)
         self._client, self._sync, self.process = client, sync, process
-        self._way, self._place = way, place or Place()
+        self._target, self._place = target, place or Place()
         self._dtype, self._loop = DTYPES[dtype], loop
         self._max_running, self._slots = max_running, asyncio.Semaphore(max_running)
         self._state, self._version = EngineState.DIRTY, -1
@@ -168,7 +177,7 @@ class SGLangEngine(ServedEngine):
         self._waited(self._watch.require)
 
     def _waited(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """On a thread of its own where the caller's runs a loop already, as that of the inline runner does."""
+        """Runs it, on a thread of its own where the caller's runs a loop already, as that of the inline runner does."""
         if not _in_event_loop():
             return run_on(self._loop, make)
         with ThreadPoolExecutor(1) as thread:  # left only when the thread has ended, so the loop is never run twice
@@ -275,22 +284,23 @@ class SGLangEngine(ServedEngine):
     def end_weight_update(self) -> dict[str, str]:
         update = self._open_update("end the weight update")
         checksums = self._guarded(update.end)
-        self._published(update.servers)
+        self._published(update)
         return checksums
 
-    def weight_route(self) -> ServerRoute | None:
+    def sync_target(self) -> ServersTarget | None:
         """See ServedEngine."""
-        servers, client = self._open_update("be sent weights").servers, self._client
-        if self._way is None:
+        update, client = self._open_update("be sent weights"), self._client
+        if self._target is None:
             return None
-        (layout,) = servers.layouts
-        return ServerRoute(client.url, client.api_key, layout, self._place, self._way, self._shape, self._dtype)
+        (layout,) = update.layouts
+        server = TargetServer(client.url, client.api_key, layout, self._place, self._shape, self._dtype)
+        return replace(self._target, servers=(server,))
 
     def end_sent_update(self, sent: Sequence[Sent]) -> None:
         """See ServedEngine."""
-        servers = self._open_update("end the weight update").servers
-        self._guarded(lambda: self._ended(servers, sent))
-        self._published(servers)
+        update = self._open_update("end the weight update")
+        self._guarded(lambda: self._ended(update, sent))
+        self._published(update)
 
     def drop_weight_update(self) -> None:
         """See ServedEngine."""
@@ -298,10 +308,10 @@ class SGLangEngine(ServedEngine):
             self._state = advance(self._state, EngineState.DIRTY)
 
     @staticmethod
-    async def _ended(servers: ServersUpdate, sent: Sequence[Sent]) -> None:
-        await servers.end(Sent.by_all(sent))
+    async def _ended(update: WeightUpdate, sent: Sequence[Sent]) -> None:
+        await update.end_sent(Sent.by_all(sent))
 
-    def _published(self, update: ServersUpdate) -> None:
+    def _published(self, update: WeightUpdate) -> None:
         if update.proves:
             self._proven = dict(update.sizes)
         held = EngineState.HEALTHY if update.proves else EngineState.UNPROVED
@@ -344,7 +354,7 @@ class SGLangEngine(ServedEngine):
             self._run(self._client.resume)
 
     def memory_mb(self) -> float | None:
-        """Of a server started here, Pss; None for another's."""
+        """Pss of a server started here, 10^6 bytes; None for another's."""
         return self.process.memory_mb() if self.process is not None else None
 
     def model_info(self) -> ModelInfo:
@@ -388,3 +398,20 @@ def _in_event_loop() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+async def probe_stop(client: SGLangClient, stop_token_ids: Sequence[int]) -> None:
+    """Proves that a server treats stop tokens as training needs them: forces each of them once, by a bias on its logit,
+    which needs no weights in particular. Waits for one short response each.
+
+    A response must end with the token that stopped it, with its log-prob: it is sampled, so it is trained on.
+
+    Raises:
+        SGLangError: a token does not stop, is not named as what stopped, or comes without its id or log-prob.
+    """
+    for token in stop_token_ids:
+        request = GenerateRequest(f"probe-{token}", (token,), prompt_cursor=0, sample_index=0)
+        params = SamplingParams(1.0, 4, seed=0, step=0, stop_token_ids=tuple(stop_token_ids), greedy=True)
+        body = generate_body(request, params, request.rid)
+        body["sampling_params"]["logit_bias"] = {str(token): FORCING}
+        check_stop(await client.generate(body), token, client.url)

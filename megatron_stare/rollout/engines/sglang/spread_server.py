@@ -11,7 +11,7 @@ import threading
 
 from megatron_stare.errors import UserError
 from megatron_stare.process.network import free_port
-from megatron_stare.rollout.engines.beside import Beside, ReplicaPart
+from megatron_stare.rollout.engines.replicas import Beside, ReplicaPart
 from megatron_stare.rollout.engines.sglang.server import ServerProcess
 from megatron_stare.rollout.engines.sglang.server_options import PORTS, ServerOptions
 

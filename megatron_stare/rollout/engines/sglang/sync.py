@@ -1,8 +1,11 @@
-"""How buckets of weights get into SGLang servers: one interface, for tensor_sync.py, disk_sync.py and broadcast.py.
+"""The ways of weights into SGLang servers, bucket by bucket: one interface, for tensor_sync.py, disk_sync.py and
+broadcast.py.
 
 It has two ends, which may be two processes: senders have the tensors, and each server has one who watches over it.
 
     servers `open` -> every sender in turn: `meet`, `send` bucket by bucket, `left` -> servers `load`
+
+A sender goes through a Sending, one an update, whose Sent is told the servers' end.
 
 None of them publishes a version; the engine does, after it has compared what the servers hold. A failure anywhere is an
 SGLangError, and leaves servers with a mixture of old and new weights.
@@ -10,15 +13,22 @@ SGLangError, and leaves servers with a mixture of old and new weights.
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from megatron_stare.models.shape import ModelShape
+from megatron_stare.rollout.engines.engine import WeightUpdateError
 from megatron_stare.rollout.engines.sglang.client import SGLangClient, everywhere
+from megatron_stare.rollout.engines.sglang.fingerprint import Fingerprint, Stack
 from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Bucket = Sequence[tuple[str, Tensor]]  # whole tensors of one dtype by Hugging Face name, views of one flat tensor
 
 
@@ -45,7 +55,7 @@ class WeightSync(ABC):
         """Returns when every server has taken the bucket, whose memory may be used again."""
 
     def left(self) -> str | None:
-        """Where what was sent lies, for the servers to fetch; None: they have it."""
+        """Path of what was sent, for the servers to fetch; None: they have it."""
         return None
 
     async def load(self, folder: str | None) -> None:
@@ -60,8 +70,88 @@ class WeightSync(ABC):
         """Lets go of what the method holds between updates."""
 
 
+@dataclass(frozen=True)
+class Sent:
+    """An account of what senders sent: shapes by name; by layout of a server the hashes of what each of its ranks
+    holds of it, where values are to be proven; and the folder it lies in, if it lies in one."""
+
+    sizes: Mapping[str, torch.Size] = field(default_factory=dict)
+    hashed: Mapping[ServerLayout, Sequence[Mapping[str, str | Stack]]] = field(default_factory=dict)
+    folder: str | None = None
+
+    @classmethod
+    def by_all(cls, senders: Sequence[Sent]) -> Sent:
+        """Joins those of several senders. Raises WeightUpdateError for a tensor that two of them sent."""
+        sizes: dict[str, torch.Size] = {}
+        hashed: dict[ServerLayout, list[dict[str, str | Stack]]] = {}
+        for one in senders:
+            for name in one.sizes.keys() & sizes.keys():
+                raise _twice(name)
+            sizes |= one.sizes
+            for layout, ranks in one.hashed.items():
+                for whole, part in zip(hashed.setdefault(layout, [{} for _ in ranks]), ranks, strict=True):
+                    for name, hashes in part.items():
+                        before = whole.get(name)
+                        if isinstance(before, Stack) and isinstance(hashes, Stack):
+                            hashes = before.joined(hashes)
+                        whole[name] = hashes
+        folders = {one.folder for one in senders if one.folder is not None}
+        if len(folders) > 1:
+            raise WeightUpdateError(f"senders name several folders: {sorted(folders)}")
+        return cls(sizes, hashed, next(iter(folders), None))
+
+
+class Sending:
+    """A sender's end of one update: sends some of the model's tensors, and hashes them meanwhile where they lie.
+
+    Args:
+        layouts: of the servers, in the order of the sync's clients.
+        dtype: that the servers compute in.
+        prove: hash what is sent.
+    """
+
+    def __init__(
+        self, sync: WeightSync, shape: ModelShape, dtype: torch.dtype, layouts: Sequence[ServerLayout], prove: bool
+    ) -> None:
+        self._sync, self._layouts = sync, layouts
+        self._sizes: dict[str, torch.Size] = {}
+        self._fingerprints = {layout: Fingerprint(shape, dtype, layout) for layout in layouts if prove}
+
+    async def begin(self) -> None:
+        await self._sync.meet(self._layouts)
+
+    async def send(self, bucket: Bucket, hashed: Future[None] | None = None) -> None:
+        """Sends a bucket.
+
+        Args:
+            hashed: its hash, where that was begun before.
+
+        Raises:
+            WeightUpdateError: a name was sent before.
+        """
+        for name, tensor in bucket:
+            if name in self._sizes:
+                raise _twice(name)
+            self._sizes[name] = tensor.shape
+        # in a thread while the servers take the bucket
+        hashing = asyncio.to_thread(self.hash, bucket) if hashed is None else asyncio.wrap_future(hashed)
+        await everywhere(self._sync.send(bucket), hashing)
+
+    def hash(self, bucket: Bucket) -> None:
+        """Hashes a bucket where values are to be proven. Every bucket once, one after the other."""
+        for name, tensor in bucket:
+            for fingerprint in self._fingerprints.values():
+                fingerprint.add(name, tensor)
+
+    def sent(self) -> Sent:
+        """Accounts for all buckets."""
+        hashed = {layout: fingerprint.hashes() for layout, fingerprint in self._fingerprints.items()}
+        return Sent(self._sizes, hashed, self._sync.left())
+
+
 def meeting_device(layouts: Sequence[ServerLayout]) -> torch.device:
-    """Where buckets are handed over: this process's GPU where it has one and all servers run on GPUs, else here."""
+    """The device on which buckets are handed over: this process's GPU where it has one and all servers run on GPUs,
+    else here."""
     on_gpus = torch.cuda.is_available() and all(layout.device == "cuda" for layout in layouts)
     return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
 
@@ -79,4 +169,5 @@ async def open_sessions(clients: Sequence[SGLangClient]) -> None:
     await everywhere(*(open_one(client) for client in clients))
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+def _twice(name: str) -> WeightUpdateError:
+    return WeightUpdateError(f"parameter {name!r} was sent twice in one update")

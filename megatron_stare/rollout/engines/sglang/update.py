@@ -14,16 +14,19 @@ from megatron_stare.models.shape import ModelShape
 from megatron_stare.rollout.engines.engine import WeightUpdateError
 from megatron_stare.rollout.engines.sglang.client import PauseMode, SGLangClient, everywhere
 from megatron_stare.rollout.engines.sglang.fingerprint import checksums_of, differences
-from megatron_stare.rollout.engines.sglang.sender import Sender, Sent
 from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
-from megatron_stare.rollout.engines.sglang.sync import Bucket, WeightSync
-from megatron_stare.weights.sync.checksum import tensor_checksum
+from megatron_stare.rollout.engines.sglang.sync import Bucket, Sending, Sent, WeightSync
+from megatron_stare.weights.sync.stream import tensor_checksum
 
 
-class ServersUpdate:
-    """The servers' end of an update to one version; each method waits for every server, and for nothing else.
+class WeightUpdate:
+    """An update of servers to one version; each method waits for every server, and for nothing else.
+
+    Ranks send between `begin` and `end_sent`, or this process does, by `send`, where it has the whole model's tensors.
 
     Args:
+        shape: of the model.
+        dtype: that the servers compute in.
         mode: what becomes of responses under way. `abort` ends them; `retract` goes on with them, their cache computed
             anew with the new weights.
         proven: the sizes, by name, of the tensors that the servers were proven to consist of. What is sent is then held
@@ -35,17 +38,22 @@ class ServersUpdate:
         clients: Sequence[SGLangClient],
         sync: WeightSync,
         version: int,
+        shape: ModelShape,
+        dtype: torch.dtype,
         mode: PauseMode = "abort",
         proven: Mapping[str, torch.Size] | None = None,
     ) -> None:
         self._clients, self._sync, self._proven = list(clients), sync, proven
         self.version, self._mode = version, mode
+        self._shape, self._dtype = shape, dtype
         self.layouts: list[ServerLayout] = []  # of each server
         self.sizes: Mapping[str, torch.Size] = {}  # of what was sent
+        self._sending: Sending | None = None  # from here
+        self._checksums: dict[str, str] = {}  # of what was sent from here
 
     @property
     def proves(self) -> bool:
-        """Whether values are compared."""
+        """True where values are compared."""
         return self._proven is None
 
     async def begin(self) -> None:
@@ -58,7 +66,29 @@ class ServersUpdate:
         await everywhere(*(client.pause(self._mode) for client in self._clients))
         await self._sync.open()
 
-    async def end(self, sent: Sent) -> None:
+    async def send(self, bucket: Bucket) -> None:
+        """Sends a bucket from this process. Raises WeightUpdateError for a name that was sent before."""
+        if self._sending is None:
+            self._sending = Sending(self._sync, self._shape, self._dtype, self.layouts, self.proves)
+            await self._sending.begin()
+        await self._sending.send(bucket)
+        self._checksums |= {name: tensor_checksum(t) if self.proves else "" for name, t in bucket}
+
+    async def end(self) -> dict[str, str]:
+        """Ends an update whose weights were sent from here; see `end_sent`.
+
+        Returns:
+            Checksums (weights/sync/stream.py) of the tensors by name, once every server is proven to hold them; ""
+            where nothing is proven.
+        """
+        sent = self._sending.sent() if self._sending is not None else Sent()
+        try:
+            await self.end_sent(sent)
+        finally:
+            self._sync.forget()
+        return self._checksums
+
+    async def end_sent(self, sent: Sent) -> None:
         """Returns once every server holds what was sent, and samples with it.
 
         Raises:
@@ -81,56 +111,6 @@ class ServersUpdate:
                 raise WeightUpdateError("nobody hashed what this server's ranks must hold", where=client.url)
             if wrong := differences(checksums_of(sent.hashed[layout]), held):
                 raise _not_held(wrong, client.url)
-
-
-class WeightUpdate:
-    """Both ends of an update, of whoever has the whole model's tensors: its buckets, in order.
-
-    Args:
-        shape: of the model.
-        dtype: that the servers compute in.
-        mode, proven: see ServersUpdate.
-    """
-
-    def __init__(
-        self,
-        clients: Sequence[SGLangClient],
-        sync: WeightSync,
-        version: int,
-        shape: ModelShape,
-        dtype: torch.dtype,
-        mode: PauseMode = "abort",
-        proven: Mapping[str, torch.Size] | None = None,
-    ) -> None:
-        self.servers = ServersUpdate(clients, sync, version, mode, proven)
-        self._sync, self._shape, self._dtype = sync, shape, dtype
-        self._sender: Sender | None = None
-        self._checksums: dict[str, str] = {}
-
-    async def begin(self) -> None:
-        await self.servers.begin()
-
-    async def send(self, bucket: Bucket) -> None:
-        """Raises WeightUpdateError for a name that was sent before."""
-        if self._sender is None:
-            self._sender = Sender(self._sync, self._shape, self._dtype, self.servers.layouts, self.servers.proves)
-            await self._sender.begin()
-        await self._sender.send(bucket)
-        self._checksums |= {name: tensor_checksum(t) if self.servers.proves else "" for name, t in bucket}
-
-    async def end(self) -> dict[str, str]:
-        """Checksums (weights/sync/checksum.py) of the tensors that were sent, by name, once every server is proven to
-        hold them; "" where nothing is proven.
-
-        Raises:
-            WeightUpdateError: a server lacks a tensor, or has other values.
-        """
-        sent = self._sender.sent() if self._sender is not None else Sent()
-        try:
-            await self.servers.end(sent)
-        finally:
-            self._sync.forget()
-        return self._checksums
 
 
 def _other_sizes(sent: Mapping[str, torch.Size], proven: Mapping[str, torch.Size]) -> list[str]:

@@ -1,24 +1,58 @@
-"""The weights of a Hugging Face folder on their way to the engines, in place of a trainer's."""
+"""Engines without a trainer, wherever they live: those of `megatron-stare eval`. Their weights are those of a Hugging
+Face folder, in place of a trainer's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from megatron_stare.config.schema import Config
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.process.workers import Handle
+from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.weights.files.check import check_folder
 from megatron_stare.weights.files.hf_folder import HfFolder
-from megatron_stare.weights.sync.outlet import Connection, Outlet
 from megatron_stare.weights.sync.stream import Bucket
 from megatron_stare.weights.sync.stream_plan import BucketLayout, Slot
+from megatron_stare.weights.sync.target import Sender, SyncTarget, WeightStream
 
 
-class FolderWeights:
-    """Reads a folder bucket by bucket; see rollout.engine_pool.Exported. Used for one update.
+class EnginesAlone(Protocol):
+    """See InlineEngines and RayEngines."""
+
+    engines: EnginePool
+
+    def notes(self) -> list[str]:
+        """Where they were placed, a line each; none where there was nothing to choose."""
+        ...
+
+    def share(self, value: Any) -> Handle:
+        """Puts a value where every engine can take it from, once."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def make_engines(config: Config) -> EnginesAlone:
+    """Started where runtime.runner says; Ray is imported only there.
+
+    Raises:
+        UserError: one does not come up, or cannot be placed.
+    """
+    if config.runtime.runner == "inline":
+        from megatron_stare.cluster.inline import InlineEngines
+
+        return InlineEngines(config)
+    from megatron_stare.cluster.ray_runner import RayEngines
+
+    return RayEngines(config)
+
+
+class FolderWeights(WeightStream):
+    """The weights of a folder on their way: read bucket by bucket, sent from this process. Used for one update.
 
     Args:
         folder: checked against `shape`, tensor by tensor.
@@ -42,39 +76,39 @@ class FolderWeights:
         self.layouts = _laid_out(sizes, dtype, bucket_bytes)
         self._folder, self._share = HfFolder(folder), share
         self._checksums: dict[str, str] = {}
-        self._connection: Connection | None = None
+        self._sender: Sender | None = None
 
     def buckets(self, checksums: bool = True) -> Iterator[tuple[Handle, list[Handle]]]:
-        """Each bucket where engines can take it from; nobody else has a part in it."""
+        """See WeightStream; nobody else has a part in a bucket."""
         for bucket in self._read():
             self._checksums |= bucket.checksums() if checksums else dict.fromkeys((n for n, _ in bucket.tensors()), "")
             yield self._share(bucket.flat), []
 
     def checksums(self) -> dict[str, str]:
-        """Of every tensor that was given out, by name; "" where none were computed."""
+        """See WeightStream."""
         return self._checksums
 
-    def prepare(self, outlet: Outlet, prove: bool) -> None:
+    def prepare(self, target: SyncTarget, prove: bool) -> None:
         """Nothing is gathered ahead: a file is read as it is sent."""
 
-    def send_by(self, outlet: Outlet, prove: bool) -> list[Any]:
-        """Sends all buckets from this process, the one sender. Returns what it tells the engines."""
-        self._connection = outlet.connect(0)
-        self._connection.expect(prove, None)
-        self._connection.begin()
+    def send_to(self, target: SyncTarget, prove: bool) -> list[Any]:
+        """See WeightStream. This process is the one sender."""
+        self._sender = target.sender(0)
+        self._sender.expect(prove, None)
+        self._sender.begin()
         for bucket in self._read():
-            self._connection.send(bucket)
-        told = [self._connection.end()]
-        if not outlet.leaves_files:
+            self._sender.send(bucket)
+        told = [self._sender.end()]
+        if not target.leaves_files:
             self.forget()
         return told
 
     def forget(self) -> None:
-        """Removes what was left for the engines to fetch, and lets go of the way to them."""
-        if self._connection is not None:
-            connection, self._connection = self._connection, None
-            connection.forget()
-            connection.close()
+        """See WeightStream. Lets go of the way to the engines as well."""
+        if self._sender is not None:
+            sender, self._sender = self._sender, None
+            sender.forget()
+            sender.close()
 
     def _read(self) -> Iterator[Bucket]:
         for layout in self.layouts:

@@ -1,0 +1,183 @@
+"""The way from the trainer's ranks to a run's SGLang servers: described where the servers are known, used in the ranks
+that send. Bytes go from a rank to the servers; the driver hands on this description, and what is to be compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_stare.errors import unknown_name
+from megatron_stare.models.shape import ModelShape
+from megatron_stare.process.interruption import run_on
+from megatron_stare.rollout.engines.sglang.broadcast import BroadcastSync
+from megatron_stare.rollout.engines.sglang.client import SGLangClient
+from megatron_stare.rollout.engines.sglang.disk_sync import DiskSync, drawn_folder
+from megatron_stare.rollout.engines.sglang.place import Place, require_loopback_here
+from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
+from megatron_stare.rollout.engines.sglang.sync import Sending, Sent, WeightSync
+from megatron_stare.rollout.engines.sglang.tensor_sync import TensorSync
+from megatron_stare.weights.sync.stream import Bucket
+from megatron_stare.weights.sync.target import Sender, SyncTarget
+
+
+@dataclass(frozen=True)
+class TargetServer:
+    """How one server is reached, and what it holds."""
+
+    url: str
+    api_key: str | None = field(repr=False)
+    layout: ServerLayout
+    place: Place
+    shape: ModelShape
+    dtype: torch.dtype  # that the server computes in
+
+
+@dataclass(frozen=True)
+class ServersTarget(SyncTarget):
+    """Some or all of a run's servers; see SyncTarget.
+
+    method: a name of `sglang.sync`.
+    timeout_s: of a call of a server.
+    model_path: folder whose config servers find beside weights on a disk.
+    sync_folder: of `disk`, where a folder is made; None: the system's for temporary files.
+    servers: in the order of the replicas.
+    folder: where all senders of `disk` write; None: until targets are joined.
+    """
+
+    method: str
+    timeout_s: float
+    model_path: str
+    sync_folder: str | None = None
+    servers: tuple[TargetServer, ...] = ()
+    folder: Path | None = None
+
+    @property
+    def one_sender_at_a_time(self) -> bool:
+        """A server takes one update after the other, and receives and loads in one thread. Two senders at once would
+        wait for each other where two servers took their broadcasts in different order."""
+        return self.method != "disk"
+
+    @property
+    def leaves_files(self) -> bool:
+        return self.method == "disk"
+
+    @property
+    def owners_send(self) -> bool:
+        """Servers keep a layer's experts in one parameter. Of its hash on a GPU several senders can compute a part
+        each; SHA-256, that of CPU servers, needs all of its bytes in one place."""
+        return all(server.layout.device == "cuda" for server in self.servers)
+
+    def joined(self, targets: Sequence[ServersTarget]) -> ServersTarget:
+        """See SyncTarget. Draws the folder that all senders of `disk` write to."""
+        servers = tuple(server for target in targets for server in target.servers)
+        return replace(self, servers=servers, folder=drawn_folder(self.sync_folder))
+
+    def sender(self, rank: int) -> ServersSender:
+        return ServersSender(self, rank)
+
+
+class ServersSender(Sender):
+    """A trainer rank's end of the target; see Sender. Its calls to the servers run on a thread of its own, so that the
+    rank gathers the next bucket while this one is taken."""
+
+    def __init__(self, target: ServersTarget, rank: int) -> None:
+        self._target = target
+        self._loop, self._thread, self._hashing = asyncio.new_event_loop(), ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._clients = [SGLangClient(s.url, s.api_key, target.timeout_s) for s in target.servers]
+        self._sync = make_sync(
+            target.method,
+            self._clients,
+            target.model_path,
+            target.timeout_s,
+            folder=target.folder,
+            sender=rank,
+            places=[server.place for server in target.servers],
+        )
+        self._sending: Sending | None = None
+        self._first: tuple[Bucket, Future[None]] | None = None  # and its hash
+        self._under_way: Future[None] | None = None
+
+    def expect(self, prove: bool, first: Bucket | None) -> None:
+        """See Sender."""
+        self._under_way = self._first = None
+        one, layouts = self._target.servers[0], [server.layout for server in self._target.servers]
+        self._sending = Sending(self._sync, one.shape, one.dtype, layouts, prove)
+        if first is not None:
+            self._first = first, self._hashing.submit(self._sending.hash, first.tensors())
+
+    def begin(self) -> None:
+        """See Sender."""
+        for server in self._target.servers:
+            require_loopback_here(server.place, server.url)
+        assert self._sending is not None
+        self._start(self._sending.begin).result()
+
+    def send(self, bucket: Bucket) -> None:
+        """See Sender."""
+        self._wait()
+        assert self._sending is not None
+        expected, hashed = self._first or (None, None)
+        self._first = None
+        given = bucket.tensors(), hashed if bucket is expected else None
+        self._under_way = self._start(partial(self._sending.send, *given))
+
+    def end(self) -> Sent:
+        """See Sender."""
+        self._wait()
+        assert self._sending is not None
+        return self._sending.sent()
+
+    def forget(self) -> None:
+        self._sync.forget()
+
+    def _start(self, make: Callable[[], Coroutine[Any, Any, None]]) -> Future[None]:
+        return self._thread.submit(run_on, self._loop, make)
+
+    def _wait(self) -> None:
+        if self._under_way is not None:
+            under_way, self._under_way = self._under_way, None
+            under_way.result()
+
+    def close(self) -> None:
+        self._start(self._leave).result()
+        self._thread.shutdown()
+        self._hashing.shutdown()
+        self._loop.close()
+
+    async def _leave(self) -> None:
+        await self._sync.close()
+        await asyncio.gather(*(client.close() for client in self._clients))
+
+
+def make_sync(
+    method: str,
+    clients: Sequence[SGLangClient],
+    model_path: str,
+    timeout_s: float,
+    *,
+    folder: Path | None = None,
+    sender: int = 0,
+    places: Sequence[Place] | None = None,
+) -> WeightSync:
+    """Makes one end of a method that `sglang.sync` names.
+
+    Args:
+        folder, sender: see DiskSync.
+        places: of the servers, in the order of the clients; see TensorSync and BroadcastSync.
+    """
+    made: dict[str, Callable[[], WeightSync]] = {
+        "tensor": lambda: TensorSync(clients, places),
+        "disk": lambda: DiskSync(clients, model_path, folder, sender),
+        "distributed": lambda: BroadcastSync(clients, timeout_s, places),
+    }
+    if method not in made:
+        raise unknown_name(method, made, "sglang.sync")
+    return made[method]()
