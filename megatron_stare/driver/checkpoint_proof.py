@@ -116,10 +116,7 @@ def differences(saved: StateProof, now: StateProof, *, same_layout: bool, dtype:
         one, other = saved.sums.get(name), now.sums.get(name)
         if one is None or other is None:
             wrong.append(f"{name} {'was not saved' if one is None else 'is not there'}")
-        elif not all(
-            math.isclose(a, b, rel_tol=SUMS) or (math.isnan(a) and math.isnan(b))
-            for a, b in zip(one, other, strict=True)
-        ):
+        elif not all(_alike(a, b) for a, b in zip(one, other, strict=True)):
             wrong.append(f"{name} has the squared norm {other[1]:.9g}, {one[1]:.9g} was saved")
     return wrong
 

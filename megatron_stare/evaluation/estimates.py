@@ -60,7 +60,7 @@ def majority_at_k(classes: Sequence[tuple[int, float]], samples: int, k: int) ->
             others = [each for at, each in enumerate(drawn) if at != number]
             wins = (drawn[number][a] * _not_beaten(others, silent, a, k) for a in range(1, min(count, k) + 1))
             total += result * math.fsum(wins)
-    return min(1.0, float(total / _binomial(samples, k / samples)[k]))  # but for rounding
+    return min(float(total / _binomial(samples, k / samples)[k]), 1.0)  # rounding may pass 1; NaN stays NaN
 
 
 def _not_beaten(others: Sequence[NDArray[np.float64]], silent: NDArray[np.float64], a: int, k: int) -> float:
