@@ -19,15 +19,8 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.models import published_shape
 from megatron_stare.observability.metrics.own_metrics import OwnMetric, load_metrics
 from megatron_stare.observability.sink import Sink, make_sinks
-from megatron_stare.planning.memory import activation_memory, check_memory
-from megatron_stare.planning.preflight import (
-    check,
-    check_best,
-    check_checkpoints,
-    check_runner,
-    not_checked,
-    prompt_files,
-)
+from megatron_stare.planning.memory import activation_memory
+from megatron_stare.planning.preflight import check_run, not_checked, prompt_files
 from megatron_stare.registry import Extension
 from megatron_stare.rewards.known_answers import open_pool
 from megatron_stare.rollout.engines.model_folder import check_vocabulary, load_tokenizer, stop_token_ids
@@ -90,12 +83,8 @@ def verifiers_of(tasks: Iterable[Task]) -> dict[Extension, Task]:
 
 def read_inputs(config: Config) -> Inputs:
     """Raises UserError: the first thing of configuration, model or prompts that cannot work."""
-    run = check(config)
+    run = check_run(config)
     config = run.config
-    check_checkpoints(config)
-    check_best(config)
-    check_runner(config)
-    check_memory(run)
     tokenizer = load_tokenizer(config.model.path)
     check_vocabulary(tokenizer, run.shape, config.model.path)
     task = training_task(config)
@@ -151,12 +140,7 @@ def rehearse(config: Config, *, resume: bool, from_step: int | None = None, dump
 
 
 def _rehearse_without_model(config: Config, dump_step: int | None) -> Config:
-    run = check(config, published=True)
-    config = run.config
-    check_checkpoints(config)
-    check_best(config)
-    check_runner(config)
-    check_memory(run)
+    config = check_run(config, published=True).config
     tasks = [training_task(config), *evaluation_tasks(config)]
     for task in tasks:
         with task.blamed():

@@ -1,8 +1,12 @@
-"""Everything that can be known to be wrong before a process is started, checked once and here."""
+"""The checks of a run before a process is started: one list, which `train` and `--dry-run` walk alike.
+
+What needs the tokenizer, the data or the run directory is checked where these are read, in driver/opening.py.
+"""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from megatron_stare.algorithms.method import Method
@@ -17,6 +21,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.models import published_shape, read_shape
 from megatron_stare.models.shape import ModelShape
+from megatron_stare.planning.memory import check_memory
 from megatron_stare.rollout.engines.replicas import (
     check_engine,
     replica_count,
@@ -32,8 +37,73 @@ from megatron_stare.weights.files.convert import companions_of
 from megatron_stare.weights.files.torch_dist import TorchDist, check_checkpoint, is_checkpoint
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A resolved run as checks see it. published: as in `check`."""
+
+    run: ResolvedRun
+    published: bool = False
+
+    @property
+    def absent(self) -> bool:
+        """The model is not on this machine, and its published shape stands for it."""
+        return self.published and published_shape(self.config.model.path) is not None
+
+    @property
+    def config(self) -> Config:
+        return self.run.config
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.run.shape
+
+    @property
+    def served(self) -> Config:
+        """The configuration that engines are asked about: without software that is not on this machine either."""
+        return (without_install(self.config) if self.absent else None) or self.config
+
+
+def _device(asked: Asked) -> None:
+    if not asked.config.runtime.ray_address:  # a cluster to be joined may have other devices; its ranks look themselves
+        check_device(asked.config, experts=asked.shape.experts > 0)
+        check_device_performance(asked.config.performance)
+
+
+# In this order, and each once. A check raises a UserError for what cannot work.
+CONFIGURATION: dict[str, Callable[[Asked], None]] = {
+    "weights": lambda asked: None if asked.absent else check_weights(asked.config.model.path, asked.shape),
+    "reference": lambda asked: check_reference(asked.config, asked.run.method, asked.shape, published=asked.published),
+    "mini-batches": lambda asked: check_updates(asked.config),
+    "dynamic sampling": lambda asked: check_rounds(asked.config),
+    "staleness": lambda asked: check_staleness(asked.config, asked.run.method),
+    "statistics": lambda asked: check_statistics(asked.config, asked.run.method),
+    "head": lambda asked: check_head(asked.config, asked.run.method),
+    "aggregation": lambda asked: check_aggregation(asked.config, asked.run.method),
+    "optimizer": lambda asked: check_optimizer(asked.config),
+    "performance": lambda asked: check_performance(asked.config),
+    "environment variables": lambda asked: check_environment(asked.config),
+    "device": _device,
+    "layout": lambda asked: check_layout(asked.config.parallel, asked.shape),
+    "recomputation": lambda asked: check_recompute(asked.config.model, asked.config.parallel, asked.shape),
+    "experts": lambda asked: check_moe(asked.config, asked.shape),
+    "lengths": lambda asked: check_lengths(asked.config, asked.shape),
+    "ports": lambda asked: check_ports(asked.config, replica_count(asked.config), replica_nodes(asked.config)),
+    "engines": lambda asked: check_engine(asked.served, asked.shape),
+    "evaluations": lambda asked: check_tasks(asked.served, asked.shape),
+    "evaluation's engines": lambda asked: check_evaluation_engines(asked.served, asked.shape),
+}
+# A run, which saves and is placed, is asked these too.
+RUN: dict[str, Callable[[Asked], None]] = {
+    **CONFIGURATION,
+    "checkpoints": lambda asked: check_checkpoints(asked.config),
+    "best checkpoints": lambda asked: check_best(asked.config),
+    "runner": lambda asked: check_runner(asked.config),
+    "memory": lambda asked: check_memory(asked.run),
+}
+
+
 def check(config: Config, *, published: bool = False) -> ResolvedRun:
-    """What the configuration comes to, with paths that hold in any folder.
+    """Resolves a configuration, with paths that hold in any folder, and makes the checks of CONFIGURATION.
 
     Args:
         published: as in resolve_run; nothing else is asked of a model that is not here.
@@ -41,33 +111,19 @@ def check(config: Config, *, published: bool = False) -> ResolvedRun:
     Raises:
         UserError: the first thing that cannot work: method, model, layout, lengths or engine.
     """
+    return _checked(config, CONFIGURATION, published)
+
+
+def check_run(config: Config, *, published: bool = False) -> ResolvedRun:
+    """Does as `check`, with the checks of RUN: all that can be known to be wrong of a run before anything is read."""
+    return _checked(config, RUN, published)
+
+
+def _checked(config: Config, checks: Mapping[str, Callable[[Asked], None]], published: bool) -> ResolvedRun:
     run = resolve_run(with_absolute_paths(config), published=published)
-    config, method, shape = run.config, run.method, run.shape
-    absent = published and published_shape(config.model.path) is not None
-    if not absent:
-        check_weights(config.model.path, shape)
-    check_reference(config, method, shape, published=published)
-    check_updates(config)
-    check_rounds(config)
-    check_staleness(config, method)
-    check_statistics(config, method)
-    check_head(config, method)
-    check_aggregation(config, method)
-    check_optimizer(config)
-    check_performance(config)
-    check_environment(config)
-    if not config.runtime.ray_address:  # a cluster to be joined may have other devices; its ranks look themselves
-        check_device(config, experts=shape.experts > 0)
-        check_device_performance(config.performance)
-    check_layout(config.parallel, shape)
-    check_recompute(config.model, config.parallel, shape)
-    check_moe(config, shape)
-    check_lengths(config, shape)
-    check_ports(config, replica_count(config), replica_nodes(config))
-    asked = (without_install(config) if absent else None) or config
-    check_engine(asked, shape)
-    check_tasks(asked, shape)
-    check_evaluation_engines(asked, shape)
+    asked = Asked(run, published)
+    for each in checks.values():
+        each(asked)
     return run
 
 
