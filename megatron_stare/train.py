@@ -4,7 +4,7 @@ next:     rollouts -> rewards -> group advantages                              (
 step:     log-probs -> statistics, gate, weights -> of each mini-batch backward  (driver/policy_trainer.py)
 publish:  weight sync, and the proof that it arrived                           (driver/training_source.py)
 log:      metrics, alerts and samples to every sink                            (observability/metrics/monitor.py)
-steps:    between two steps, the checkpoint and the evaluation that are due    (driver/session.py)
+steps:    between two steps, the checkpoint and the evaluation that are due    (driver/session.py, parts.py)
 session:  where one lost a worker, another goes on from the newest checkpoint  (driver/held_run.py)
 """
 

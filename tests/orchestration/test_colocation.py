@@ -21,8 +21,8 @@ from megatron_stare.cluster.colocation import Colocation
 from megatron_stare.cluster.inline import InlineRunner
 from megatron_stare.config.resolved import resolve_run
 from megatron_stare.config.schema import Config
+from megatron_stare.driver.parts import PhaseMemory
 from megatron_stare.driver.policy_trainer import PolicyTrainer
-from megatron_stare.driver.session import PhaseMemory
 from megatron_stare.driver.training_source import TrainingSource
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.models.shape import ModelShape
@@ -170,7 +170,7 @@ def two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offload: str | No
                 with memory.phase("checkpoint"), colocation.saving():
                     runner.trainers.save(str(tmp_path / str(offload)))
         runner.trainers.finish_save()
-        return runner.trainers.weights(), memory.take()
+        return runner.trainers.weights(), memory.metrics()
 
 
 def test_no_two_share_the_device_that_need_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

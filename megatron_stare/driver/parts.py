@@ -1,0 +1,262 @@
+"""Parts of a session that are told of every step: guards, saves, evaluations on held-out problems, memory by phase."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+from megatron_stare.cluster.colocation import Colocation
+from megatron_stare.cluster.trainer_group import TrainerGroup, WeightStream
+from megatron_stare.config.schema import Config
+from megatron_stare.driver.checkpoints import Checkpoints
+from megatron_stare.driver.evaluator import Evaluator
+from megatron_stare.driver.guards import Guards
+from megatron_stare.errors import GuardError, NonFiniteError, RollBack, UserError
+from megatron_stare.observability.metrics.monitor import Monitor
+from megatron_stare.process.interruption import is_to_be_saved, open_to, raise_if_received, seconds_left
+from megatron_stare.process.workers import WorkerLostError
+from megatron_stare.records.metric import Metric
+from megatron_stare.rollout.fleet.engine_pool import EnginePool
+from megatron_stare.rollout.sources.asynchronous_source import AsynchronousSource
+from megatron_stare.rollout.sources.synchronous_source import SynchronousSource
+from megatron_stare.run_dir.run_files import evaluated_steps
+from megatron_stare.run_dir.run_state import RunDir, RunState
+from megatron_stare.tasks.task import Evaluation
+
+Phase = Callable[[str], AbstractContextManager[None]]
+
+INTERRUPTED_S = 20.0  # for a checkpoint under way when a signal ends the run; Slurm kills 30 s after it sends one
+# phases of a step whose memory is logged, and what of it
+PHASES = ("rollout", "log_probs", "update", "sync", "checkpoint", "eval")
+HELD = {
+    "peak_mb": ("the most that a rank of the trainer held in", "below the GPU's size; level over steps"),
+    "live_mb": (
+        "without CUDA, tensors of the policy and what autograd kept for backward on the fullest rank, of",
+        "level over steps; in log_probs and update what plan/ is held against",
+    ),
+    "device_mb": ("what all processes hold of the fullest GPU at the end of", "below the GPU's size"),
+    "engines_mb": ("what servers on the trainer's devices hold at the end of", "small but in rollout, sync and eval"),
+}
+METRICS = tuple(
+    Metric(f"memory/{phase}_{what}", "MB", f"10^6 bytes: {meaning} the phase {phase}", healthy)
+    for phase in PHASES
+    for what, (meaning, healthy) in HELD.items()
+)
+
+
+class Part:
+    """A part of a session. The driver's one thread calls all parts, in the order in which they were added."""
+
+    def after_step(self) -> None:
+        """Does what is due after a step that was trained on, synced and logged."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Returns the part's metrics of the step that is being logged."""
+        return {}
+
+
+class Measured(Part):
+    """A part that has metrics alone, which a function gives."""
+
+    def __init__(self, metrics: Callable[[], Mapping[str, float]]) -> None:
+        self._metrics = metrics
+
+    def metrics(self) -> Mapping[str, float]:
+        return self._metrics()
+
+
+class PhaseMemory(Part):
+    """Gives every phase the metrics `memory/<phase>_peak_mb` and, with a GPU, `memory/<phase>_device_mb`, without CUDA
+    `memory/<phase>_live_mb`, of the rank that holds most, and where engines are named `memory/<phase>_engines_mb`;
+    10^6 bytes.
+
+    Args:
+        phase: opens a phase of the step, by name.
+        engines: that share the trainer's devices; None: none do.
+    """
+
+    def __init__(self, phase: Phase, ranks: TrainerGroup, engines: EnginePool | None) -> None:
+        self._phase, self._ranks, self._engines = phase, ranks, engines
+        self._metrics: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Opens a phase of the step. What lies between two of them counts to the later one."""
+        with self._phase(name):
+            yield
+        found = self._ranks.memory_mb()
+        if self._engines is not None and (held := self._engines.memory_mb()) is not None:
+            found["engines_mb"] = held
+        self._metrics |= {f"memory/{name}_{what}": mb for what, mb in found.items()}
+
+    def metrics(self) -> Mapping[str, float]:
+        """Returns the metrics of the phases since this was asked last."""
+        taken, self._metrics = self._metrics, {}
+        return taken
+
+
+class GuardedSteps(Part):
+    """Ends the run after a step, or sends it back, where the guards say so; on disk before anything else."""
+
+    def __init__(self, guards: Guards, state: RunState, run_dir: RunDir, note: Callable[[str], None]) -> None:
+        self.guards, self._state, self._dir, self._note = guards, state, run_dir, note
+
+    def after_step(self) -> None:
+        """Heeds the guards.
+
+        Raises:
+            RollBack: the run is to go on from its newest checkpoint, without the prompts of the last step.
+            GuardError: a figure of the last step ends the run.
+        """
+        try:
+            self.guards.heed(len(self._state.rollbacks))
+        except RollBack as back:
+            newest = self._dir.newest_step()
+            self._dir.note_rollback(self._state.rollbacks, back)
+            where = "its start" if newest is None else "its newest checkpoint"
+            self._note(f"{back}: the run goes back to {where}, without the step's {len(back.prompts)} prompts")
+            raise
+
+    def metrics(self) -> Mapping[str, float]:
+        made, left_out = len(self._state.rollbacks), len(self._state.left_out)
+        return {"guard/rollbacks": float(made), "guard/left_out": float(left_out)} if made else {}
+
+
+class Saves(Part):
+    """Saves the checkpoints that are due, and the last whole step where the run is interrupted.
+
+    Args:
+        checkpoints: that are written.
+        state: of the run; a checkpoint has it as it was when the last step was finished.
+        guards: whose steps that end the run are not saved.
+        engines: that give the trainer its memory back before a save at the end of a colocated run.
+        phase: opens a phase of the step, by name.
+        kept: gives the responses under way as they were when the last step was finished.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        checkpoints: Checkpoints,
+        state: RunState,
+        guards: Guards,
+        engines: EnginePool,
+        colocation: Colocation,
+        phase: Phase,
+        kept: Callable[[], bytes],
+    ) -> None:
+        self._config, self._checkpoints, self._state, self._guards = config, checkpoints, state, guards
+        self._engines, self._colocation, self._phase, self._kept = engines, colocation, phase, kept
+
+    def after_step(self) -> None:
+        """Completes the checkpoint under way if its files are written, and begins the one that is due.
+
+        Raises:
+            UserError: one of them cannot be written.
+            KeyboardInterrupt: the run is to end; the step is saved as the run is closed.
+        """
+        raise_if_received()
+        self._checkpoints.look()
+        run = self._config.run
+        if self._state.step == run.steps or (run.checkpoint_every and self._state.step % run.checkpoint_every == 0):
+            with self._phase("checkpoint"), self._colocation.saving():
+                self._checkpoints.save(self._whole_state())
+
+    def metrics(self) -> Mapping[str, float]:
+        return self._checkpoints.metrics()
+
+    def close(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Ends what is under way as the run is closed. Where the run is interrupted, the state of its last step is
+        saved, if that was asked for, and the checkpoint under way is waited for, as it is where figures of a step end
+        the run; after an error that may be the ranks', neither. What is not completed then is removed.
+
+        Raises:
+            UserError: the checkpoint that was asked for cannot be written.
+        """
+        if isinstance(error, RollBack | GuardError | NonFiniteError):
+            with contextlib.suppress(UserError):
+                self._checkpoints.finish()
+        if not isinstance(error, KeyboardInterrupt):
+            return
+        with contextlib.suppress(UserError):
+            self._checkpoints.finish(seconds_left() or INTERRUPTED_S)
+        due = is_to_be_saved() and self._state.step and self._state.step != self._checkpoints.newest
+        if due and not self._guards.ends:  # or a resume would begin with what they were to keep out
+            if self._config.sglang.colocated:
+                self._engines.close()  # whatever they were doing, the memory is the trainer's now
+            try:
+                self._checkpoints.save(self._whole_state(), seconds_left())
+                self._checkpoints.finish(seconds_left())
+            except WorkerLostError as lost:  # or it was not written in the time that is left
+                with contextlib.suppress(OSError):  # of the terminal
+                    print(f"step {self._state.step} could not be saved: {str(lost).splitlines()[0]}", file=sys.stderr)
+
+    def _whole_state(self) -> RunState:
+        return replace(self._state, kept=self._kept())
+
+
+class HeldOut(Part):
+    """Evaluates the newest weights on held-out problems: before training, after it and in between, each once.
+
+    Args:
+        evaluations: the problems.
+        samples: of training, which say which weights are the newest.
+        training: asks the engines of training, which do nothing else meanwhile.
+        own: engines of the evaluations' own, which are given the newest weights, and what asks them; None: there are
+            none, and those of training answer.
+        weights: gives the policy's tensors.
+        synced: is told that the evaluations' own engines were given them.
+        progress: is told of responses finished, and wanted.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        evaluations: Sequence[Evaluation],
+        state: RunState,
+        run_dir: RunDir,
+        monitor: Monitor,
+        phase: Phase,
+        *,
+        samples: SynchronousSource | AsynchronousSource,
+        training: Evaluator,
+        own: tuple[EnginePool, Evaluator] | None,
+        weights: Callable[[], WeightStream],
+        synced: Callable[[], None],
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self._config, self._evaluations, self._state, self._dir = config, evaluations, state, run_dir
+        self._monitor, self._phase, self._samples = monitor, phase, samples
+        self._training, self._own = training, own
+        self._weights, self._synced, self._progress = weights, synced, progress
+        self._held: int | None = None  # version of the weights that the evaluations' own engines hold
+
+    def after_step(self) -> None:
+        """Evaluates where that is due at the step the run stands at, and was not yet done."""
+        step, every = self._state.step, self._config.eval.every
+        if step not in (0, self._config.run.steps) and not (every > 0 and step % every == 0):
+            return
+        for evaluation in self._evaluations:
+            if step in evaluated_steps(self._dir.path, evaluation.task.name):
+                continue
+            with self._phase("eval"), open_to(signal.SIGTERM, signal.SIGUSR1), self._answering() as evaluator:
+                found = evaluator.evaluate(evaluation, step, self._samples.version, self._progress)
+            self._monitor.evaluation(found.record)
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[Evaluator]:
+        """Gives what asks engines that hold the newest weights."""
+        if self._own is None:
+            with self._samples.quiet():
+                yield self._training
+            return
+        engines, evaluator = self._own
+        if self._held != self._samples.version:
+            engines.update_weights(self._samples.version, self._weights())
+            self._held = self._samples.version
+            self._synced()
+        yield evaluator
