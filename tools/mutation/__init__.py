@@ -1,1 +1,0 @@
-"""Mutation of the package: which wrong lines the tests notice."""
