@@ -26,14 +26,29 @@ NOT_KEPT = ("PYTHONPATH", "VIRTUAL_ENV", "SGLANG_USE_CPU_ENGINE")
 SHARED_MEMORY = Path("/dev/shm")
 SCRATCH_VARIABLE = "TMPDIR"  # a folder of the server's own, removed with it
 
-# The CPU wheel of torchvision does not load without CUDA's; transformers imports it, and asks for these schemas only.
-# Here and not in main(): SGLang's processes are spawned, and import this module again.
-with contextlib.suppress(RuntimeError):  # they exist where torchvision loads by itself
+
+def _let_torchvision_import() -> None:
+    """Defines the operators that `import torchvision` asks for, where its own library does not load.
+
+    A CPU wheel's library may want CUDA's. Where it loads, it defines the same operators itself, in a static initialiser
+    that ends the process if they are there already; so its import is tried first.
+    """
     import torch
 
-    _torchvision = torch.library.Library("torchvision", "DEF")
-    _torchvision.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _torchvision.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    try:
+        import torchvision  # noqa: F401
+    except (ImportError, OSError, RuntimeError):
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]  # so that the next import begins anew
+        library = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            if not hasattr(torch.ops.torchvision, name):
+                library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _KEPT.append(library)  # an operator goes with the library that defined it
+
+
+_KEPT: list[object] = []
+_let_torchvision_import()  # here and not in main(): SGLang's processes are spawned, and import this module again
 
 
 def main() -> None:
