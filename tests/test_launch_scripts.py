@@ -17,6 +17,7 @@ from support.runs import ROOT
 from megatron_stare.cli import parser
 from megatron_stare.config.load import load_config
 from megatron_stare.config.schema import Config
+from megatron_stare.registry import Extension
 
 SCRIPTS = ROOT / "scripts"
 RUN = SCRIPTS / "run_recipe.sh"
@@ -132,7 +133,7 @@ VARIABLES = {
     "MAX_NEW_TOKENS": ("128", "rollout.max_new_tokens", 128),
     "MICRO_BATCH_TOKENS": ("256", "batch.micro_batch_tokens", 256),
     "DEVICE_GB": ("141", "memory.device_gb", 141),
-    "ENGINE": ("local", "rollout.engine", "local"),
+    "ENGINE": ("local", "rollout.engine", Extension("local")),
     "SGLANG_PYTHON": ("/other/python", "sglang.python", "/other/python"),
     "DEVICE": ("cpu", "sglang.device", "cpu"),
     "GPU_RESOURCE": ("fake_gpu", "runtime.gpu_resource", "fake_gpu"),

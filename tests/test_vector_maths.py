@@ -97,7 +97,7 @@ SCRIPTS = [file for folder in ("tools", "benchmarks") for file in sorted((ROOT /
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda file: file.name)
 def test_every_script_that_computes_imports_what_settles(script: Path) -> None:
     names = imported(script)
-    settling = tuple(f"megatron_stare.{name}" for name in (*PACKAGES, "vector_maths"))
+    settling = tuple(f"megatron_stare.{name}" for name in (*PACKAGES, "process.vector_maths"))
     if "torch" in names and "__main__" in script.read_text():
         assert any(name.startswith(settling) for name in names)
 
