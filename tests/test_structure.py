@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,13 @@ def test_what_is_no_module_is_part_of_a_wheel() -> None:
     }  # fmt: skip
     left = {file for file in PACKAGE.rglob("*") if file.is_file() and file.suffix not in {".py", ".pyc"}}
     assert packed == left - {*(PACKAGE / "share").rglob("*")}
+
+
+def test_the_command_line_starts_without_what_takes_long_to_import() -> None:
+    """Nor has a supervisor, which is the command line alone, threads of such a library."""
+    code = "import sys, megatron_stare.cli; print([name for name in ('torch', 'ray', 'numpy') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=house.ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_imports_run_downwards() -> None:

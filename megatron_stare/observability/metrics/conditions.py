@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_stare.observability.metrics.paired import BAND
-
 Row = Mapping[str, float]
 
+BAND = 0.25  # entropy within this share of its target counts as on target
 GUARDS = "faults.guards"  # the section of the configuration that rules with a `guard` have settings in
 
 # Single batches leave the band by chance; ten in a row do not, and a controller that works is back sooner.

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_stare.observability.metrics.paired import BAND, RECENT, compared, summary
+from megatron_stare.observability.metrics.conditions import BAND
+from megatron_stare.observability.metrics.paired import RECENT, compared, summary
 from megatron_stare.observability.metrics.scales import short
 from megatron_stare.run_dir.run_files import RunRecord, read_run, result_name
 

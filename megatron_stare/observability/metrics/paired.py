@@ -13,8 +13,8 @@ from statistics import StatisticsError, correlation, fmean
 from typing import Any
 
 from megatron_stare.evaluation.estimates import mean_of_problems, student_quantile
+from megatron_stare.observability.metrics.conditions import BAND
 
-BAND = 0.25  # entropy within this share of its target counts as on target
 RECENT = 20  # steps that "at the end" means
 
 

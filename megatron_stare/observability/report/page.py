@@ -18,8 +18,8 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megatron_stare.errors import DataError
+from megatron_stare.observability.metrics.conditions import BAND
 from megatron_stare.observability.metrics.figures import outline, started, verdict
-from megatron_stare.observability.metrics.paired import BAND
 from megatron_stare.observability.metrics.planned import planned_and_measured
 from megatron_stare.observability.metrics.scales import intervals_on, short
 from megatron_stare.observability.report.charts import OWN_COLOUR, PALETTE, Chart, Line, draw

@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from megatron_stare.observability.metrics.paired import BAND
+from megatron_stare.observability.metrics.conditions import BAND
 from megatron_stare.observability.metrics.rules import RULES
 from megatron_stare.observability.metrics.scales import short
 from megatron_stare.observability.sink import Alert
