@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 DRIVER = Path(__file__).parents[1] / "benchmarks" / "driver.py"
 SMALL = ["--inline", "--replies", "24", "--samples", "4", "--tokens", "600", "--data-ranks", "2"]
 
 
+@pytest.mark.wide
 def test_replies_are_read_verified_laid_out_and_dealt(tmp_path: Path) -> None:
     """Tokens, log-probs and text bit for bit (its `check`); a share is its part of the bytes."""
     out = tmp_path / "driver.json"

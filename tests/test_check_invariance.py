@@ -46,6 +46,7 @@ def pool() -> Iterator[Any]:
         yield processes
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 def test_thresholds_per_rank_are_caught() -> None:
     arguments = ["--world", "2", "--micro-batch-tokens", "64", "--algorithm", "stare", "--set", "variant=C2"]
@@ -56,6 +57,7 @@ def test_thresholds_per_rank_are_caught() -> None:
     assert "plus: given equal scores, other tokens are selected" in mutant.stdout
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("algorithm", "layout", "cut"),
@@ -180,6 +182,7 @@ def twenty_entropy_in_float64(folder: Path, case: Case) -> tuple[dict[str, Tenso
     return before, after, set(chosen.tolist())
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 def test_float32_explains_what_a_large_step_differs_by(steep: Any) -> None:
     """The step in float64 lies within half the limit of that on one rank and of that on four, so two right steps may be

@@ -26,6 +26,7 @@ def check_parity(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("second", ["--pp", pytest.param("--cp", marks=pytest.mark.slow)])
 def test_a_checkpoint_is_held_against_transformers(tmp_path: Path, second: str) -> None:
     save_model(tmp_path, "llama_tied_llama3")  # one key-value head, shared by two ranks; 37 words; scaled RoPE
@@ -36,6 +37,7 @@ def test_a_checkpoint_is_held_against_transformers(tmp_path: Path, second: str) 
     assert weights == "weights: come back bit for bit"
 
 
+@pytest.mark.wide
 def test_logits_are_held_in_proportion_and_derived_tensors_left_out(tmp_path: Path) -> None:
     """A right model of logits in the hundreds, and frequencies that old checkpoints hold."""
     save_model(tmp_path, "qwen2")
@@ -53,6 +55,7 @@ def test_logits_are_held_in_proportion_and_derived_tensors_left_out(tmp_path: Pa
     assert done.returncode == 1
 
 
+@pytest.mark.wide
 def test_a_difference_is_found(tmp_path: Path) -> None:
     save_model(tmp_path, "qwen2")
     done = check_parity(str(tmp_path), "--threshold", "1e-12")
@@ -60,6 +63,7 @@ def test_a_difference_is_found(tmp_path: Path) -> None:
     assert "logits: largest difference" in done.stdout
 
 
+@pytest.mark.wide
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     save_model(tmp_path, "qwen2")
     done = check_parity(str(tmp_path), "--tp", "3")

@@ -549,6 +549,7 @@ def test_what_is_declared_is_in_the_release_we_run_with() -> None:
         assert pinned.find(name) is not None, name
 
 
+@pytest.mark.wide
 def test_what_the_project_uses_is_found_by_reading_it() -> None:
     """One use of each way: none of them is declared."""
     pinned = Definitions(pinned_release("megatron_core", ROOT))

@@ -104,6 +104,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path,
     return folder / "with", folder / "without", folder / "own", done.stdout
 
 
+@pytest.mark.wide
 def test_training_is_the_same_with_and_without_evaluation(trained: tuple[Path, Path, Path, str]) -> None:
     evaluated, alone, own = (run_dir / "hf/model.safetensors" for run_dir in trained[:3])
     assert evaluated.read_bytes() == alone.read_bytes() == own.read_bytes()

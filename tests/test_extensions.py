@@ -90,6 +90,7 @@ def test_a_setting_that_cannot_be_is_refused(reader: Any, settings: dict[str, An
     assert str(caught.value) == error
 
 
+@pytest.mark.wide
 def test_a_verifier_has_its_settings_here_and_in_its_process() -> None:
     own = Extension(VERIFY, {"always": 0.5, "parity": False})
     assert make_verifier(own)("abc", "") == 0.5
@@ -119,6 +120,7 @@ def flow(value: Any) -> str:
     return json.dumps(value)
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 def test_a_run_of_nothing_but_extensions_with_settings(tmp_path: Path) -> None:
     sink = {"name": f"{OWN}.Rewards", "file": "mine.jsonl", "rounded": 1}
@@ -146,6 +148,7 @@ def test_a_run_of_nothing_but_extensions_with_settings(tmp_path: Path) -> None:
     assert record["task"] == "brief"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("key", [*OVERRIDES])
 def test_a_wrong_setting_is_refused_by_name_before_a_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str

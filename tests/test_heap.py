@@ -10,8 +10,8 @@ import pytest
 # as a step does: pieces all held at once, then all freed, the last first; pages that the fourth has to be given
 STEPS = """
 import resource, torch
-from megatron_stare import heap
-heap.keep_freed()
+from megatron_stare.process import memory
+memory.keep_freed()
 def step():
     held = []
     for mb in %s:

@@ -109,6 +109,7 @@ def test_one_run_is_continued(project: Path) -> None:
     assert quickstart(project, "--resume", "--dry-run")[1] == ["train configs/quickstart.yaml --resume --dry-run"]
 
 
+@pytest.mark.wide
 def test_a_dry_run_checks_both_and_stops(project: Path) -> None:
     """With the real command line."""
     (project / "python").unlink()

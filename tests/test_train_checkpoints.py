@@ -16,6 +16,7 @@ ALONE = {"runtime.runner": "inline", "parallel.tensor": 1, "eval.prompts": 0}  #
 SAMPLED = ("reward/", "length/", "signal/", "data/")  # depends on what was sampled alone
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "layout",
     [{"parallel.tensor": 2}, pytest.param({"parallel.tensor": 1, "parallel.data": 2}, marks=pytest.mark.slow)],
@@ -50,6 +51,7 @@ def test_resumed_in_another_layout(tmp_path: Path, layout: dict[str, int]) -> No
     assert said[0] == said[1] and len(said[0]) > 4
 
 
+@pytest.mark.wide
 def test_a_converted_checkpoint_trains_as_its_folder_does(tmp_path: Path) -> None:
     base = ROOT / "assets/tiny-adder"
     convert = [sys.executable, "-m", "megatron_stare.cli", "convert", str(base), str(tmp_path / "base")]

@@ -44,6 +44,7 @@ def weights_by_hand(log_prob: Tensor, advantage: Tensor, algorithm: dict) -> Ten
     return weight
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 def test_loss_and_gradients_recomputed(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"

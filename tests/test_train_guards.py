@@ -73,6 +73,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
+@pytest.mark.wide
 def test_a_spike_stops_a_run_or_sends_it_back_past_its_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notes: list[str]
 ) -> None:
@@ -160,6 +161,7 @@ def test_a_rollback_leaves_out_the_batch_and_nothing_else(
             assert weights(back) == weights(run(tmp_path / "without", sinks, *overrides))
 
 
+@pytest.mark.wide
 def test_a_batch_that_is_not_finite_is_left_out_and_written_down_until_there_are_too_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

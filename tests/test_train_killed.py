@@ -56,6 +56,7 @@ def policy(run: Path) -> str:
     return hashlib.sha256((run / "hf/model.safetensors").read_bytes()).hexdigest()
 
 
+@pytest.mark.wide
 def test_three_seeds(undisturbed: Path) -> None:
     """Two drivers and a verifier, in the middle of their runs; what is recorded is not done again."""
     killed(undisturbed, "--runner=inline", "--first-seed=18", "--seeds=2")
@@ -66,6 +67,7 @@ def test_three_seeds(undisturbed: Path) -> None:
     assert len({each["date"] for each in found.values()}) == 3
 
 
+@pytest.mark.wide
 def test_a_driver_that_lost_its_only_engine_opens_the_run_again(undisturbed: Path, tmp_path: Path) -> None:
     """In the process that it was in, from the checkpoint of step 2, though it was lost in step 4: step 3 is made twice
     and recorded once. Nobody supervises it."""

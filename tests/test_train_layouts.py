@@ -16,6 +16,7 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 VOCABULARY = 16
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("family", "layout"),
     [

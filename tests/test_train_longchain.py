@@ -7,12 +7,14 @@ import subprocess
 from pathlib import Path
 from statistics import fmean
 
+import pytest
 from support.runs import ROOT, TIMEOUT_S, command, environment, metrics
 
 from megatron_stare.rewards.signs_verifier import verify
 from megatron_stare.run_dir.rollout_files import read_rollouts
 
 
+@pytest.mark.wide
 def test_a_few_steps_make_responses_longer_and_better(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     small = {"run.steps": 12, "batch.prompts": 16, "batch.samples_per_prompt": 8, "eval.prompts": 150}

@@ -32,6 +32,7 @@ def recorded(run_dir: Path) -> dict:
     return yaml.safe_load((run_dir / "config.yaml").read_text())
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 def test_a_run_is_continued_to_its_end_and_no_further(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -134,6 +135,7 @@ def test_a_run_without_a_step_is_not_left(tmp_path: Path) -> None:
     assert not (tmp_path / "of").exists()
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 def test_a_record_on_a_full_disk_ends_the_run_and_the_rest_of_it_goes_on_without_tensorboard(tmp_path: Path) -> None:
     """The disk is full at the first line of metrics; TensorBoard's folder is lost once the run has begun."""

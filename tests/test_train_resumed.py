@@ -171,6 +171,7 @@ FEATURES = {
 LONG = {"lagged_gate", "loss_scale"}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=pytest.mark.slow if each in LONG else ()) for each in FEATURES]
 )

@@ -24,6 +24,7 @@ from megatron_stare.run_dir.rollout_files import read_rollouts
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.wide
 def test_a_run_leaves_everything_it_promises(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     watched = "observability.measured_every=2"
@@ -101,6 +102,7 @@ def test_a_frozen_weight_sync_stops_the_run(tmp_path: Path) -> None:
     assert len(metrics(tmp_path / "run")) == 1  # a step was made, and what is known of it stays
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("host", ["127.0.0.1", "nowhere.invalid"])
 def test_a_cluster_that_is_not_there_is_said_to_be_that(tmp_path: Path, host: str) -> None:
     with socket.socket() as probe:  # bound and not listening: refused for as long as it lives
@@ -113,6 +115,7 @@ def test_a_cluster_that_is_not_there_is_said_to_be_that(tmp_path: Path, host: st
     assert fix.startswith(f"  fix: is a cluster running there? `ray status --address {address}` asks it; ")
 
 
+@pytest.mark.wide
 def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     settings = {"run.steps": 5, "run.checkpoint_every": 2, "checkpoint.background": "false", "eval.prompts": 0}
     whole = train(model(), f"run.dir={tmp_path / 'whole'}", cwd=tmp_path, **settings)
@@ -160,6 +163,7 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
 LARGEST = {"bfloat16": 0.5, "float16": 0.1}  # nats, of a token of this small model
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_a_run_in_16_bits(tmp_path: Path, dtype: str) -> None:
     """Trainer and engine round alike but for the shapes of their products; what is exported is in that dtype."""

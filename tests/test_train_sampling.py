@@ -27,6 +27,7 @@ def same_numbers(a: Path, b: Path) -> None:
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "runner",
     [
@@ -43,6 +44,7 @@ def test_thirty_steps_at_a_bound_of_0_are_the_synchronous_ones(tmp_path: Path, r
     assert all(step["staleness/max_age"] == 0 for step in metrics(tmp_path / "at_0"))
 
 
+@pytest.mark.wide
 def test_what_staleness_does_not_go_with(tmp_path: Path) -> None:
     done = train(model(), "rollout.staleness=1", "--dry-run", cwd=tmp_path)
     assert done.returncode == 2

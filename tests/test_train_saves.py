@@ -90,6 +90,7 @@ def continued(run: Path, whole: Path, **settings: Any) -> None:
 SAMPLING_3 = 2 * 8 + 5  # the fifth of the eight responses of the third step
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("signals", "owner", "method", "call", "code", "saved"),
     [

@@ -114,6 +114,7 @@ def to_type(said: str) -> list[str]:
     return [sys.executable, "-m", "megatron_stare.cli", *words[1:]]
 
 
+@pytest.mark.wide
 def test_sigterm_after_a_checkpoint_says_how_to_continue_and_that_continues(start, tmp_path: Path) -> None:
     settings = INLINE | {"run.steps": 6, "run.checkpoint_every": 2}
     quoted = "run.dir=a run's dir"
@@ -134,6 +135,7 @@ def test_sigterm_after_a_checkpoint_says_how_to_continue_and_that_continues(star
     assert [row["step"] for row in metrics(tmp_path / "a run's dir")] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.wide
 def test_without_a_checkpoint_none_is_promised_and_an_ignored_signal_stays_ignored(start, tmp_path: Path) -> None:
     arguments = command(model(), "run.dir=run", **INLINE | {"run.steps": 50, "run.checkpoint_every": 0})
     run = start(arguments, ignored=(signal.SIGTERM,))
@@ -156,6 +158,7 @@ def test_without_a_checkpoint_none_is_promised_and_an_ignored_signal_stays_ignor
     assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2]  # it began again
 
 
+@pytest.mark.wide
 def test_more_signals_while_ray_is_closed_leave_nothing(start) -> None:
     run = start(command(model(), "run.dir=run", **{"run.steps": 50, "eval.prompts": 0}))
     run.step(1)
@@ -169,6 +172,7 @@ def test_more_signals_while_ray_is_closed_leave_nothing(start) -> None:
     assert re.search(r"interrupted \(SIGINT\) after step \d+ of 50; there is no checkpoint yet", said), said
 
 
+@pytest.mark.wide
 def test_a_signal_to_the_whole_group_saves_the_last_step_too(start, tmp_path: Path) -> None:
     """As `timeout` does it: the process, and then its group, in which Ray's processes would end before they saved."""
     settings = {"run.steps": 50, "eval.prompts": 0, "run.checkpoint_every": 0}
@@ -207,6 +211,7 @@ def test_two_ranks_of_ray_save_before_they_are_closed(start, tmp_path: Path, num
     assert f"continuing after step {found[1]}" in done.stdout
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("point", ["gcs_server", "ray::Actor"])
 def test_a_signal_while_ray_starts_leaves_nothing(start, tmp_path: Path, point: str) -> None:
     run = start(command(model(), "run.dir=run", **{"eval.prompts": 0}))

@@ -269,6 +269,7 @@ INLINE = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 def test_the_reference_is_refreshed_after_the_updates_of_every_second_step(tmp_path: Path) -> None:
     refresh = ("model.reference_refresh_every=2", "algorithm={name: grpo, reference_kl: {coef: 0.1}}")

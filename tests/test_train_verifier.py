@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from support.runs import model, train
 
 VERIFIER = """
@@ -19,6 +20,7 @@ def verify(response, answer):
 """
 
 
+@pytest.mark.wide
 def test_a_verifier_that_crashes_and_hangs_stops_the_run_once_the_limit_is_passed(tmp_path: Path) -> None:
     """1 of 16 answers may fail; the second that does is the last that is tried."""
     (tmp_path / "mine.py").write_text(VERIFIER)

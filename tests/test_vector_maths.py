@@ -43,6 +43,7 @@ def test_every_function_that_torch_hands_to_mkl_is_called() -> None:
     assert set(FUNCTIONS) == set(re.findall(r"^IMPLEMENT_VML_MKL\((\w+),", header.read_text(), re.MULTILINE))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("package", PACKAGES)
 def test_importing_a_package_that_computes_settles_first(package: str, tmp_path: Path) -> None:
     script = f"import megatron_stare.{package}, torch; torch.set_num_threads(2); torch.rand(100_000).cos()"
@@ -50,6 +51,7 @@ def test_importing_a_package_that_computes_settles_first(package: str, tmp_path:
     assert kinds(reports(tmp_path), "<string>") == ["<string>"]
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 def test_a_run_settles_first_in_driver_trainer_and_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine has two threads, as in the quickstart."""
@@ -66,6 +68,7 @@ def test_a_run_settles_first_in_driver_trainer_and_engine(tmp_path: Path, monkey
     assert len(found) >= 3  # two ranks and an engine
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 def test_a_tool_settles_first_in_itself_and_its_ranks(tmp_path: Path) -> None:
     """Ranks are forked from a process that has settled, and inherit it."""

@@ -55,6 +55,7 @@ def run(program: Path, *arguments: object, cwd: Path) -> subprocess.CompletedPro
     return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True)
 
 
+@pytest.mark.wide
 def test_the_quickstart_s_configuration_and_model_are_found(installed: Path, tmp_path: Path) -> None:
     done = run(
         installed / "megatron-stare", "train", "configs/quickstart.yaml", "--dry-run", "run.seed=7", cwd=tmp_path

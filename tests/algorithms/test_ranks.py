@@ -55,6 +55,7 @@ def _part(rank: int, init: str, world: int, by_token: bool) -> dict[str, tuple[f
     return results
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize("by_token", [False, True], ids=["by response", "by token"])
 def test_four_ranks_train_as_one_would(ranks, by_token: bool) -> None:

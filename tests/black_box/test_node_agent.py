@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -32,8 +33,12 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
 
 
 def agents(folder: Path) -> list[psutil.Process]:
-    named = ["megatron_stare.hangs.nodes", str(folder)]
-    return [p for p in psutil.process_iter() if p.status() != psutil.STATUS_ZOMBIE and p.cmdline()[2:4] == named]
+    named, found = ["megatron_stare.hangs.nodes", str(folder)], []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess):  # of the machine's other processes one may just have ended
+            if process.status() != psutil.STATUS_ZOMBIE and process.cmdline()[2:4] == named:
+                found.append(process)
+    return found
 
 
 def called(nodes: Nodes, number: int) -> None:

@@ -376,6 +376,7 @@ def test_a_response_that_is_given_up_names_no_experts() -> None:
         RolloutBatch.from_trajectories([one, gone])
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("kind", ["AsksOutside", "AsksIdempotently"])

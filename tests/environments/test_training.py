@@ -42,6 +42,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["alone", "tensor"])
 def test_observations_carry_no_loss(trained: Path, name: str) -> None:
     rows = metrics(trained / name)

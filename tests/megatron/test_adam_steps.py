@@ -102,6 +102,7 @@ def resumed_and_not(rank: int, init: str, path: str, folder: str, adam: str) -> 
     return found
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize("adam", ADAMS)
 def test_the_step_survives_a_resume(writers: RankPool, tmp_path: Path, adam: str) -> None:

@@ -145,6 +145,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Tens
     return str(folder / "model"), torch.load(folder / "step_3")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_at_any_moment(whole: tuple[str, dict[str, Tensor]], tmp_path: Path, moment: str) -> None:
     model, want = whole
@@ -217,6 +218,7 @@ def saved_by_forks_that_hang(rank: int, init: str, config: Config, folder: str, 
     return said, left, all(torch.equal(got[name], want[name]) for name in want)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("hanging", [2, 3])
 def test_a_fork_that_never_begins_is_made_again(writers: RankPool, tmp_path: Path, hanging: int) -> None:
     """Two are; a third is an error, and nothing is left of it."""

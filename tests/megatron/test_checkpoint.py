@@ -53,6 +53,7 @@ def test_every_generator_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -
     assert tracked.states_ == {"model-parallel-rng": torch.tensor([5])}
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("family", "layout"),

@@ -68,6 +68,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("case", "context"),
     [

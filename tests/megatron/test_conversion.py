@@ -68,6 +68,7 @@ CASES += [
 SLOW = [pytest.param(family, EVERYWHERE, marks=pytest.mark.slow, id=f"{family}-everywhere") for family in FAMILIES]
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize(("family", "layout"), [*(pytest.param(*c[::2], id="-".join(c[:2])) for c in CASES), *SLOW])
 def test_loads_in_every_layout(ranks: RankPool, tmp_path: Path, family: str, layout: dict) -> None:

@@ -33,6 +33,7 @@ def dump(rank: int, init: str, config: Config, folder: str) -> tuple[dict[str, f
     return (result[0] if result else None), weights
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("family", "layout"),
     [

@@ -31,6 +31,7 @@ def step_of(rank: int, init: str, config: Config) -> tuple[dict[str, Tensor], li
     return result
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "layout",

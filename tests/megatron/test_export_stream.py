@@ -54,6 +54,7 @@ def stream_of(rank: int, init: str, path: str, parallel: ParallelConfig, dtype: 
     return result
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("family", "layout", "dtype"),

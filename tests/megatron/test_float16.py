@@ -246,6 +246,7 @@ def after_overflows(
     return result
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=SLOW) if name.startswith("cp2") else name for name in LAYOUTS]
 )
@@ -336,6 +337,7 @@ def twenty_steps(
     return result
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("dtype", "layout", "head"),
     [

@@ -50,6 +50,7 @@ def one_step(rank: int, init: str, config: Config, seed: int) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("statistics", "layout", "seed"),  # of a batch whose halves differ
     [({}, {"data": 2}, 1), (LAGGED, {"data": 2}, 1), ({}, {"context": 2}, 24)],

@@ -154,6 +154,7 @@ def _gradients(rank: int, init: str, config: Config) -> tuple[dict[str, Tensor],
     return gradients, notes
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_learns_the_same_from_all_heads(ranks: RankPool, tmp_path: Path, name: str) -> None:

@@ -75,6 +75,7 @@ LAYOUTS: list[Any] = [
 ]
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize(("family", "sections"), LAYOUTS)
 def test_the_same_bits(ranks, tmp_path: Path, family: str, sections: dict[str, Any]) -> None:

@@ -184,6 +184,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("layout", "victim"), cases())
 def test_whoever_is_killed(undisturbed: Any, tmp_path: Path, layout: str, victim: Victim) -> None:
     model, want = undisturbed(layout)

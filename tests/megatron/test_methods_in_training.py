@@ -239,6 +239,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("case", CASES)
 def test_updates_equal_those_by_hand(ranks: RankPool, tmp_path: Path, case: str) -> None:
     save_model(tmp_path, "qwen2")
@@ -249,6 +250,7 @@ def test_updates_equal_those_by_hand(ranks: RankPool, tmp_path: Path, case: str)
     assert ratios[0] == ratios[UPDATES] == 0.0 < min(*ratios[1:UPDATES], *ratios[UPDATES + 1 :])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("family", "layout", "distributed", "case"),
     [

@@ -113,6 +113,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 SLOW = ("tp2-pp2-sequence",)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
 )

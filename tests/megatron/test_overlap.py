@@ -66,6 +66,7 @@ def gradients_of(
     return found
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("family", "layout"),

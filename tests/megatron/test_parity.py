@@ -269,6 +269,7 @@ def quick(layouts: Iterable[str], padded: set[str]) -> list[Any]:
     return found
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "packed"), quick(LAYOUTS, {"one", "tp2", "dp2", "pp2-vpp2", "cp2", "cp2-tp2"}))
 def test_equal_to_transformers(ranks, tmp_path: Path, name: str, packed: bool) -> None:
@@ -278,6 +279,7 @@ def test_equal_to_transformers(ranks, tmp_path: Path, name: str, packed: bool) -
     assert (results[0]["micro_batches"][0] > 1) == (budget < 10_000)
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize(("family", "name"), PARITY)
 def test_other_families(ranks, tmp_path: Path, family: str, name: str) -> None:
@@ -294,6 +296,7 @@ def test_every_family_in_every_layout(ranks, tmp_path: Path, family: str, name: 
     check(ranks, tmp_path, *LAYOUTS[name], packed=True)
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize("mode", ["gradient_in_forward", "recompute"])
 @pytest.mark.parametrize(
@@ -312,6 +315,7 @@ def test_chunked_heads(ranks, tmp_path: Path, mode: Mode, family: str, name: str
     check(ranks, tmp_path, *LAYOUTS[name], packed=packed, mode=mode)
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["dp2", "dp4", "tp2-dp2", "pp2-dp2", "cp2-dp2"])
 def test_distributed_optimizer(ranks, tmp_path: Path, name: str) -> None:
@@ -319,6 +323,7 @@ def test_distributed_optimizer(ranks, tmp_path: Path, name: str) -> None:
     check(ranks, tmp_path, *LAYOUTS[name], packed=True, distributed=True)
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "name",
@@ -329,6 +334,7 @@ def test_distributed_optimizer_of_experts(ranks, tmp_path: Path, name: str) -> N
     check(ranks, tmp_path, EXPERTS[name], 30, packed=True, distributed=True)
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "packed"), quick(EXPERTS, {"ep2"}))
 def test_mixture_of_experts(ranks, tmp_path: Path, name: str, packed: bool) -> None:

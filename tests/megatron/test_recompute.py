@@ -93,6 +93,7 @@ def gradients_of(
     return found
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("family", "layout", "packed", "modes"),
@@ -163,6 +164,7 @@ def kept_bytes(rank: int, init: str, path: str, mode: str, layout: dict[str, Any
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("family", "layout", "packed"),

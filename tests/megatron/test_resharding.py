@@ -78,6 +78,7 @@ def merged(results: list[tuple[dict, dict, dict]]) -> list[dict[str, Tensor]]:
     return [{name: t for result in results for name, t in result[i].items()} for i in range(3)]
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("family", "saved", "loaded"),
@@ -99,6 +100,7 @@ def test_loads_in_another_layout(writers: RankPool, tmp_path: Path, family: str,
     check(writers, tmp_path, config_of(tmp_path / "model", saved), config_of(tmp_path / "model", loaded))
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("family", "saved", "loaded"),

@@ -42,6 +42,7 @@ FULL, MOE = {"recompute": "full"}, {"recompute": "selective", "recompute_modules
 BLOCK = {"recompute": "full", "recompute_method": "block", "recompute_layers": 1}
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "packed", "recompute"),

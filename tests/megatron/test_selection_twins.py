@@ -169,6 +169,7 @@ def furthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in other)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2}, {"pipeline": 2}], ids=["one", "tp2", "pp2"])
 @pytest.mark.parametrize("name", RULES)
 def test_current_statistics_renew_entropies_too(

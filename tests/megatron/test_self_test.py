@@ -193,6 +193,7 @@ def test_what_came_back_passes_in_any_layout(
     assert all(one > 0 for name, (one, _) in sums.items() if "exp_avg" in name and "bias" not in name)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("harm", "load", "said"),
     [

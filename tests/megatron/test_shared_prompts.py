@@ -105,6 +105,7 @@ LAYOUTS: list[Any] = [
 ]
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize(("family", "sections"), LAYOUTS)
 def test_the_same_step_with_fewer_tokens(ranks, tmp_path: Path, family: str, sections: dict[str, Any]) -> None:

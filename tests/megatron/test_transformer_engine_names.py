@@ -80,6 +80,7 @@ def found(folder: Path, writers: RankPool) -> dict[str, dict[str, Any]]:
     return pickle.loads(out.read_bytes())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_rank_of_a_cut_layout_holds_its_part(found: dict, name: str) -> None:
     assert found[name]["faults"] == []

@@ -245,6 +245,7 @@ def two_steps(
     return result
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2, "pipeline": 2}], ids=["one", "tp2-pp2"])
 def test_a_refreshed_reference_is_resumed(writers: RankPool, tmp_path: Path, layout: dict[str, int]) -> None:
     save_model(tmp_path / "model", "qwen2_tied")

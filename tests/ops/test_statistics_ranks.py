@@ -164,6 +164,7 @@ def _parts(rank: int, init: str, world: int, batches: list[Example]) -> list[tup
     return found
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 def test_any_split_gives_the_answers_of_one_process(ranks) -> None:
     batches = drawn(EXAMPLES)

@@ -54,6 +54,7 @@ def config(**runtime: object) -> Config:
     return load_config(str(ROOT / "configs/quickstart.yaml"), given)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "shared", [pytest.param(False, id="apart", marks=pytest.mark.slow), pytest.param(True, id="shared")]
 )

@@ -38,6 +38,7 @@ def run_of(**sections: Any) -> ResolvedRun:
     return resolve_run(validate({"model": {"path": TINY}, "algorithm": "grpo", **sections}, "this test"))
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 def test_a_run_logs_the_plan_of_itself_and_what_it_took(tmp_path: Path) -> None:
     """In micro-batches that are nearly full, as the plan's are, what is kept for backward is nearly what was said."""

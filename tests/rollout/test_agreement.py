@@ -382,6 +382,7 @@ def _compared(rank: int, init: str, config: Config) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "parallel",

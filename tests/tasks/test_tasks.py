@@ -251,6 +251,7 @@ def evals(run_dir: Path, task: str | None) -> list[dict[str, Any]]:
     return [record for record in records if record.get("task") == task]
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 def test_training_does_not_know_what_is_evaluated(runs) -> None:
     own, tasks, _ = runs
@@ -317,6 +318,7 @@ def test_every_task_is_shown_by_its_name(runs) -> None:
     assert "maj@4" not in page  # the page's verifier does not say what is answered
 
 
+@pytest.mark.wide
 @pytest.mark.distributed
 def test_a_resumed_run_evaluates_what_is_missing_alone(runs) -> None:
     """As after a kill between two tasks of the last evaluation."""
