@@ -69,7 +69,7 @@ class RequestFaults(Section):
 
 
 class EngineFaults(Section):
-    """What becomes of an engine that is lost while others are left; see docs/fleet.md. It is started again, and given
+    """Restarts of an engine that is lost while others are left; see docs/fleet.md. It is started again, and given
     requests once a weight sync has been proven to be whole."""
 
     most: int = Field(
@@ -91,7 +91,7 @@ class EngineFaults(Section):
 
 
 class RunFaults(Section):
-    """What becomes of a run that lost a process, a node or all its engines; see docs/recovery.md. It is opened again
+    """Restarts of a run that lost a process, a node or all its engines; see docs/recovery.md. It is opened again
     from its newest checkpoint: by the driver, or by `train --supervise` where it was the driver that was lost."""
 
     attempts: int = Field(
@@ -141,7 +141,7 @@ class EntropyGuard(Section):
 
 
 class GuardsConfig(Section):
-    """What a run does about a loss or gradient that is not finite, about spikes, and about an entropy out of bounds;
+    """Guards against a loss or gradient that is not finite, against spikes, and against an entropy out of bounds;
     see docs/guards.md."""
 
     not_finite: int = Field(
@@ -174,7 +174,7 @@ class GuardsConfig(Section):
 
 
 class HangsConfig(Section):
-    """What is written where a phase does not end, and after how long; see docs/black_box.md."""
+    """Limits of a phase that does not end, and what is done then; see docs/black_box.md."""
 
     enabled: bool = Field(
         True, description="a process beside the run watches its phases, and keeps heartbeat.json in the run directory"
@@ -205,7 +205,7 @@ class HangsConfig(Section):
 
 
 class FaultsConfig(Section):
-    """What a run does when something fails, from a single request to the whole run."""
+    """Faults, from a lost request to a lost run: limits, retries, restarts and guards."""
 
     requests: RequestFaults = Field(
         RequestFaults(), description="limits of responses, rollouts and collectives; lost requests are made again"

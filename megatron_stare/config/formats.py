@@ -96,7 +96,7 @@ def _with_services(name: Any, services: Mapping[str, Any]) -> Any:
 
 
 def names_now(former: str) -> str:
-    """What a setting of an earlier format is called now; "" where it never had another name."""
+    """Returns the name that a setting of an earlier format has now; "" where it never had another."""
     section, _, setting = former.partition(".")
     if section in RENAMED:
         return f"{RENAMED[section]}.{setting}" if setting else RENAMED[section]
@@ -121,7 +121,7 @@ def without_former_defaults(config: Tree) -> Tree:
 
 @dataclass(frozen=True)
 class Upgrade:
-    """What makes files of one format those of the next; each is given a whole file and may change it in place."""
+    """Functions that make files of one format those of the next; each takes a whole file, and may change it."""
 
     config: Callable[[Tree], Tree] = _same
     run_state: Callable[[Tree], Tree] = _same

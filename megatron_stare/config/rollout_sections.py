@@ -65,7 +65,7 @@ class DataConfig(Section):
 
 
 class RolloutConfig(Section):
-    """Where responses come from and how they are sampled."""
+    """The engines that sample responses, and how they sample."""
 
     engine: Extension = Field(
         Extension("local"), description="'local' (transformers, in process), 'sglang' or a class path my_pkg.MyEngine"

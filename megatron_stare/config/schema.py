@@ -37,7 +37,7 @@ PORTS = (1024, 65535)  # below are the system's
 
 
 class RunConfig(Section):
-    """What is run, for how long, and where its results go."""
+    """The run: its name, its length, and where its results go."""
 
     name: str = Field("run", description="name of the run; part of the directory when `dir` is not given")
     dir: str | None = Field(None, description="run directory; default runs/<name>-<time>")
@@ -94,8 +94,8 @@ class CheckpointConfig(Section):
 
 
 class PlanConfig(Section):
-    """What `megatron-stare plan` says of this run, logged beside what the run measures; see docs/planning.md. The
-    command reads these settings, too, where it is not told otherwise."""
+    """The forecast of `megatron-stare plan` for this run, logged beside what the run measures; see docs/planning.md.
+    The command reads these settings, too, where it is not told otherwise."""
 
     enabled: bool = Field(True, description="predict memory and time as a run starts, and log both with what it took")
     gpu: str | None = Field(
@@ -115,7 +115,7 @@ class PlanConfig(Section):
 
 
 class ObservabilityConfig(Section):
-    """What is watched beside training; none of it changes what is learnt. See docs/diagnostics.md."""
+    """Observations beside training; none of them changes what is learnt. See docs/diagnostics.md."""
 
     entropy_forecast: bool = Field(
         True, description="log the first-order entropy forecast of every step, from two more sums of the log-prob pass"

@@ -74,7 +74,7 @@ class ParallelConfig(Section):
 
     @property
     def sequence_multiple(self) -> int:
-        """What the length of a sequence is padded to a multiple of: each context-parallel rank holds two chunks."""
+        """The number whose multiples sequences are padded to: a context-parallel rank holds two chunks."""
         return 2 * self.context if self.context > 1 else 1
 
 
@@ -113,7 +113,7 @@ class BatchConfig(Section):
 
 
 class StatisticsConfig(Section):
-    """What the selection of tokens, and a method's gate, are read from."""
+    """The passes that the selection of tokens, and a method's gate, are read from."""
 
     surprisal: Literal["old", "current", "rollout"] = Field(
         "old",
@@ -186,7 +186,7 @@ class OptimizerConfig(Section):
 
 
 class MoeConfig(Section):
-    """What is particular to mixtures of experts; see docs/moe.md."""
+    """Settings of mixtures of experts; see docs/moe.md."""
 
     router_dtype: Literal["model", "float32", "float64"] = Field(
         "float32",
@@ -203,8 +203,8 @@ class MoeConfig(Section):
 
 
 class PerformanceConfig(Section):
-    """What makes training faster or smaller and changes no result but in the last bits. null: on where it is proven and
-    the device has it; see docs/gpu.md."""
+    """Settings that make training faster or smaller and change no result but in the last bits. null: on where it is
+    proven and the device has it; see docs/gpu.md."""
 
     rope_fusion: bool | None = Field(None, description="rotary embedding in one kernel; needs Transformer Engine")
     swiglu_fusion: bool | None = Field(None, description="SwiGLU in one compiled kernel")
@@ -248,7 +248,7 @@ class PerformanceConfig(Section):
 
 
 class MemoryConfig(Section):
-    """What lies on a GPU when; see docs/colocation.md."""
+    """The parts that lie on a GPU in each phase; see docs/colocation.md."""
 
     offload: Literal["all", "optimizer", "none"] | None = Field(
         None,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ NOTHING = Found(False)
 
 
 @dataclass(frozen=True)
-class Condition:
+class Condition(ABC):
     """A kind of condition. `str()` says it in words, for docs/guards.md.
 
     metrics: the figure that is judged; of several, the first that a step has.
@@ -117,9 +118,9 @@ class Condition:
         """The figure of a step; NaN where it has none, and NaN fails every comparison."""
         return next((row[name] for name in self.metrics if name in row), math.nan)
 
+    @abstractmethod
     def judge(self, row: Row, before: Window) -> Found:
         """Judges a step's metrics beside the figures of the steps before it."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
