@@ -26,7 +26,7 @@ class EnginesAlone(Protocol):
     engines: EnginePool
 
     def notes(self) -> list[str]:
-        """Where they were placed, a line each; none where there was nothing to choose."""
+        """Lines that say where the engines were placed; none where there was nothing to choose."""
         ...
 
     def share(self, value: Any) -> Handle:

@@ -65,7 +65,7 @@ def make_source(config: Config, tokenizer: Any, split: Split) -> PromptSource:
 
 
 def find_source(config: Config) -> tuple[Callable[..., PromptSource], dict[str, Any]]:
-    """What makes the source that `data.source` names, and its settings. Raises ConfigError as `make_source`."""
+    """Finds what makes the source that `data.source` names, and its settings. Raises ConfigError as `make_source`."""
     source = config.data.source
     factory = resolve(source.name, SOURCES, WHERE)
     if not callable(factory):

@@ -151,7 +151,7 @@ class Guards:
 
     @property
     def ends(self) -> bool:
-        """Whether the last step is to end the run, or to send it back, so that its state is not to be kept."""
+        """True where the last step is to end the run, or to send it back; its state is not to be saved."""
         return any(each.action in ENDS for each in self.fired)
 
     def heed(self, rollbacks: int) -> None:
@@ -276,7 +276,7 @@ def _place(rank: NotFinite) -> str:
 
 
 def read_guarded(place: Path) -> GuardedBatch:
-    """What `write_guarded` left in the folder of a step.
+    """Reads what `write_guarded` left in the folder of a step.
 
     Raises:
         DataError: it is not whole.

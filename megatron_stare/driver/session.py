@@ -331,7 +331,7 @@ class Session:
 
 
 def _say_what_was_lost(runner: Runner, kind: object, error: BaseException | None, trace: object) -> None:
-    """Where an error came of a process that died, which only those that it worked with may have told, raises that."""
+    """Raises the loss of a process in the place of an error that came of it."""
     if isinstance(error, Exception) and not isinstance(error, RollBack) and (lost := runner.lost(error)):
         raise lost from error
 

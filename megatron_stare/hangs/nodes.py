@@ -169,7 +169,7 @@ def serve(folder: Path, node: str, address: str, token: str) -> None:
 
 
 def _kill(folder: Path, pid: int) -> None:
-    """Of the run's own processes alone, and of what they have started."""
+    """Kills the run's own processes alone, with what they have started."""
     every = proc_files.everything()
     if pid in proc_files.below([beat.pid for beat in beats_of(folder)], every):
         proc_files.kill(pid)

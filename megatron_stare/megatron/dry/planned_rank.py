@@ -153,7 +153,7 @@ def _storages(tensors: Iterable[Tensor]) -> dict[StorageWeakRef, int]:
 
 
 def _updated(optimizer: MegatronOptimizer) -> Iterable[Tensor]:
-    """What the optimizer updates on this rank: float32, under the distributed optimizer a share of the replica's."""
+    """Parameters that this rank's optimizer updates: float32; a share of the replica's if it is distributed."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for group in part.optimizer.param_groups:
             yield from group["params"]

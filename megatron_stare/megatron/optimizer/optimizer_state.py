@@ -136,8 +136,8 @@ def step_place(optimizer: Optimizer) -> StepPlace:
 
 
 def _place_on_the_host(optimizer: HybridDeviceOptimizer) -> StepPlace:
-    """Of an optimizer that has others, of one class, step parameters on the host. They look a parameter's copy on the
-    device up after a step, which none but their own has, so one is made as Megatron makes them."""
+    """Finds where a hybrid optimizer's optimizers of one class keep their step on the host. After a step they look up a
+    parameter's copy on the device, which only their own has; so an optimizer is made as Megatron makes them."""
     if not optimizer.cpu_optimizers:
         return StepPlace()
     (group,) = optimizer.cpu_optimizers[0].param_groups[:1]

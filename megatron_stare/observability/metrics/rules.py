@@ -83,7 +83,7 @@ class Rule:
 
     @property
     def setting(self) -> str:
-        """Where a run says otherwise; "" where nothing does."""
+        """The setting that changes the rule for a run; "" where there is none."""
         return f"{GUARDS}.{self.guard}" if self.guard else getattr(self.when, "setting", "")
 
     def given(self, **settings: Any) -> Condition:
@@ -92,7 +92,7 @@ class Rule:
 
     @property
     def action(self) -> str:
-        """What follows, in words."""
+        """The action that follows, in words."""
         if self.guard:
             return f"`{self.setting}.action`"
         return "alert" if self.alert else "stop"
