@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from megatron_stare.cluster.colocation import in_order
@@ -18,6 +16,7 @@ from megatron_stare.config.process_settings import shared_environment
 from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.process.interruption import poll, temporary_folder
 from megatron_stare.process.workers import Handle, WorkerLostError, Workers
 from megatron_stare.rollout.engines.engine_worker import EngineWorker
 from megatron_stare.rollout.engines.replicas import Beside, make_part, replica_count, replica_nodes
@@ -44,6 +43,7 @@ class InlineWorkers(Workers):
         return len(self._workers)
 
     def start_on(self, worker: int, method: str, *args: Any) -> Handle:
+        poll()
         return getattr(self._workers[worker], method)(*args)
 
     def wait(
@@ -96,7 +96,8 @@ class InlineRunner:
         config = run.config
         # before the rank's first CUDA call, which reads them
         os.environ.update(shared_environment(config) | environment(config.performance))
-        self._rendezvous = tempfile.TemporaryDirectory()
+        self._rendezvous = contextlib.ExitStack()
+        self._meeting = self._rendezvous.enter_context(temporary_folder()) / "ranks"
         self._started: list[InlineWorkers | EnginePool] = []
         try:
             self.trainers, self.engines = in_order(config, lambda: self._trainers(run), lambda: self._engines(config))
@@ -108,7 +109,7 @@ class InlineRunner:
         return []
 
     def _trainers(self, run: ResolvedRun) -> TrainerGroup:
-        workers = InlineWorkers([Trainer(run, 0, f"file://{Path(self._rendezvous.name) / 'ranks'}")])
+        workers = InlineWorkers([Trainer(run, 0, f"file://{self._meeting}")])
         self._started.append(workers)
         return TrainerGroup(workers, plan_rules(run))
 
@@ -139,7 +140,7 @@ class InlineRunner:
     def close(self) -> None:
         while self._started:
             self._started.pop().close()
-        self._rendezvous.cleanup()
+        self._rendezvous.close()
 
 
 class InlineEngines:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-# read as Ray is imported: its own SIGTERM handler, in force while it starts, would wait 30 s for work that there is not
+# read as Ray is imported: its own SIGTERM handler, which it sets in a main thread, would wait 30 s for work
 os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
 
 import ray
@@ -31,7 +31,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
 from megatron_stare.hangs.driver_side import beats_here, carried
 from megatron_stare.planning.placement import Node, Plan, lost_node, still_pending
-from megatron_stare.process.interruption import own_sigterm, raise_if_received, uninterrupted
+from megatron_stare.process.interruption import poll, uninterrupted
 from megatron_stare.process.memory import freeze
 from megatron_stare.process.network import LOOPBACK, Listener, free_port, interface_address
 from megatron_stare.process.workers import Handle, WorkerLostError, Workers, WorkerSilentError
@@ -196,6 +196,7 @@ def get(
         pending = list(handles)
         until = time.monotonic() + timeout_s
         while pending:
+            poll()
             done, pending = ray.wait(pending, num_returns=1, timeout=_turn(until))
             if not done:
                 _require_time(until)
@@ -284,7 +285,7 @@ def start_ray(config: Config) -> None:
 
 def _init(what: str, where: str, fix: str, **settings: Any) -> None:
     try:
-        with uninterrupted(), own_sigterm(), own_group():  # half a start is more than Ray can shut down
+        with uninterrupted(), own_group():  # half a start is more than Ray can shut down
             ray.init(**settings)
     except Exception as error:  # Ray raises bare Exceptions where a node does not come up in time
         half = None if _own_node() else half_started(error)
@@ -295,7 +296,7 @@ def _init(what: str, where: str, fix: str, **settings: Any) -> None:
             raise WorkerLostError(gone, fix=fix) from error
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{what}: {first_line}", where=where, fix=fix) from error
-    raise_if_received()
+    poll()
 
 
 def cluster_nodes(resource: str) -> list[Node]:
@@ -361,6 +362,7 @@ class Reservation:
         deadline = time.monotonic() + wait_s
         try:
             while not self._group.wait(PROBE_S):
+                poll()
                 self.require_nodes()
                 if time.monotonic() > deadline:
                     raise still_pending(plan, cluster_nodes(resource), wait_s)
@@ -406,6 +408,7 @@ class Reservation:
         pending, deadline = list(handles), time.monotonic() + limit_s
         try:
             while pending and time.monotonic() < deadline:
+                poll()
                 _, pending = ray.wait(pending, num_returns=len(pending), timeout=PROBE_S)
                 self.require_nodes()
             return workers.wait(handles, timeout_s=PROBE_S)

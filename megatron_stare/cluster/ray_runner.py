@@ -27,7 +27,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.planning.placement import Awaited, Demand, PlacementError, Plan, check_possible, plan
-from megatron_stare.process.interruption import raise_if_received, uninterrupted
+from megatron_stare.process.interruption import pause, uninterrupted
 from megatron_stare.process.workers import Handle, WorkerLostError, Workers
 from megatron_stare.rollout.engines.engine_worker import EngineWorker
 from megatron_stare.rollout.engines.replicas import Beside, make_part, replica_count, replica_gpus, replica_nodes
@@ -62,7 +62,7 @@ def planned(config: Config, wait_s: float, demand: Demand | None = None) -> Plan
         except PlacementError:
             if time.monotonic() > deadline:
                 raise
-            time.sleep(PROBE_S)
+            pause(PROBE_S)
 
 
 def reserve(config: Config, awaited: Awaited | None = None, demand: Demand | None = None) -> Reservation | None:
@@ -91,8 +91,7 @@ def reserve(config: Config, awaited: Awaited | None = None, demand: Demand | Non
             if error.what != told:
                 told = error.what
                 awaited.tell(f"waiting up to {left:.0f} s (faults.run.nodes_s) for the GPUs that this run had: {told}")
-        raise_if_received()
-        time.sleep(PROBE_S)
+        pause(PROBE_S)
 
 
 def preview(config: Config) -> list[str]:

@@ -36,6 +36,7 @@ from megatron_stare.process.interruption import (
     ClosingStack,
     end_for_time,
     makes_steps,
+    poll,
     raise_if_received,
 )
 from megatron_stare.process.memory import freeze, frozen_heap
@@ -82,7 +83,9 @@ class Session:
             stack.callback(self.dir.forget_unfinished)
             restored = self._find_state(dump_step)
             self._open_monitor(stack)
+            poll()
             runner = self._open_workers(stack)
+            poll()
             self._open_saves(stack)
             own = self._open_evaluators(stack, runner)
             self._open_rollouts(stack)

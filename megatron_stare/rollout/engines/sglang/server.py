@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 
+from megatron_stare.process.interruption import pause
 from megatron_stare.process.network import free_port
 from megatron_stare.rollout.engines.sglang.client import ServerLostError, SGLangClient
 from megatron_stare.rollout.engines.sglang.protocol import SGLangError
@@ -98,7 +99,7 @@ class ServerProcess:
                     f"the server did not answer within {self._options.start_timeout_s:.0f} s\n{self.last_words()}",
                     where="sglang.start_timeout_s",
                 )
-            time.sleep(PROBE_EVERY_S)
+            pause(PROBE_EVERY_S)
 
     def memory_mb(self) -> float:
         """Pss of the server's processes, 10^6 bytes; processes that end meanwhile count as 0."""
