@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import ctypes
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +29,7 @@ from megatron_stare.process.interruption import (
     TO_BE_CONTINUED,
     Interruption,
     Standing,
+    handlers_kept,
     is_to_be_saved,
     makes_steps,
     on_driver_thread,
@@ -368,6 +371,33 @@ def test_the_command_s_errors_and_context_are_the_caller_s_and_signals_as_before
         driven(fails)
     assert [signal.getsignal(number) for number in interruption.SIGNALS] == before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_handlers_that_a_library_takes_over_are_put_back() -> None:
+    """As Ray's core does, with a handler of C: here with the system's own, which would end this process."""
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+
+    def body(current: Interruption) -> int:
+        with handlers_kept():
+            libc.signal(signal.SIGTERM, None)  # SIG_DFL
+            until(lambda: _caught(signal.SIGTERM))
+            libc.signal(signal.SIGTERM, None)
+        assert _caught(signal.SIGTERM)
+        libc.alarm(1)  # as its handler sets it before it calls ours
+        send(signal.SIGTERM)
+        assert libc.alarm(0) == 0
+        with pytest.raises(KeyboardInterrupt):
+            poll()
+        return current.exit_code
+
+    assert driven(body) == 143
+
+
+def _caught(number: int) -> bool:
+    """Whether this process has a handler of the signal, as the kernel knows it."""
+    caught = re.search(r"SigCgt:\s*(\w+)", Path("/proc/self/status").read_text())
+    return bool(caught and int(caught[1], 16) & 1 << number - 1)
 
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:

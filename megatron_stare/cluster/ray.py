@@ -31,7 +31,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.errors import UserError
 from megatron_stare.hangs.driver_side import beats_here, carried
 from megatron_stare.planning.placement import Node, Plan, lost_node, still_pending
-from megatron_stare.process.interruption import poll, uninterrupted
+from megatron_stare.process.interruption import handlers_kept, poll, uninterrupted
 from megatron_stare.process.memory import freeze
 from megatron_stare.process.network import LOOPBACK, Listener, free_port, interface_address
 from megatron_stare.process.workers import Handle, WorkerLostError, Workers, WorkerSilentError
@@ -285,7 +285,7 @@ def start_ray(config: Config) -> None:
 
 def _init(what: str, where: str, fix: str, **settings: Any) -> None:
     try:
-        with uninterrupted(), own_group():  # half a start is more than Ray can shut down
+        with uninterrupted(), handlers_kept(), own_group():  # half a start is more than Ray can shut down
             ray.init(**settings)
     except Exception as error:  # Ray raises bare Exceptions where a node does not come up in time
         half = None if _own_node() else half_started(error)

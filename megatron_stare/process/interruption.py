@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,7 @@ T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 AFTER_STEP = signal.SIGUSR1
 DRIVER = "driver"  # name of the thread that runs the command
+GUARD_S = 0.02  # between two times that handlers are put back while Ray starts
 TICK_S = 0.2  # between two looks for a signal, of what cannot be woken by one
 UNHEARD_S = 20.0  # from when a signal may raise until the driver's thread polls; Slurm kills 30 s after SIGTERM
 SAME_S = 0.5  # a second SIGINT within this time is the first once more: launchers forward what their group has too
@@ -79,6 +80,9 @@ class Interruption:
         self.stands: Callable[[], Standing | None] = lambda: None  # asked by a sudden end
         self.folders: list[Path] = []  # that a sudden end removes
         self._taken_at = 0.0
+        self._guarding = False  # handlers are put back again and again
+        self._put_back = threading.Event()  # they were, since the guard ended
+        self.wake: Callable[[], None] = lambda: None  # has the main thread look
 
     @property
     def exit_code(self) -> int:
@@ -93,6 +97,7 @@ class Interruption:
         """Notes a signal. Returns whether the process is to end at once."""
         name = signal.Signals(number).name
         with self._lock:
+            signal.alarm(0)  # Ray's core, where the signal came to it first, would abort in three seconds
             now, before = time.monotonic(), self.number
             # whoever waits for a step to end may be in a hurry after all
             hurries = before == AFTER_STEP and number != AFTER_STEP and not self.raised
@@ -120,6 +125,8 @@ class Interruption:
             TimeoutError: the driver's thread cannot be told to end.
         """
         with self._lock:
+            if self._guarding:
+                return GUARD_S
             if self.number is None or self.raised:
                 return None
             now = time.monotonic()
@@ -170,6 +177,19 @@ class Interruption:
                 return
             self.raised = True
         raise KeyboardInterrupt
+
+    def guard(self, on: bool) -> None:
+        """Has the main thread put its handlers back: again and again from here on, or once more and then no longer."""
+        self._put_back.clear()
+        self._guarding = on
+        self.wake()
+        self._put_back.wait(UNHEARD_S)
+
+    def put_back(self, handlers: Mapping[int, Any]) -> None:
+        """Puts these handlers in the place of whatever is there, on the main thread."""
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        self._put_back.set()
 
     def open_to(self, numbers: Sequence[int]) -> None:
         """Lets these signals raise, and no others."""
@@ -236,7 +256,7 @@ def on_driver_thread(body: Callable[[Interruption], int], last_words: Callable[[
         except BaseException as error:
             done.set_exception(error)
         finally:
-            os.write(wake, b"\0")
+            _written(wake)
 
     thread = threading.Thread(target=run, name=DRIVER)
     _current = interruption = Interruption(thread)
@@ -247,11 +267,13 @@ def on_driver_thread(body: Callable[[Interruption], int], last_words: Callable[[
         came.append(number)
 
     before = {number: signal.signal(number, note) for number in caught}
+    interruption.wake = lambda: _written(wake)
     waker = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     try:
         thread.start()
         while not done.done():
             try:
+                interruption.put_back(dict.fromkeys(caught, note))
                 wait_s = interruption.look()
                 select.select([woken], [], [], wait_s)
                 with contextlib.suppress(BlockingIOError):
@@ -273,6 +295,31 @@ def on_driver_thread(body: Callable[[Interruption], int], last_words: Callable[[
         os.close(woken)
         os.close(wake)
         _current = Interruption()
+
+
+def _written(pipe: int) -> None:
+    with contextlib.suppress(BlockingIOError):  # it is full, and so wakes already
+        os.write(pipe, b"\0")
+
+
+@contextlib.contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Keeps the handlers of signals, while open and after. Ray's core puts a handler of SIGTERM in their place as it
+    starts, which prints where every thread is; Ray in a main thread sets one more."""
+    if _current.drives:
+        _current.guard(True)
+        try:
+            yield
+        finally:
+            _current.guard(False)
+        return
+    mine = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM) if mine else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _end_at_once(interruption: Interruption, last_words: Callable[[Interruption], str]) -> None:
