@@ -33,7 +33,7 @@ from megatron_stare.hangs.driver_side import beats_here, carried
 from megatron_stare.planning.placement import Node, Plan, lost_node, still_pending
 from megatron_stare.process.interruption import poll, uninterrupted
 from megatron_stare.process.memory import freeze
-from megatron_stare.process.network import LOOPBACK, Listener, free_port, interface_address
+from megatron_stare.process.network import LOOPBACK, Listener, free_port, interface_address, interface_of
 from megatron_stare.process.workers import Handle, WorkerLostError, Workers, WorkerSilentError
 from megatron_stare.run_dir.heartbeat import CallBeats
 
@@ -41,9 +41,25 @@ LEFT_S = 10.0  # that workers are given to close at the end of a run
 ENDED_S = 60.0  # and one that is made anew, whose server may hang
 PROBE_S = 1.0  # between looks at a cluster that does not have everything yet, or may have lost something
 HEAD_S = 20.0  # without its control store until a cluster is given up; Ray's own limit is 60
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 GPU, VISIBLE, NODE_LABEL = "GPU", "CUDA_VISIBLE_DEVICES", "ray.io/node-id"
 
 _joined: Listener | None = None  # the control store of the cluster that was joined
+
+
+def node_address(interface: str | None) -> str:
+    """Address of this node: of the interface, or else the one that Ray has for it.
+
+    Raises:
+        ConfigError: there is no such interface.
+    """
+    return interface_address(interface) if interface else ray.util.get_node_ip_address()
+
+
+def server_address(config: Config) -> str:
+    """Address of this node by which all of the run reach what it starts here: loopback where Ray was started for the
+    run, all of which is then on one machine."""
+    return node_address(config.runtime.interface) if config.runtime.ray_address else LOOPBACK
 
 
 class Actor:
@@ -58,6 +74,9 @@ class Actor:
         of the user's, say, that this node does not have. Ray would lose what it says."""
         self._beats = beats_here(role, ray.get_runtime_context().get_node_id())
         with self._beats.call("build"):
+            if interface := interface_of(ray.util.get_node_ip_address()):
+                # gloo's own choice is the address of the host's name, which may be loopback's
+                os.environ.setdefault(GLOO_INTERFACE, interface)
             self._worker = kind(*pickle.loads(pickled))
             freeze()
 
@@ -71,7 +90,7 @@ class Actor:
         Raises:
             UserError: there is no such interface, or none of the ports is free.
         """
-        host = interface_address(interface) if interface else ray.util.get_node_ip_address()
+        host = node_address(interface)
         return f"{host}:{free_port(host, ports or (0,))}"
 
     def spot(self, on_gpus: bool) -> Spot:
@@ -271,7 +290,7 @@ def start_ray(config: Config) -> None:
         return
     # Ray announces at every start that its cluster wants a token, which is as it should be
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault(GLOO_INTERFACE, "lo")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the coming default, whose notice Ray prints
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # idle workers would take memory from ours
     # its control store would keep a record of the last hundred thousand calls, and grow for days

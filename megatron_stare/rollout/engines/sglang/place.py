@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import dataclass
 from functools import cache
@@ -13,7 +14,7 @@ import torch
 from megatron_stare.errors import ConfigError
 from megatron_stare.rollout.engines.sglang.transport import LOOPBACK_NAMES
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_BOOT, _NETWORK, SHARED_MEMORY = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net"), Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,13 @@ class Place:
 
 @cache
 def this_host() -> str:
-    """This machine, told from all others, also those of the same name."""
-    boot = _BOOT.read_text().strip() if _BOOT.is_file() else ""
-    return f"{socket.gethostname()} {boot}".strip()
+    """Names this machine, or this container of it: another has another name, boot, network or shared memory."""
+    told = [socket.gethostname(), _BOOT.read_text().strip() if _BOOT.is_file() else ""]
+    if _NETWORK.exists():
+        told.append(os.readlink(_NETWORK))
+    if SHARED_MEMORY.exists():
+        told.append(f"shm:{SHARED_MEMORY.stat().st_dev}")
+    return " ".join(filter(None, told))
 
 
 def uuid_of(device: int) -> str:
@@ -81,5 +86,5 @@ def require_loopback_here(server: Place, url: str) -> None:
         raise ConfigError(
             f"the server listens on the loopback of {server.host.split()[0]}, where this rank cannot reach it",
             where=url,
-            fix="set sglang.host to an address that the trainer's machines reach, or 0.0.0.0",
+            fix="leave sglang.host out: each server then listens on its own node's address",
         )

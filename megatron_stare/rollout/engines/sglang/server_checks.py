@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from megatron_stare.config.schema import Config, SGLangConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.models.shape import ModelShape
+from megatron_stare.process.network import EVERYWHERE
 from megatron_stare.rollout.engines.sglang.flag_check import refused_flag
 from megatron_stare.rollout.engines.sglang.protocol import check_precision
 from megatron_stare.rollout.engines.sglang.server_engine import NEVER_FILLED
@@ -87,6 +89,7 @@ def check_attached(config: Config) -> None:
 def check_started(config: Config, shape: ModelShape, options: ServerOptions) -> None:
     """Raises ConfigError for servers that could not start, or not hold this model as it is compared."""
     _check_cuts(config, shape, options)
+    _check_host(config.sglang)
     _check_nodes(config, options)
     if options.device == "cpu":
         for where, message, fix in _beyond_a_cpu(config, shape, options):
@@ -157,6 +160,24 @@ def _check_cuts(config: Config, shape: ModelShape, options: ServerOptions) -> No
             f"{shape.experts} experts cannot be held whole by {expert} groups of {tensor} ranks",
             where="sglang.expert_parallel",
             fix="use a divisor of sglang.tensor_parallel and of the model's experts, 1 for a dense model",
+        )
+
+
+def _check_host(asked: SGLangConfig) -> None:
+    """Raises ConfigError for an address that servers could not listen on wherever they are."""
+    if asked.host is None:
+        return
+    own = "leave it out: each server then listens on its own node's address (runtime.interface, else Ray's)"
+    try:
+        address = ipaddress.IPv4Address(asked.host)
+    except ValueError:
+        raise ConfigError(f"{asked.host!r} is no IPv4 address", where="sglang.host", fix=own) from None
+    if asked.nodes > 1 and asked.host != EVERYWHERE:
+        what = "other nodes do not reach" if address.is_loopback else "one node alone can have"
+        raise ConfigError(
+            f"a server's ranks are on {asked.nodes} nodes, and {asked.host} is an address that {what}",
+            where="sglang.host",
+            fix=own,
         )
 
 
