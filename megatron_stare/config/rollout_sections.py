@@ -169,7 +169,7 @@ class SGLangConfig(Section):
     sync: Literal["tensor", "disk", "distributed"] = Field(
         "tensor", description="weights travel as bytes in requests, through a folder, or in a process group"
     )
-    sync_folder: str | None = Field(None, description="of sync: disk, seen by all machines; null: a temporary one")
+    sync_folder: str | None = Field(None, description="of sync: disk, seen by all nodes; null: weight_sync in run.dir")
     colocated: bool = Field(
         False, description="servers share the trainer's device: they release their memory while it computes"
     )

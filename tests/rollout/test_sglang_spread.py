@@ -193,7 +193,6 @@ def test_replicas_and_their_parts_are_those_of_the_run(python: Path) -> None:
     [
         ({"nodes": 3}, "sglang.nodes", "2 ranks of a server cannot be dealt to 3 nodes in equal parts"),
         ({"device": "cuda"}, "sglang.sync", "which ranks of another node cannot open"),
-        ({"sync": "disk"}, "sglang.sync_folder", "load the weights from there"),
         ({"urls": ["http://localhost:1"]}, "sglang.nodes", "it says how servers are started"),
     ],
 )

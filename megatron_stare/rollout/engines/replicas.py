@@ -117,6 +117,10 @@ class Replica(ABC):
     def check(cls, config: Config, shape: ModelShape) -> None:
         """Raises ConfigError for what can be known to be wrong before anything is started."""
 
+    @classmethod  # noqa: B027 - the ranks of most hand out buckets, which reach an engine anywhere
+    def check_sync(cls, config: Config) -> None:
+        """Raises ConfigError where the weights of a trainer's ranks could not reach it."""
+
     @classmethod
     def memory(cls, config: Config, shape: ModelShape, capacity: int) -> ServedMemory | None:
         """Forecasts what a server of it keeps on a GPU of `capacity` bytes; None where the run starts none."""
@@ -218,6 +222,11 @@ def check_engine(config: Config, shape: ModelShape) -> None:
     """Raises ConfigError for an engine that does not exist, or could not run as it is configured."""
     _settings(config, resolve_engine(config.rollout.engine))
     _kind(config).check(config, shape)
+
+
+def check_sync(config: Config) -> None:
+    """See Replica.check_sync."""
+    _kind(config).check_sync(config)
 
 
 def without_install(config: Config) -> Config | None:

@@ -31,6 +31,7 @@ from megatron_stare.rollout.engines.sglang.server_checks import (
     check_attached,
     check_lengths,
     check_started,
+    check_sync,
     server_device,
 )
 from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
@@ -94,7 +95,11 @@ class SGLangReplica(Replica):
                 self._process,
                 server_flags(config),
                 ServersTarget(
-                    config.sglang.sync, config.runtime.timeout_s, config.model.path, config.sglang.sync_folder
+                    config.sglang.sync,
+                    config.runtime.timeout_s,
+                    config.model.path,
+                    config.sglang.sync_folder,
+                    config.sglang.colocated,
                 ),
                 self._place,
                 config.faults.engines.probe_s,
@@ -109,6 +114,10 @@ class SGLangReplica(Replica):
     @classmethod
     def check(cls, config: Config, shape: ModelShape) -> None:
         check_servers(config, shape)
+
+    @classmethod
+    def check_sync(cls, config: Config) -> None:
+        check_sync(config)
 
     @classmethod
     def memory(cls, config: Config, shape: ModelShape, capacity: int) -> ServedMemory | None:

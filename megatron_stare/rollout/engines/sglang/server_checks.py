@@ -190,21 +190,34 @@ def _check_nodes(config: Config, options: ServerOptions) -> None:
             where="sglang.nodes",
             fix="use a divisor of sglang.tensor_parallel",
         )
-    if options.nodes == 1:
-        return
-    if asked.sync == "tensor" and options.device == "cuda":
+
+    if options.nodes > 1 and asked.sync == "tensor" and options.device == "cuda":
         raise ConfigError(
             "a tensor on a GPU is sent as a handle of CUDA's inter-process memory, which ranks of another node cannot "
             f"open, and servers are on {options.nodes} nodes",
             where="sglang.sync",
-            fix="use distributed, or disk with sglang.sync_folder",
+            fix="use disk" if asked.colocated else "use distributed or disk",
         )
-    if asked.sync == "disk" and asked.sync_folder is None:
+
+
+def check_sync(config: Config) -> None:
+    """Raises ConfigError for a way of weights from a trainer's ranks that does not lead to servers on GPUs."""
+    asked = config.sglang
+    if asked.urls or server_device(config) == "cpu":
+        return
+    if asked.sync == "tensor" and not asked.colocated:
         raise ConfigError(
-            f"the ranks on each of a server's {options.nodes} nodes load the weights from there, and the folder for "
-            "them would be one of this machine's temporary files",
-            where="sglang.sync_folder",
-            fix="name a folder that all nodes see, or use sglang.sync=distributed",
+            "a tensor on a GPU is sent as a handle of CUDA's inter-process memory, which servers with GPUs of their "
+            "own cannot open: they do not see the trainer's",
+            where="sglang.sync",
+            fix="use distributed or disk, or sglang.colocated=true",
+        )
+    if asked.sync == "distributed" and asked.colocated:
+        raise ConfigError(
+            "a trainer's rank and a server's would be two ranks of one NCCL group on one GPU (sglang.colocated), which "
+            "NCCL refuses",
+            where="sglang.sync",
+            fix="use tensor or disk, or give the servers GPUs of their own: sglang.colocated=false",
         )
 
 

@@ -1,0 +1,102 @@
+"""Whole runs on two nodes that share neither address, host name, /dev/shm nor /tmp, each with a real SGLang server: ten
+steps of each way of syncing, and what is bound where.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support import sglang_servers as servers
+from support.leftovers import Traces
+from support.namespaces import ADDRESSES, FAKE, RAY_PORT, Node, two_nodes
+from support.runs import ROOT, command, environment, metrics, model
+
+from megatron_stare.config.process_settings import INTERFACES
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.sglang,
+    pytest.mark.distributed,
+    pytest.mark.skipif(servers.MISSING is not None, reason=str(servers.MISSING)),
+]
+LIMIT = 1e-4  # nats, float32
+STEPS = 10
+APART, SHARED = (2, 1), (1, 1)  # GPUs of the nodes: a rank and a server, and a server; or a rank and a server on each
+SMALL = {"run.steps": STEPS, "batch.prompts": 4, "batch.samples_per_prompt": 4, "eval.prompts": 0}
+
+
+class Run:
+    """A run whose driver is on the first node."""
+
+    def __init__(self, nodes: list[Node], shared: Path, *overrides: str) -> None:
+        self.dir, self.traces = shared / "run", Traces()
+        self.log = (shared / "stderr.log").open("w+")
+        given = (
+            "rollout.engine=sglang",
+            "rollout.engines=2",
+            "parallel.tensor=1",
+            f"runtime.ray_address={ADDRESSES[0]}:{RAY_PORT}",
+            f"runtime.gpu_resource={FAKE}",
+            f"sglang.python={servers.PYTHON}",
+            f"sglang.start_timeout_s={servers.START_S}",
+            "sglang.device=cpu",
+            f"sglang.environment={{PYTHONPATH: {ROOT}}}",  # the servers run this tree's code, too
+            f"sglang.agreement_limit={LIMIT}",
+        )
+        words = command(model(), f"run.dir={self.dir}", *given, *overrides, **SMALL)
+        nodes[0]._environment = self.traces.environment(dict(nodes[0]._environment))
+        self.process = nodes[0].popen(words, cwd=shared, stdout=subprocess.PIPE, stderr=self.log)
+
+    def lines(self) -> Iterator[str]:
+        assert self.process.stdout is not None
+        yield from self.process.stdout
+
+    def errors(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+
+def listening(node: Node) -> list[str]:
+    """Addresses that Python's programs of a node listen on, without those of Ray."""
+    found = node.run("ss", "-Hltnp").splitlines()
+    return [line.split()[3].rpartition(":")[0] for line in found if "sglang" in line]
+
+
+def ten_steps(gpus: tuple[int, int], *overrides: str) -> list[list[str]]:
+    """Makes the run and holds what it recorded. Returns where servers listened on each node, in mid-run."""
+    env = {name: value for name, value in environment().items() if name not in INTERFACES}  # the product sets them
+    seen: list[list[str]] = []
+    with two_nodes(gpus, env) as (nodes, shared):
+        run = Run(nodes, shared, *overrides)
+        try:
+            for line in run.lines():
+                if re.match(r"\s*step\s+2/", line):
+                    seen = [listening(node) for node in nodes]
+            assert run.process.wait() == 0, run.errors()
+        finally:
+            run.process.kill()
+            run.process.wait()
+        rows = metrics(run.dir)
+        assert len(rows) == STEPS
+        for row in rows:
+            assert row["agreement/max"] <= LIMIT and row["agreement/canary_max"] <= LIMIT
+            assert row["agreement/max_of_age_1"] == row["agreement/max"]
+        placed = (run.dir / "placement.txt").read_text()
+        assert all(address in placed for address in ADDRESSES)
+        print(json.dumps({"agreement": max(row["agreement/max"] for row in rows), "listening": seen}))
+    return seen
+
+
+@pytest.mark.parametrize("sync", ["distributed", "disk"])
+def test_servers_on_both_nodes_follow_a_trainer_on_one(sync: str) -> None:
+    ten_steps(APART, f"sglang.sync={sync}")
+
+
+def test_servers_on_the_trainers_devices_open_memory_of_their_own_node() -> None:
+    """A rank and a server on each node: handles of one node's shared memory are of no use on the other."""
+    ten_steps(SHARED, "parallel.data=2", "sglang.sync=tensor", "sglang.colocated=true")
