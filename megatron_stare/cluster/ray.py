@@ -8,9 +8,12 @@ import contextlib
 import logging
 import os
 import pickle
+import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -27,13 +30,22 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from megatron_stare.cluster.placed import Spot
 from megatron_stare.cluster.ray_processes import ended, half_started, loss_behind, nothing_left, own_group, undo
+from megatron_stare.cluster.routes import Door, Tried
 from megatron_stare.config.schema import Config
-from megatron_stare.errors import UserError
+from megatron_stare.errors import ConfigError, UserError
 from megatron_stare.hangs.driver_side import beats_here, carried
 from megatron_stare.planning.placement import Node, Plan, lost_node, still_pending
 from megatron_stare.process.interruption import poll, uninterrupted
 from megatron_stare.process.memory import freeze
-from megatron_stare.process.network import LOOPBACK, Listener, free_port, interface_address, interface_of
+from megatron_stare.process.network import (
+    EVERYWHERE,
+    LOOPBACK,
+    Listener,
+    free_port,
+    interface_address,
+    interface_of,
+    require_own_address,
+)
 from megatron_stare.process.workers import Handle, WorkerLostError, Workers, WorkerSilentError
 from megatron_stare.run_dir.heartbeat import CallBeats
 
@@ -62,11 +74,16 @@ def server_address(config: Config) -> str:
     return node_address(config.runtime.interface) if config.runtime.ray_address else LOOPBACK
 
 
+def _node_id() -> str:
+    return str(ray.get_runtime_context().get_node_id())
+
+
 class Actor:
     """Hosts one worker in a Ray actor. `method` runs any call on it, so that workers know nothing of Ray."""
 
     def __init__(self) -> None:
         self._worker: Any = None
+        self._door: socket.socket | None = None
         self._beats = CallBeats(None, "")
 
     def build(self, kind: Callable[..., Any], pickled: bytes, role: str) -> None:
@@ -92,6 +109,49 @@ class Actor:
         """
         host = node_address(interface)
         return f"{host}:{free_port(host, ports or (0,))}"
+
+    def open_door(self, interface: str | None, host: str | None) -> Door:
+        """Listens where a server of this node will; see `routes.require_reach`.
+
+        Raises:
+            ConfigError: this node lacks the interface or the address.
+        """
+        own = node_address(interface)
+        listened = host or own
+        require_own_address(listened, "sglang.host")
+        self._door = socket.create_server((listened, 0))
+        reached = own if listened == EVERYWHERE else listened
+        return Door(socket.gethostname(), _node_id(), f"{reached}:{self._door.getsockname()[1]}")
+
+    def try_doors(self, doors: Sequence[Door]) -> Tried:
+        found = {number: door.missing(_node_id()) for number, door in enumerate(doors)}
+        return Tried(socket.gethostname(), {number: why for number, why in found.items() if why is not None})
+
+    def close_door(self) -> None:
+        if self._door is not None:
+            self._door.close()
+            self._door = None
+
+    def leave_in(self, folder: str) -> str:
+        """Leaves a file, whose path this returns. Raises ConfigError where it cannot be written."""
+        file = Path(folder) / f"seen-{secrets.token_hex(8)}"
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+        except OSError as error:
+            fix = "name a folder on a file system that all nodes share, or put run.dir on one"
+            what = f"{socket.gethostname()} cannot write to {folder} ({error.strerror})"
+            raise ConfigError(what, where="sglang.sync_folder", fix=fix) from error
+        return str(file)
+
+    def sees(self, file: str) -> tuple[str, bool]:
+        """Names this node, and whether the file is there."""
+        with contextlib.suppress(OSError):
+            os.listdir(Path(file).parent)  # a network file system looks anew
+        return socket.gethostname(), Path(file).exists()
+
+    def take_away(self, file: str) -> None:
+        Path(file).unlink(missing_ok=True)
 
     def spot(self, on_gpus: bool) -> Spot:
         """Where this process is, and which GPUs it was shown; simulated ones cannot be shown."""

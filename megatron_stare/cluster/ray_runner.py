@@ -20,6 +20,7 @@ from megatron_stare.cluster.ray import (
     start_actors,
     start_ray,
 )
+from megatron_stare.cluster.routes import require_folder, require_reach
 from megatron_stare.cluster.trainer_group import TrainerGroup, plan_rules
 from megatron_stare.config.performance import environment
 from megatron_stare.config.process_settings import port_share, shared_environment
@@ -38,6 +39,7 @@ from megatron_stare.rollout.engines.replicas import (
     replica_count,
     replica_gpus,
     replica_nodes,
+    replica_route,
 )
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.rollout.fleet.health import NO_RESTARTS, RestartRule
@@ -147,6 +149,7 @@ class RayRunner:
             start_ray(config)
             self._reserved = reserve(config, awaited)
             self._ranks, self._replicas, self._others = self._placed(config)
+            self._require_routes(config)
             self.trainers, self.engines = in_order(
                 config,
                 lambda: TrainerGroup(self._trainers(run), plan_rules(run)),
@@ -226,6 +229,20 @@ class RayRunner:
         check_replicas(reserved.plan, spots, seen)
         self._table = table(reserved.plan, spots, seen)
         return ranks, replicas, others
+
+    def _require_routes(self, config: Config) -> None:
+        """Tries every way of weights to servers on other nodes before anything is made there.
+
+        Raises:
+            UserError: one leads nowhere.
+        """
+        route = replica_route(config)
+        if route is None or not config.runtime.ray_address or self._ranks is None:
+            return
+        if route.listens:
+            require_reach(self._ranks, self._replicas, config.runtime.interface, route.host)
+        if route.folder is not None:
+            require_folder(route.folder, self._ranks, [self._replicas, self._others])
 
     def _start(self, *arguments: Any) -> RayWorkers:
         """See start_actors. They end with this runner."""

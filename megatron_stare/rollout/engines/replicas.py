@@ -88,6 +88,20 @@ class Site:
 HERE = Site()  # on this machine, with all that speaks to it
 
 
+@dataclass(frozen=True)
+class Route:
+    """The way of weights from ranks to replicas.
+
+    listens: each replica listens on a port that ranks connect to.
+    host: address that it listens on; None: its node's own.
+    folder: through which they go; None: none.
+    """
+
+    listens: bool
+    host: str | None = None
+    folder: str | None = None
+
+
 class Replica(ABC):
     """An engine on its way up. Making one starts what takes long, so that all of a run's replicas start together.
 
@@ -124,6 +138,11 @@ class Replica(ABC):
     @classmethod
     def memory(cls, config: Config, shape: ModelShape, capacity: int) -> ServedMemory | None:
         """Forecasts what a server of it keeps on a GPU of `capacity` bytes; None where the run starts none."""
+        return None
+
+    @classmethod
+    def route(cls, config: Config) -> Route | None:
+        """Says by which way ranks send weights to replicas that a run starts; None: they hand buckets to workers."""
         return None
 
     @classmethod
@@ -247,6 +266,11 @@ def replica_gpus(config: Config) -> int:
 def replica_nodes(config: Config) -> int:
     """Number of nodes each replica of a run is on."""
     return _kind(config).nodes(config)
+
+
+def replica_route(config: Config) -> Route | None:
+    """See Replica.route."""
+    return _kind(config).route(config)
 
 
 def served_memory(config: Config, shape: ModelShape, capacity: int) -> ServedMemory | None:

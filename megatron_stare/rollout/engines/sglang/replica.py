@@ -21,7 +21,7 @@ from megatron_stare.models.shape import ModelShape
 from megatron_stare.process.interruption import run_on
 from megatron_stare.process.network import EVERYWHERE, LOOPBACK
 from megatron_stare.process.shipped import CHECKOUT
-from megatron_stare.rollout.engines.replicas import HERE, Replica, ServedMemory, Site
+from megatron_stare.rollout.engines.replicas import HERE, Replica, Route, ServedMemory, Site
 from megatron_stare.rollout.engines.sglang.client import SGLangClient
 from megatron_stare.rollout.engines.sglang.place import Place, seen_here
 from megatron_stare.rollout.engines.sglang.protocol import SUPPORTED_VERSIONS
@@ -125,6 +125,14 @@ class SGLangReplica(Replica):
         if config.sglang.urls or config.sglang.device == "cpu":
             return None
         return server_memory(config, shape, capacity)
+
+    @classmethod
+    def route(cls, config: Config) -> Route | None:
+        """See Replica. None where servers are attached to."""
+        asked = config.sglang
+        if asked.urls:
+            return None
+        return Route(listens=True, host=asked.host, folder=asked.sync_folder if asked.sync == "disk" else None)
 
     @classmethod
     def count(cls, config: Config) -> int:
