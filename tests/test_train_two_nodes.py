@@ -67,11 +67,15 @@ def listening(node: Node) -> list[str]:
     return [line.split()[3].rpartition(":")[0] for line in found if "sglang" in line]
 
 
+def cluster_environment() -> dict[str, str]:
+    """Of both nodes: the product says which interfaces are spoken over."""
+    return {name: value for name, value in environment().items() if name not in INTERFACES}
+
+
 def ten_steps(gpus: tuple[int, int], *overrides: str) -> None:
     """Makes the run and holds what it recorded, and where its servers listened in mid-run."""
-    env = {name: value for name, value in environment().items() if name not in INTERFACES}  # the product sets them
     seen: list[list[str]] = []
-    with two_nodes(gpus, env) as (nodes, shared):
+    with two_nodes(gpus, cluster_environment()) as (nodes, shared):
         run = Run(nodes, shared, *overrides)
         try:
             for line in run.lines():
@@ -101,3 +105,23 @@ def test_servers_on_both_nodes_follow_a_trainer_on_one(sync: str) -> None:
 def test_servers_on_the_trainers_devices_open_memory_of_their_own_node() -> None:
     """A rank and a server on each node: handles of one node's shared memory are of no use on the other."""
     ten_steps(SHARED, "parallel.data=2", "sglang.sync=tensor", "sglang.colocated=true")
+
+
+def test_what_one_node_alone_has_is_refused_before_a_server_is_started() -> None:
+    """The loopback of a node, and a folder of its own /tmp: with the nodes' names, and exit 2."""
+    asked = {
+        "sglang.host=127.0.0.1 sglang.sync=distributed": (
+            "1 of 2 servers cannot be reached by ranks that send to them: rank 0 on node0 does not reach server 1 on "
+            "node1 at 127.0.0.1:"
+        ),
+        "sglang.host=10.77.0.1 sglang.sync=distributed": "node1 has no address 10.77.0.1 to listen on",
+        "sglang.sync=disk sglang.sync_folder=/tmp/own": "as server 1 on node1",
+        "sglang.sync=disk runtime.interface=eth99": "has no network interface 'eth99'",
+    }
+    with two_nodes(APART, cluster_environment()) as (nodes, shared):
+        for number, (overrides, message) in enumerate(asked.items()):
+            run = Run(nodes, shared, *overrides.split(), f"run.dir={shared / str(number)}")
+            told = "".join(run.lines())
+            assert run.process.wait() == 2, f"{overrides}: {told}{run.errors()}"
+            assert message in run.errors(), overrides
+            assert not run.traces.look(), "a server was started"
