@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from support.namespaces import ADDRESSES, FAKE, RAY_PORT, Node, two_nodes
 from support.runs import ROOT, command, environment, metrics, model
 
 from megatron_stare.config.process_settings import INTERFACES
+from megatron_stare.rollout.engines.sglang.server_options import PORTS
 
 pytestmark = [
     pytest.mark.slow,
@@ -67,6 +69,22 @@ def listening(node: Node) -> list[str]:
     return [line.split()[3].rpartition(":")[0] for line in found if "sglang" in line]
 
 
+ASK = """
+import sys, urllib.error, urllib.request
+try:
+    print(urllib.request.urlopen(sys.argv[1], timeout=20).status)
+except urllib.error.HTTPError as error:
+    print(error.code)
+"""
+
+
+def answers_without_key(asking: Node, asked: Node) -> list[str]:
+    """What servers of a node say to another that has no key, a status each."""
+    found = (line.split()[3].rpartition(":") for line in asked.run("ss", "-Hltnp").splitlines() if '"python"' in line)
+    ports = [int(port) for address, _, port in found if address == asked.address and int(port) in PORTS]
+    return [asking.run(sys.executable, "-c", ASK, f"http://{asked.address}:{p}/model_info").strip() for p in ports]
+
+
 def cluster_environment() -> dict[str, str]:
     """Of both nodes: the product says which interfaces are spoken over."""
     return {name: value for name, value in environment().items() if name not in INTERFACES}
@@ -75,12 +93,14 @@ def cluster_environment() -> dict[str, str]:
 def ten_steps(gpus: tuple[int, int], *overrides: str) -> None:
     """Makes the run and holds what it recorded, and where its servers listened in mid-run."""
     seen: list[list[str]] = []
+    told: tuple[list[str], ...] = ()
     with two_nodes(gpus, cluster_environment()) as (nodes, shared):
         run = Run(nodes, shared, *overrides)
         try:
             for line in run.lines():
                 if re.match(r"\s*step\s+2/", line):
                     seen = [listening(node) for node in nodes]
+                    told = answers_without_key(nodes[1], nodes[0]), answers_without_key(nodes[0], nodes[1])
             assert run.process.wait() == 0, run.errors()
         finally:
             run.process.kill()
@@ -93,6 +113,7 @@ def ten_steps(gpus: tuple[int, int], *overrides: str) -> None:
         placed = (run.dir / "placement.txt").read_text()
         assert all(address in placed for address in ADDRESSES)
         # the store at which a server's own ranks meet is torch's, which listens on all addresses
+        assert told == (["401"], ["401"])
         assert [set(each) - {"*"} for each in seen] == [{address} for address in ADDRESSES]
         print(json.dumps({"agreement": max(row["agreement/max"] for row in rows)}))
 
