@@ -17,14 +17,13 @@ from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.process.interruption import poll, temporary_folder
+from megatron_stare.process.network import LOOPBACK
 from megatron_stare.process.workers import Handle, WorkerLostError, Workers
 from megatron_stare.rollout.engines.engine_worker import EngineWorker
-from megatron_stare.rollout.engines.replicas import Beside, make_part, replica_count, replica_nodes
+from megatron_stare.rollout.engines.replicas import HERE, Site, make_part, replica_count, replica_nodes
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.rollout.fleet.health import NO_RESTARTS, RestartRule
 from megatron_stare.rollout.fleet.retries import RequestRule
-
-LOOPBACK = "127.0.0.1"
 
 
 class InlineWorkers(Workers):
@@ -80,11 +79,11 @@ class InlineWorkers(Workers):
             workers.pop().close()
 
 
-def inline_engines(config: Config, beside: Sequence[Beside | None] = ()) -> InlineWorkers:
-    """All engines of a run, in this process, and how each is made anew. beside: of each, its other nodes."""
+def inline_engines(config: Config, sites: Sequence[Site] = ()) -> InlineWorkers:
+    """All engines of a run, in this process, and how each is made anew. Args: sites: of each; none: all are here."""
 
     def make(number: int) -> EngineWorker:
-        return EngineWorker(config, number, beside[number] if beside else None)
+        return EngineWorker(config, number, sites[number] if sites else HERE)
 
     return InlineWorkers([make(number) for number in range(replica_count(config))], make)
 
@@ -118,20 +117,19 @@ class InlineRunner:
         return self._engines(config)
 
     def _engines(self, config: Config) -> EnginePool:
-        beside = [self._beside(config, number) for number in range(replica_count(config))]
-        workers = inline_engines(config, beside)
+        workers = inline_engines(config, [self._site(config, number) for number in range(replica_count(config))])
         self._started.append(workers)  # servers that were started
         rules = RequestRule.of(config), RestartRule.of(config)
         self._started.append(pool := EnginePool(workers, config.rollout.prove_every, *rules))
         return pool
 
-    def _beside(self, config: Config, number: int) -> Beside | None:
+    def _site(self, config: Config, number: int) -> Site:
         nodes = range(1, replica_nodes(config))
         if not nodes:
-            return None
+            return HERE
         parts = InlineWorkers([make_part(config, number, node) for node in nodes])
         self._started.append(parts)
-        return Beside(parts, LOOPBACK, (LOOPBACK,) * len(nodes))
+        return Site(parts, LOOPBACK, (LOOPBACK,) * len(nodes))
 
     def lost(self, error: Exception) -> WorkerLostError | None:
         """See Runner. There is no other process."""
