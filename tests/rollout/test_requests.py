@@ -219,7 +219,7 @@ class Told:
         self.give, self.room, self.metrics = self.retries.give, self.health.room, self.retries.metrics
 
     def choose(self, rid: str, rooms: Sequence[int | None], now: float) -> int | None:
-        return self.retries.choose(rid, rooms, self.health.avoided(now))
+        return self.retries.choose(rid, rooms, self.health.avoided(now), self.health.suspected())
 
     def lost(self, lost: LostRequest, replica: int, now: float) -> float:
         """When the replica may be given anything again."""
@@ -241,7 +241,8 @@ def test_another_replica_is_asked_though_the_first_has_more_room() -> None:
     assert told.room(0, 8, 0, 1.0) == 0 and told.room(0, 8, 0, 1.1) == 1 and told.room(0, 8, 1, 1.1) == 0
     assert told.choose("a", [1, 1], 2.0) == 1
     assert told.choose("a", [9, 0], 2.0) is None  # it waits for the other
-    assert told.choose("b", [9, 1], 2.0) == 0  # which another request has no reason to
+    assert told.choose("b", [1, 9], 2.0) == 0  # which another request has no reason to, and so is the test
+    assert told.choose("b", [0, 9], 2.0) == 1  # while that is under way, the other
     told.give("a", 1, 2.0)
     told.lost(LostRequest("a", "cut"), 1, 2.1)
     assert told.choose("a", [1, 0], 4.0) == 0  # both have lost it

@@ -257,7 +257,8 @@ class Dispatch:
 
     def _place(self, request: GenerateRequest, params: SamplingParams) -> bool:
         """Gives a request to a replica with room, if there is one for it."""
-        best = self._retries.choose(request.rid, self._rooms(), self._fleet.health.avoided(self.loop.time()))
+        health = self._fleet.health
+        best = self._retries.choose(request.rid, self._rooms(), health.avoided(self.loop.time()), health.suspected())
         if best is not None:
             self._give(self._replicas[best], [request], params)
         return best is not None

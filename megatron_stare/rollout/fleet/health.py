@@ -112,9 +112,10 @@ class FleetHealth:
 
     There is one way from DEAD to HEALTHY: begun again, up, and all weights of a version proven.
 
-    A replica that has lost a request is given nothing for a while, then one at a time until it has answered. While
-    there is another, it is left alone for as long as it took to lose the request, so that one that hangs does not hold
-    up what it is given for the limit of a request again and again. The while ends with the rollout.
+    A replica that has lost a request is given nothing for a while, then one at a time until it has answered, before
+    others that have more room. While there is another, it is left alone for as long as it took to lose the request, so
+    that one that hangs does not hold up what it is given for the limit of a request again and again. The while ends
+    with the rollout.
 
     Args:
         back_off_s: for which a replica that lost a request is given no other; doubled by each it loses in a row.
@@ -212,6 +213,10 @@ class FleetHealth:
     def avoided(self, now: float) -> set[int]:
         """The replicas that are given nothing that another could take."""
         return {number for number, standing in enumerate(self._standings) if now < standing.avoided_until}
+
+    def suspected(self) -> set[int]:
+        """Returns the replicas that are given one request at a time until they answer."""
+        return {number for number, standing in enumerate(self._standings) if standing.in_a_row}
 
     def trusted(self, replica: int, now: float) -> bool:
         """True where it serves and has lost nothing since it last answered; it may have no room for all that."""

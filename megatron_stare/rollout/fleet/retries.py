@@ -48,18 +48,22 @@ class Retries:
         self._lost: dict[str, list[tuple[int, LostRequest]]] = {}  # of requests that are not answered yet
         self.metrics: Counter[str] = Counter() if metrics is None else metrics
 
-    def choose(self, rid: str, rooms: Sequence[int | None], avoided: Collection[int]) -> int | None:
-        """The replica with the most room among those that should be asked; None: none of them has any.
+    def choose(
+        self, rid: str, rooms: Sequence[int | None], avoided: Collection[int], suspected: Collection[int] = ()
+    ) -> int | None:
+        """Chooses among the replicas that should be asked: a suspected one with room before any other, or it
+        might never be asked again, else that with the most room; None: none of them has any.
 
         Args:
             rooms: of each replica; None: it is not there.
             avoided: replicas that are given nothing that another could take.
+            suspected: replicas that take one request at a time until they answer.
         """
         lost_by = {replica for replica, _ in self._lost.get(rid, ())}
         there = {n: room for n, room in enumerate(rooms) if room is not None}
         usable = [n for n in there if n not in avoided]
         candidates = [n for n in usable if n not in lost_by] or usable or list(there)
-        best = max(candidates, key=lambda n: there[n], default=None)
+        best = max(candidates, key=lambda n: (n in suspected and there[n] > 0, there[n]), default=None)
         return best if best is not None and there[best] > 0 else None
 
     def under_way(self, replica: int) -> list[str]:
