@@ -144,10 +144,12 @@ def run_steps(folder: Path, change: str, last: int) -> None:
 
 
 class _UpTo(Session):
-    """A session that ends with step `last`: what would be due after it - a checkpoint, an evaluation - is not asked."""
+    """A session that ends with step `last`: what would be due after it - a checkpoint, an evaluation - is not asked.
+    It goes on where an engine with late weights, say, differs from the trainer by more than a run may."""
 
     def __init__(self, last: int, inputs: Inputs, held: HeldRun) -> None:
         super().__init__(inputs, held)
+        self.agreement.lift_limits()
         self._last = last
 
     def steps(self) -> Iterator[int]:

@@ -49,6 +49,10 @@ class Limits:
         bounds = {name: getattr(asked, name) or bound for name, bound in BOUNDS[coarsest].items()}
         return cls(own, bounds, asked.trend)
 
+    def lifted(self) -> Limits:
+        """Returns limits that no difference passes but one that is no number; what is logged stays."""
+        return Limits(math.inf, dict.fromkeys(self.bounds, math.inf))
+
     @property
     def in_16_bits(self) -> bool:
         return bool(self.bounds)
