@@ -21,7 +21,6 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -40,6 +39,7 @@ from megatron_stare.megatron.checkpoint.background_save import BackgroundSave
 from megatron_stare.megatron.model.model import load_hf, named_parameters, unwrap
 from megatron_stare.megatron.optimizer.optimizer import loss_scale_of
 from megatron_stare.megatron.optimizer.optimizer_state import load_state, sharded_state
+from megatron_stare.megatron.upstream import REPORTS, begin_save
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.files.hf_folder import HfFolder
 from megatron_stare.weights.files.torch_dist import TorchDist, check_files, is_checkpoint
@@ -76,14 +76,12 @@ class Saver:
         """
         # Megatron passes what its writers report through a process of its own. It costs every rank seconds and a
         # second import of torch; here the reports are read in the process that gathers them.
-        reports = substituted(filesystem_async, "_get_write_results_queue", queue.SimpleQueue)
+        reports = substituted(*REPORTS, queue.SimpleQueue)
         with backend(), reports:
             state = _state(model, optimizer, scheduler, self._layout, reference, loading=False)
             apply_factories(state)
             dict_list_map_inplace(_as_its_own, state)
-            request = dist_checkpointing.save(
-                state, folder, self._strategy, validate_access_integrity=self._first, async_sharded_save=True
-            )
+            request = begin_save(state, folder, self._strategy, validate=self._first)
         self._first = False
         return BackgroundSave(request, folder)
 

@@ -66,6 +66,16 @@ def swiglu(x: Tensor) -> Tensor:
     return _SwiGlu.apply(x)
 
 
+class SwiGlu(nn.Module):
+    """`swiglu` as a layer, built as Megatron builds an activation."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return swiglu(x)
+
+
 class _SwiGlu(torch.autograd.Function):
     """Bit for bit what autograd makes of the formula; both halves of the gradient are written where they belong."""
 

@@ -1,0 +1,28 @@
+"""megatron-core 0.16, as this package uses it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+# The module, and its function that makes the queue of what a checkpoint's writers report.
+REPORTS = (filesystem_async, "_get_write_results_queue")
+
+
+def mlp_submodules(layer: ModuleSpec) -> MLPSubmodules:
+    """Finds the parts of a local layer's feed-forward network, to be replaced where they are."""
+    return layer.submodules.mlp.submodules
+
+
+def begin_save(state: dict[str, Any], folder: str, strategy: Any, *, validate: bool) -> AsyncRequest:
+    """Plans a checkpoint that is written in the background.
+
+    Args:
+        validate: whether every part of a tensor is checked to be saved by just one rank.
+    """
+    return dist_checkpointing.save(state, folder, strategy, validate_access_integrity=validate, async_sharded_save=True)
