@@ -215,7 +215,7 @@ def mark_cut_parameters(part: nn.Module, shape: ModelShape) -> None:
     tensor = unwrap(part).config.tensor_model_parallel_size
     for name, parameter in named_parameters([part]):
         layout = rule_for(name, shape).layout
-        if layout != "replicated" and not hasattr(parameter, "tensor_model_parallel"):
+        if layout != "replicated" and "tensor_model_parallel" not in vars(parameter):
             for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
                 vars(parameter).pop(attribute, None)  # without data Transformer Engine's layers set the last one alone
             set_tensor_model_parallel_attributes(parameter, True, 1 if layout == "row" else 0, 1)
@@ -271,7 +271,7 @@ def gradient_buffers(model: Iterable[nn.Module]) -> Iterator[Any]:
 
 def unwrap(chunk: Any) -> GPTModel:
     """The GPTModel inside its wrappers."""
-    while hasattr(chunk, "module"):
+    while not isinstance(chunk, GPTModel):
         chunk = chunk.module
     return chunk
 
