@@ -12,12 +12,13 @@ DEPRECATIONS = (
     r"`load_state_dict` is deprecated",
     r"Please use DTensor instead and we are deprecating ShardedTensor",
 )
-# what megatron-core 0.19 logs of interfaces that are used here on purpose, by the module that logs it:
+# what 0.19 logs of interfaces that are used here on purpose, and torch as 0.19 imports it, by the module that logs:
 # docs/decisions.md says why each is used
 LOGGED = {
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
     "megatron.core.dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
+    "torch.utils.cpp_extension": "No CUDA runtime is found",  # torch with CUDA, on a machine without
 }
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 
@@ -66,11 +67,8 @@ def swiglu(x: Tensor) -> Tensor:
     return _SwiGlu.apply(x)
 
 
-class SwiGlu(nn.Module):
-    """`swiglu` as a layer, built as Megatron builds an activation."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
+class SwiGlu(MegatronModule):
+    """`swiglu` as Megatron builds an activation and asks it for its part of a checkpoint, which is nothing."""
 
     def forward(self, x: Tensor) -> Tensor:
         return swiglu(x)
