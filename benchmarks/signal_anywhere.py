@@ -1,15 +1,17 @@
 """Signals a small run at any time, as a scheduler or a person does: is it closed in order, and in two lines?
 
 A seed draws the signal (SIGINT, SIGTERM, SIGUSR1) and the time, uniformly from where the run takes signals to a second
-after its first step. It must end with the code of docs/checkpoints.md, say on stderr that the signal came, where it
-stopped and what to type, and nothing else: no warning and no traceback of what was interrupted. None of its processes
-and of its files in /dev/shm may be left. In one process, of the local engine; each run is a fork of this script, which
-has imported the package once.
+after its first step; every third seed draws a second signal, up to SECOND_S after the first. The run must end with the
+code of docs/checkpoints.md, say on stderr that each signal came, where it stopped and what to type, and nothing else:
+no warning and no traceback of what was interrupted. None of its processes, of its files in /dev/shm and of its
+temporary folders may be left. Each run is a fork of this script, which has imported the package once.
 
-    python benchmarks/signal_anywhere.py --seeds 20
+    python benchmarks/signal_anywhere.py --seeds 20                        # one process, the local engine
     python benchmarks/signal_anywhere.py --seeds 20 --first-seed 20        # goes on; what is recorded is left
+    python benchmarks/signal_anywhere.py --seeds 20 --ray                  # two ranks of Ray, its start included
 
-Results are added to benchmarks/results/signal_anywhere.json, seed by seed, each with the code that it was run with.
+Results are added to benchmarks/results/signal_anywhere.json (signal_anywhere_ray.json), seed by seed, each with the
+code that it was run with.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +42,13 @@ from megatron_stare.process.versions import code_digest
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results/signal_anywhere.json"
+RAY_RESULT = RESULT.with_name("signal_anywhere_ray.json")
 LIMIT_S = 120.0
 LOOK_S = 0.005
 AFTER_S = 1.0  # of training that signals may come in
+AT_ONCE_S = 2.0  # that a second Ctrl-C may take
+SECOND_S = 1.5  # after the first signal, at most
+AT_ONCE = "SIGINT: ending at once, without saving"
 
 SETTINGS = {
     "run.steps": 1000,
@@ -53,17 +59,21 @@ SETTINGS = {
     "batch.samples_per_prompt": 4,
     "eval.prompts": 0,
     "rollout.threads": 1,
-    "runtime.runner": "inline",
-    "parallel.tensor": 1,
 }
-COMMAND = ["train", str(ROOT / "configs/quickstart.yaml"), *(f"{key}={value}" for key, value in SETTINGS.items())]
+INLINE = {"runtime.runner": "inline", "parallel.tensor": 1}
 
 
 class Run:
     """One run, in a process of its own and a new folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self._out, self._err = folder / "out", folder / "err"
+    def __init__(self, folder: Path, *, ray: bool) -> None:
+        self._out, self._err, self._scratch = folder / "out", folder / "err", folder / "tmp"
+        self._scratch.mkdir()
+        settings = SETTINGS if ray else SETTINGS | INLINE
+        words = [f"{key}={value}" for key, value in settings.items()]
+        self._command = ["train", str(ROOT / "configs/quickstart.yaml"), *words]
+        # Ray's sockets need a short path
+        self._variables = {} if ray else {"TMPDIR": str(self._scratch)}
         self._traces = Traces()
         self.pid = os.fork()
         if not self.pid:
@@ -76,10 +86,11 @@ class Run:
             for file, number in ((self._out, 1), (self._err, 2)):
                 os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY), number)
             os.chdir(folder)
-            os.environ.update(self._traces.environment({}))
+            os.environ.update(self._traces.environment(self._variables))
+            tempfile.tempdir = None
             for number in SIGNALS:
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-            code = command_line(COMMAND)
+            code = command_line(self._command)
             sys.stdout.flush()
         finally:
             os._exit(code)
@@ -104,27 +115,35 @@ class Run:
             time.sleep(LOOK_S)
         return time.monotonic() - begun
 
-    def end(self, number: int) -> dict[str, Any]:
-        """Sends the signal. What the run did then."""
+    def end(self, number: int, second: int | None = None, after_s: float = 0.0) -> dict[str, Any]:
+        """Sends the signal, and the second one if there is one and the run still lives. Returns what the run did."""
         self._traces.look()
-        begun = time.monotonic()
+        begun = sent = time.monotonic()
         os.kill(self.pid, number)
+        if second is not None:
+            time.sleep(after_s)
+            sent = time.monotonic()
+            os.kill(self.pid, second)  # nobody else has waited for it
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        closing_s = time.monotonic() - begun
+        ended = time.monotonic()
         said = self._err.read_text()
         steps = len(re.findall(r"^\s*step\s", self._out.read_text(), re.MULTILINE))
-        left = self._traces.left()
-        well = in_order(number, code, said) and not left
+        left = [*self._traces.left(), *map(str, self._scratch.iterdir())]
+        well = in_order([number, *([] if second is None else [second])], code, said) and not left
+        well &= AT_ONCE not in said or ended - sent <= AT_ONCE_S
         faults = {} if well else {"said": said, "left": left}
-        return {"code": code, "steps": steps, "closing_s": round(closing_s, 2), "in_order": well, **faults}
+        figures = {"code": code, "steps": steps, "closing_s": round(ended - begun, 2), "in_order": well}
+        return figures | ({"at_once_s": round(ended - sent, 2)} if AT_ONCE in said else {}) | faults
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--seeds", type=int, default=3, help="how many")
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=RESULT, help=f"default: {RESULT.name}, beside the others")
+    parser.add_argument("--ray", action="store_true", help="two ranks and an engine of Ray instead of one process")
+    parser.add_argument("--out", type=Path, help=f"default: {RESULT.name} or {RAY_RESULT.name}, beside the others")
     arguments = parser.parse_args()
+    arguments.out = arguments.out or (RAY_RESULT if arguments.ray else RESULT)
     found = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"machine": machine(), "seeds": {}}
     first_s = None
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
@@ -132,17 +151,21 @@ def main() -> int:
             continue
         if first_s is None:
             with tempfile.TemporaryDirectory() as folder:
-                whole = Run(Path(folder))
+                whole = Run(Path(folder), ray=arguments.ray)
                 first_s = whole.wait_for(whole.has_made_a_step)
                 whole.end(signal.SIGINT)
         drawn = random.Random(seed)
         number, at_s = drawn.choice(SIGNALS), drawn.uniform(0, first_s + AFTER_S)
+        second, after_s = (drawn.choice(SIGNALS), drawn.uniform(0, SECOND_S)) if seed % 3 == 0 else (None, 0.0)
         with tempfile.TemporaryDirectory() as folder:
-            run = Run(Path(folder))
+            run = Run(Path(folder), ray=arguments.ray)
             time.sleep(at_s)
-            outcome = run.end(number)
+            outcome = run.end(number, second, after_s)
         name = signal.Signals(number).name
-        found["seeds"][str(seed)] = {"signal": name, "at_s": round(at_s, 3), **outcome, "package": code_digest()}
+        sent: dict[str, Any] = {"signal": name, "at_s": round(at_s, 3)}
+        if second is not None:
+            sent |= {"second": signal.Signals(second).name, "after_s": round(after_s, 3)}
+        found["seeds"][str(seed)] = {**sent, **outcome, "package": code_digest()}
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")
         said = "in order" if outcome["in_order"] else f"NOT in order\n{outcome['said']}{outcome['left']}"
         print(f"seed {seed}: {name} at {at_s:.2f} s, after {outcome['steps']} steps: {said}", flush=True)
@@ -151,18 +174,24 @@ def main() -> int:
     return 0 if all(each["in_order"] for each in every) else 1
 
 
-def in_order(number: int, code: int, said: str) -> bool:
-    """Whether a run that was sent this signal ended as docs/checkpoints.md has it."""
-    name, lines = signal.Signals(number).name, said.splitlines()
-    if len(lines) != 3 or not lines[0].startswith(f"{name}: ") or not lines[2].startswith("  megatron-stare train "):
+def in_order(numbers: Sequence[int], code: int, said: str) -> bool:
+    """Whether a run that was sent these signals ended as docs/checkpoints.md has it. The last may have come too late to
+    be said."""
+    *signals, stopped, command = said.splitlines() if said.count("\n") > 2 else ("", "", "")
+    names = [signal.Signals(number).name for number in numbers]
+    if [line.partition(": ")[0] for line in signals] not in (names, names[:1]):
         return False
-    if lines[1].startswith(f"interrupted ({name}) before the run began; start it with"):
+    first, *later = numbers
+    hurried = len(signals) == 2 and first == AFTER_STEP and "already" not in signals[1] and signals[1] != AT_ONCE
+    number = later[0] if hurried else first
+    interrupted = f"interrupted ({signal.Signals(number).name})"
+    if not stopped.startswith(interrupted) or not command.startswith("  megatron-stare train "):
+        return False
+    if stopped.startswith(f"{interrupted} before the run began; start it with") or signals[-1] == AT_ONCE:
         return code == 128 + number
-    if not lines[1].startswith(f"interrupted ({name}) after step "):
+    if not stopped.startswith(f"{interrupted} after step "):
         return False
-    if number == signal.SIGINT:
-        return code == 128 + number and "there is no checkpoint yet" in lines[1]
-    saved = "the last checkpoint is of step " in lines[1] or "after step 0 of" in lines[1]
+    saved = "the last checkpoint is of step " in stopped or "after step 0 of" in stopped
     return saved and code == (TO_BE_CONTINUED if number == AFTER_STEP else 128 + number)
 
 

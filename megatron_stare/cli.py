@@ -23,7 +23,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.driver.supervision import attach, supervise
 from megatron_stare.errors import UnusableCheckpointError, UserError
 from megatron_stare.planning.command import add_arguments, run_command
-from megatron_stare.process.interruption import Interruption, interruptible, what_now
+from megatron_stare.process.interruption import Interruption, on_driver_thread, poll, what_now
 from megatron_stare.process.shipped import TOOLS, tool
 from megatron_stare.process.time_limit import TimeLimit, seconds_of
 
@@ -225,24 +225,30 @@ def _train(args: argparse.Namespace) -> int:
     args.resume = args.resume or args.from_step is not None
     if args.supervise and not args.dry_run:
         return _supervise(args)
-    with interruptible() as interruption:
-        args.supervise = attach()
-        try:
-            _train_or_check(args, begun)
-        except KeyboardInterrupt:
-            print(what_now(interruption, *_typed(args, interruption)), file=sys.stderr)
-            return interruption.exit_code
-        except UnusableCheckpointError as error:
-            run = f"run.dir={error.run_dir}"
-            command, options = _typed(args, interruption, run)
-            again = [*command, run, *options, "--from-step", str(error.older)]
-            print(f"error: {error}\n  {shlex.join(again)}", file=sys.stderr)
-            return 2
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            if interruption.standing is not None and interruption.standing.checkpoint is not None:
-                print(what_now(interruption, *_typed(args, interruption), ended="ended"), file=sys.stderr)
-            return 2
+    return on_driver_thread(
+        lambda interruption: _train_to_code(args, begun, interruption),
+        lambda interruption: what_now(interruption, *_typed(args, interruption)),
+    )
+
+
+def _train_to_code(args: argparse.Namespace, begun: float, interruption: Interruption) -> int:
+    args.supervise = attach()
+    try:
+        _train_or_check(args, begun)
+    except KeyboardInterrupt:
+        print(what_now(interruption, *_typed(args, interruption)), file=sys.stderr)
+        return interruption.exit_code
+    except UnusableCheckpointError as error:
+        run = f"run.dir={error.run_dir}"
+        command, options = _typed(args, interruption, run)
+        again = [*command, run, *options, "--from-step", str(error.older)]
+        print(f"error: {error}\n  {shlex.join(again)}", file=sys.stderr)
+        return 2
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        if interruption.standing is not None and interruption.standing.checkpoint is not None:
+            print(what_now(interruption, *_typed(args, interruption), ended="ended"), file=sys.stderr)
+        return 2
     return 0
 
 
@@ -279,6 +285,7 @@ def _typed(
 def _train_or_check(args: argparse.Namespace, begun: float) -> None:
     limit = TimeLimit(None if args.stop_after is None else seconds_of(args.stop_after), begun)
     config = load_config(args.config, args.overrides)
+    poll()
     if Path(args.config).is_file():
         for line in former_names(args.config):
             print(line, file=sys.stderr)
@@ -293,6 +300,7 @@ def _train_or_check(args: argparse.Namespace, begun: float) -> None:
     from megatron_stare.observability.metrics.figures import closing
     from megatron_stare.train import train  # imports torch and transformers: seconds
 
+    poll()
     run_dir = train(config, resume=args.resume, from_step=args.from_step, dump_step=args.dump_step, limit=limit)
     print(closing(run_dir))
 

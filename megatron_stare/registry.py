@@ -20,8 +20,8 @@ from megatron_stare.errors import ConfigError, in_words, unknown_name
 # Modules of earlier releases that configurations name or a user's files import, and where they are now.
 MOVED = {
     "megatron_stare.batch": "megatron_stare.records.batch",
-    "megatron_stare.bisecting.late_engine": "megatron_stare.commands.bisect.changed_parts",
-    "megatron_stare.commands.bisect.late_engine": "megatron_stare.commands.bisect.changed_parts",
+    "megatron_stare.bisecting.late_engine": "megatron_stare.commands.bisect.causes",
+    "megatron_stare.commands.bisect.late_engine": "megatron_stare.commands.bisect.causes",
     "megatron_stare.metric": "megatron_stare.records.metric",
     "megatron_stare.observability.alerts": "megatron_stare.observability.sink",
     "megatron_stare.observability.rollout_files": "megatron_stare.run_dir.rollout_files",

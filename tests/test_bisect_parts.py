@@ -20,10 +20,12 @@ from megatron_stare.algorithms.stare import Stare
 from megatron_stare.cli import main
 from megatron_stare.commands.bisect.bisect_command import CAUSES, as_text, as_tree
 from megatron_stare.commands.bisect.causes import CAUSES as KNOWN
-from megatron_stare.commands.bisect.causes import Change, changes, contradictions
-from megatron_stare.commands.bisect.changed_parts import (
+from megatron_stare.commands.bisect.causes import (
+    Change,
     LateEngine,
+    changes,
     closed_gate,
+    contradictions,
     draws_by_place,
     open_gate,
     without_correction,

@@ -6,7 +6,6 @@ import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from support.runs import ROOT, SMALL
@@ -16,7 +15,7 @@ from megatron_stare.driver.held_run import HeldRun
 from megatron_stare.driver.opening import Inputs, read_inputs
 from megatron_stare.driver.resuming import check_resume
 from megatron_stare.errors import ConfigError, NonFiniteError, UserError
-from megatron_stare.process.interruption import interruptible
+from megatron_stare.process.interruption import Interruption, on_driver_thread
 from megatron_stare.process.recovery import RESTARTS_FILE
 from megatron_stare.process.workers import WorkerLostError, WorkerSilentError
 from megatron_stare.rollout.agreement.agreement import AgreementError
@@ -135,7 +134,11 @@ def test_a_signal_between_two_sessions_says_how_to_continue(tmp_path: Path, monk
     def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("megatron_stare.driver.held_run.time", SimpleNamespace(sleep=interrupted))
-    with interruptible() as interruption, pytest.raises(KeyboardInterrupt), held(tmp_path) as run:
-        run.until_done(run.first, sessions(run, (7, WorkerLostError("a rank died"))))
+    def body(interruption: Interruption) -> Interruption:
+        with pytest.raises(KeyboardInterrupt), held(tmp_path) as run:
+            run.until_done(run.first, sessions(run, (7, WorkerLostError("a rank died"))))
+        return interruption
+
+    monkeypatch.setattr("megatron_stare.driver.held_run.pause", interrupted)
+    interruption = on_driver_thread(body, lambda _: "")
     assert (interruption.standing.step, interruption.standing.run_dir) == (7, tmp_path / "run")

@@ -103,17 +103,9 @@ def test_ci_runs_all_but_the_slow_tests(ci: Path) -> None:
     assert "scripts/test.sh --all" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "tier", "served"),
-    [
-        ([], "not slow and not wide and not sglang", False),
-        (["--all", "-x"], "not slow", True),
-        (["--slow", "tests/ops"], "slow", True),
-        (["tests/ops", "-n", "0"], "not slow and not wide and not sglang", False),
-    ],
-)
-def test_a_tier_of_tests_is_what_test_sh_says(tmp_path: Path, arguments: list[str], tier: str, served: bool) -> None:
-    """The script as it is, with environments that only say how they were called."""
+@pytest.fixture
+def stand_in(tmp_path: Path) -> Path:
+    """scripts/test.sh as it is, with environments that only say how they were called."""
     scripts = tmp_path / "scripts"
     scripts.mkdir()
     shutil.copy(ROOT / "scripts/test.sh", scripts)
@@ -121,14 +113,33 @@ def test_a_tier_of_tests_is_what_test_sh_says(tmp_path: Path, arguments: list[st
     (tmp_path / "python").chmod(0o755)
     (scripts / "setup_env.sh").write_text(f'ROOT="{tmp_path}" PYTHON="{tmp_path}/python"\n')
     (scripts / "setup_sglang.sh").write_text("echo servers\n")
-    done = subprocess.run(
-        ["bash", scripts / "test.sh", *arguments], cwd="/", capture_output=True, text=True, check=True
-    )
-    assert ("servers" in done.stdout) is served
-    *checks, pytest_line = done.stdout.splitlines()
+    return scripts / "test.sh"
+
+
+def output_of(script: Path, *arguments: str) -> str:
+    return subprocess.run(["bash", script, *arguments], cwd="/", capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tier", "served"),
+    [
+        ([], "not slow and not wide and not sglang", False),
+        (["--all", "-x"], "not slow", True),
+        (["tests/ops", "-n", "0"], "not slow and not wide and not sglang", False),
+    ],
+)
+def test_a_tier_of_tests_is_what_test_sh_says(stand_in: Path, arguments: list[str], tier: str, served: bool) -> None:
+    said = output_of(stand_in, *arguments)
+    assert ("servers" in said) is served
+    *checks, pytest_line = said.splitlines()
     assert [line.split("|")[1] for line in checks if "|" in line] == ["ruff", "ruff", "mypy"]
-    own = [word for word in arguments if word not in {"--all", "--slow"}]
+    own = [word for word in arguments if word != "--all"]
     assert pytest_line.split("|")[1:-1] == ["pytest", "-n", "2", "--dist", "loadfile", "-m", tier, *own]
+
+
+def test_slow_tests_are_run_file_by_file(stand_in: Path) -> None:
+    done = output_of(stand_in, "--slow", "tests/ops")
+    assert "servers" in done and done.splitlines()[-1] == "tests/support/slow_shards.py|tests/ops|"
 
 
 @pytest.mark.parametrize("script", ["quickstart.sh", "test.sh"])

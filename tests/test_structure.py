@@ -230,8 +230,8 @@ def test_a_run_s_model_and_method_are_resolved_in_one_place(name: str, places: s
 
 
 def test_event_loops_are_run_where_signals_are_known() -> None:
-    """Elsewhere a signal would raise between a coroutine and its task, or in the middle of a loop."""
-    names = {"run_until_complete", "run_coroutine_threadsafe", "asyncio.run", "asyncio.Runner"}
+    """Elsewhere a signal would not end what the loop runs."""
+    names = {"run_until_complete", "asyncio.run", "asyncio.Runner"}
     using = {
         here(file)
         for file in FILES

@@ -221,3 +221,25 @@ def test_paths_are_compared_by_what_they_name(tmp_path: Path, monkeypatch: pytes
     for key in ("path", "eval_path"):
         with pytest.raises(Exception, match=f"data.{key}: the run was started with '{tmp_path}"):
             refuse_changes(config(""), config("", **{key: "other.jsonl"}))
+
+
+@pytest.mark.parametrize(
+    ("setting", "free"),
+    [
+        ("faults.requests.request_s=77", True),
+        ("faults.hangs.floor_s=77", True),
+        ("faults.run.attempts=1", True),
+        ("faults.guards.window=77", True),
+        ("run.steps=77", True),
+        ("run.seed=77", False),
+        ("optimizer.lr=0.77", False),
+        ("rollout.max_new_tokens=7", False),
+    ],
+)
+def test_what_is_done_when_something_fails_may_change_and_what_is_trained_may_not(setting: str, free: bool) -> None:
+    before, after = load_config(QUICKSTART, []), load_config(QUICKSTART, [setting])
+    if free:
+        refuse_changes(before, after)
+    else:
+        with pytest.raises(Exception, match=setting.partition("=")[0]):
+            refuse_changes(before, after)

@@ -118,16 +118,18 @@ def test_twenty_steps_agree_token_by_token(start, sync):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sync", ["tensor", "disk", "distributed"])
+@pytest.mark.parametrize("sync", ["tensor", "disk", "distributed", "colocated"])
 def test_ten_steps_agree_with_servers_of_two_ranks(start, sync):
-    """The trainer is cut over tensor and pipeline ranks, each of two servers over tensor ranks."""
+    """The trainer is cut over tensor and pipeline ranks, each of two servers over tensor ranks; colocated, each of
+    these opens memory of a trainer's rank of its own."""
     run = start(
         "parallel.tensor=2",
         "parallel.pipeline=2",
         "parallel.first_stage_layers=2",
         "rollout.engines=2",
         "sglang.tensor_parallel=2",
-        f"sglang.sync={sync}",
+        f"sglang.sync={'tensor' if sync == 'colocated' else sync}",
+        f"sglang.colocated={sync == 'colocated'}",
         f"sglang.agreement_limit={LIMIT}",
         **{"run.steps": 10, "batch.prompts": 8, "batch.samples_per_prompt": 4},
     )

@@ -18,7 +18,7 @@ import pytest
 from support.leftovers import Traces
 from support.runs import ROOT, command, environment, metrics, model, watched_as
 
-from megatron_stare.process.interruption import TO_BE_CONTINUED
+from megatron_stare.process.interruption import SAME_S, TO_BE_CONTINUED
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -136,7 +136,7 @@ def test_sigterm_after_a_checkpoint_says_how_to_continue_and_that_continues(star
 
 
 @pytest.mark.wide
-def test_without_a_checkpoint_none_is_promised_and_an_ignored_signal_stays_ignored(start, tmp_path: Path) -> None:
+def test_ctrl_c_saves_the_last_step_and_an_ignored_signal_stays_ignored(start, tmp_path: Path) -> None:
     arguments = command(model(), "run.dir=run", **INLINE | {"run.steps": 50, "run.checkpoint_every": 0})
     run = start(arguments, ignored=(signal.SIGTERM,))
     run.step(1)
@@ -145,31 +145,50 @@ def test_without_a_checkpoint_none_is_promised_and_an_ignored_signal_stays_ignor
     run.step(3)
     run.process.send_signal(signal.SIGINT)
     said = run.end(128 + signal.SIGINT)
-    assert re.search(r"interrupted \(SIGINT\) after step \d+ of 50; there is no checkpoint yet", said), said
-    assert "SIGTERM" not in said
+    found = re.search(r"interrupted \(SIGINT\) after step (\d+) of 50; the last checkpoint is of step (\d+)", said)
+    assert found and found[1] == found[2] and "SIGTERM" not in said, said
     again = to_type(said)
     assert again[-1] == "--resume" and again.count("run.dir=run") == 1
     status = [sys.executable, "-m", "megatron_stare.cli", "status", "run"]
     stands = subprocess.run(status, cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert "--resume" in stands.stdout and "run-2" not in stands.stdout  # the same way on
-    again[again.index("run.steps=50")] = "run.steps=2"
+    again[again.index("run.steps=50")] = f"run.steps={int(found[1]) + 1}"
     done = subprocess.run(again, cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2]  # it began again
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [*range(1, int(found[1]) + 2)]
 
 
 @pytest.mark.wide
-def test_more_signals_while_ray_is_closed_leave_nothing(start) -> None:
+def test_a_scheduler_s_second_signal_while_ray_is_closed_leaves_nothing(start) -> None:
     run = start(command(model(), "run.dir=run", **{"run.steps": 50, "eval.prompts": 0}))
     run.step(1)
     run.traces.look()
     run.process.send_signal(signal.SIGINT)
-    run.until("SIGINT: closing the run")
-    for number in (signal.SIGINT, signal.SIGTERM):
-        run.process.send_signal(number)
-        run.until(f"{signal.Signals(number).name}: already closing")
+    run.until("SIGINT: ")
+    run.process.send_signal(signal.SIGTERM)
+    run.until("SIGTERM: already closing")
     said = run.end(128 + signal.SIGINT)
-    assert re.search(r"interrupted \(SIGINT\) after step \d+ of 50; there is no checkpoint yet", said), said
+    assert re.search(r"interrupted \(SIGINT\) after step (\d+) of 50; the last checkpoint is of step \1;", said), said
+
+
+@pytest.mark.wide
+def test_a_second_ctrl_c_ends_a_run_on_ray_at_once_and_leaves_nothing(start, tmp_path: Path) -> None:
+    run = start(command(model(), "run.dir=run", **{"run.steps": 50, "eval.prompts": 0}))
+    run.child("ray::Actor")
+    run.traces.look()
+    run.process.send_signal(signal.SIGINT)
+    run.until("SIGINT: closing the run")
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        run.process.wait(SAME_S)
+    run.process.send_signal(signal.SIGINT)
+    said = run.end(128 + signal.SIGINT)
+    assert said.splitlines()[0] == signal_anywhere.AT_ONCE
+    assert "after step 0 of 50; there is no checkpoint yet, so it begins again" in said
+    again = to_type(said)
+    again[again.index("run.steps=50")] = "run.steps=1"
+    done = subprocess.run(again, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1]
 
 
 @pytest.mark.wide
@@ -228,9 +247,10 @@ def test_a_signal_before_the_run_has_a_directory(start, tmp_path: Path) -> None:
     """The configuration is a pipe that nobody writes to, so the run stands at its very first line."""
     os.mkfifo(tmp_path / "config.yaml")
     run = start(command("algorithm=grpo", config="config.yaml"))
-    with (tmp_path / "config.yaml").open("w"):  # returns when the run has opened the other end
+    with (tmp_path / "config.yaml").open("w") as pipe:  # returns when the run has opened the other end
         run.process.send_signal(signal.SIGINT)
         run.until("SIGINT: closing")
+        pipe.write((ROOT / "configs/quickstart.yaml").read_text())
     said = run.end(128 + signal.SIGINT)
     assert "interrupted (SIGINT) before the run began" in said
     assert to_type(said)[3:] == command("algorithm=grpo", config="config.yaml")[3:]
@@ -253,25 +273,41 @@ def test_a_signal_at_any_time_is_answered_in_two_lines(tmp_path: Path) -> None:
     assert {each["steps"] == 0 for each in seeds} == {True, False}
 
 
-SAID = """SIGINT: closing the run, which takes some seconds
-interrupted (SIGINT) after step 3 of 50; there is no checkpoint yet, so it begins again; continue with
+SAVED = """SIGINT: the run is saved and closed after the update under way
+interrupted (SIGINT) after step 3 of 50; the last checkpoint is of step 3; continue with
   megatron-stare train configs/quickstart.yaml run.dir=RUN --resume
 """
-SAVED = SAID.replace("INT", "USR1").replace("there is no checkpoint yet", "the last checkpoint is of step 3")
+LOST = SAVED.replace("the last checkpoint is of step 3", "there is no checkpoint yet, so it begins again")
+BEGUN = "after step 3 of 50; the last checkpoint is of step 3; continue"
+EARLY = SAVED.replace(BEGUN, "before the run began; start it")
+AT_ONCE = LOST.replace("way\n", f"way\n{signal_anywhere.AT_ONCE}\n")
+ALREADY = SAVED.replace("way\n", "way\nSIGTERM: already closing; Ctrl-C ends at once\n")
+HURRIED = SAVED.replace("INT", "TERM").replace("SIGTERM: the", "SIGUSR1: after its step\nSIGTERM: the", 1)
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "said", "well"),
+    ("numbers", "code", "said", "well"),
     [
-        (signal.SIGINT, 130, SAID, True),
-        (signal.SIGINT, 1, SAID, False),
-        (signal.SIGTERM, 143, SAID, False),
-        (signal.SIGTERM, 143, SAID.replace("SIGINT", "SIGTERM"), False),  # it saves first
-        (signal.SIGINT, 130, SAID + "RuntimeWarning: coroutine was never awaited\n", False),
-        (signal.SIGINT, 130, SAID.partition("\n")[2], False),
-        (signal.SIGUSR1, 75, SAVED, True),
-        (signal.SIGUSR1, 138, SAVED, False),
+        ([signal.SIGINT], 130, SAVED, True),
+        ([signal.SIGINT], 1, SAVED, False),
+        ([signal.SIGINT], 130, LOST, False),  # it saves first
+        ([signal.SIGINT], 130, EARLY, True),
+        ([signal.SIGINT], 0, EARLY, False),
+        ([signal.SIGTERM], 143, SAVED, False),
+        ([signal.SIGTERM], 143, SAVED.replace("SIGINT", "SIGTERM"), True),
+        ([signal.SIGINT], 130, SAVED + "RuntimeWarning: coroutine was never awaited\n", False),
+        ([signal.SIGINT], 130, SAVED.partition("\n")[2], False),
+        ([signal.SIGINT], 130, "", False),
+        ([signal.SIGUSR1], 75, SAVED.replace("INT", "USR1"), True),
+        ([signal.SIGUSR1], 138, SAVED.replace("INT", "USR1"), False),
+        ([signal.SIGINT, signal.SIGINT], 130, AT_ONCE, True),
+        ([signal.SIGINT, signal.SIGTERM], 130, AT_ONCE, False),
+        ([signal.SIGINT, signal.SIGTERM], 130, ALREADY, True),
+        ([signal.SIGINT, signal.SIGTERM], 130, SAVED, True),  # the second came too late
+        ([signal.SIGINT], 130, ALREADY, False),
+        ([signal.SIGUSR1, signal.SIGTERM], 143, HURRIED, True),
+        ([signal.SIGUSR1, signal.SIGTERM], 75, HURRIED, False),
     ],
 )
-def test_what_the_benchmark_takes_for_in_order(number: int, code: int, said: str, well: bool) -> None:
-    assert signal_anywhere.in_order(number, code, said) is well
+def test_what_the_benchmark_takes_for_in_order(numbers: list[int], code: int, said: str, well: bool) -> None:
+    assert signal_anywhere.in_order(numbers, code, said) is well

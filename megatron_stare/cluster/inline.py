@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from megatron_stare.cluster.colocation import in_order
@@ -18,14 +16,14 @@ from megatron_stare.config.process_settings import shared_environment
 from megatron_stare.config.resolved import ResolvedRun
 from megatron_stare.config.schema import Config
 from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.process.interruption import poll, temporary_folder
+from megatron_stare.process.network import LOOPBACK
 from megatron_stare.process.workers import Handle, WorkerLostError, Workers
 from megatron_stare.rollout.engines.engine_worker import EngineWorker
-from megatron_stare.rollout.engines.replicas import Beside, make_part, replica_count, replica_nodes
+from megatron_stare.rollout.engines.replicas import HERE, Site, make_part, replica_count, replica_nodes
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.rollout.fleet.health import NO_RESTARTS, RestartRule
 from megatron_stare.rollout.fleet.retries import RequestRule
-
-LOOPBACK = "127.0.0.1"
 
 
 class InlineWorkers(Workers):
@@ -44,6 +42,7 @@ class InlineWorkers(Workers):
         return len(self._workers)
 
     def start_on(self, worker: int, method: str, *args: Any) -> Handle:
+        poll()
         return getattr(self._workers[worker], method)(*args)
 
     def wait(
@@ -80,11 +79,11 @@ class InlineWorkers(Workers):
             workers.pop().close()
 
 
-def inline_engines(config: Config, beside: Sequence[Beside | None] = ()) -> InlineWorkers:
-    """All engines of a run, in this process, and how each is made anew. beside: of each, its other nodes."""
+def inline_engines(config: Config, sites: Sequence[Site] = ()) -> InlineWorkers:
+    """All engines of a run, in this process, and how each is made anew. Args: sites: of each; none: all are here."""
 
     def make(number: int) -> EngineWorker:
-        return EngineWorker(config, number, beside[number] if beside else None)
+        return EngineWorker(config, number, sites[number] if sites else HERE)
 
     return InlineWorkers([make(number) for number in range(replica_count(config))], make)
 
@@ -96,7 +95,8 @@ class InlineRunner:
         config = run.config
         # before the rank's first CUDA call, which reads them
         os.environ.update(shared_environment(config) | environment(config.performance))
-        self._rendezvous = tempfile.TemporaryDirectory()
+        self._rendezvous = contextlib.ExitStack()
+        self._meeting = self._rendezvous.enter_context(temporary_folder()) / "ranks"
         self._started: list[InlineWorkers | EnginePool] = []
         try:
             self.trainers, self.engines = in_order(config, lambda: self._trainers(run), lambda: self._engines(config))
@@ -108,7 +108,7 @@ class InlineRunner:
         return []
 
     def _trainers(self, run: ResolvedRun) -> TrainerGroup:
-        workers = InlineWorkers([Trainer(run, 0, f"file://{Path(self._rendezvous.name) / 'ranks'}")])
+        workers = InlineWorkers([Trainer(run, 0, f"file://{self._meeting}")])
         self._started.append(workers)
         return TrainerGroup(workers, plan_rules(run))
 
@@ -117,20 +117,19 @@ class InlineRunner:
         return self._engines(config)
 
     def _engines(self, config: Config) -> EnginePool:
-        beside = [self._beside(config, number) for number in range(replica_count(config))]
-        workers = inline_engines(config, beside)
+        workers = inline_engines(config, [self._site(config, number) for number in range(replica_count(config))])
         self._started.append(workers)  # servers that were started
         rules = RequestRule.of(config), RestartRule.of(config)
         self._started.append(pool := EnginePool(workers, config.rollout.prove_every, *rules))
         return pool
 
-    def _beside(self, config: Config, number: int) -> Beside | None:
+    def _site(self, config: Config, number: int) -> Site:
         nodes = range(1, replica_nodes(config))
         if not nodes:
-            return None
+            return HERE
         parts = InlineWorkers([make_part(config, number, node) for node in nodes])
         self._started.append(parts)
-        return Beside(parts, LOOPBACK, (LOOPBACK,) * len(nodes))
+        return Site(parts, LOOPBACK, (LOOPBACK,) * len(nodes))
 
     def lost(self, error: Exception) -> WorkerLostError | None:
         """See Runner. There is no other process."""
@@ -139,7 +138,7 @@ class InlineRunner:
     def close(self) -> None:
         while self._started:
             self._started.pop().close()
-        self._rendezvous.cleanup()
+        self._rendezvous.close()
 
 
 class InlineEngines:

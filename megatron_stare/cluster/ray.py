@@ -8,13 +8,16 @@ import contextlib
 import logging
 import os
 import pickle
+import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-# read as Ray is imported: its own SIGTERM handler, in force while it starts, would wait 30 s for work that there is not
+# read as Ray is imported: its own SIGTERM handler, which it sets in a main thread, would wait 30 s for work
 os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
 
 import ray
@@ -27,13 +30,22 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from megatron_stare.cluster.placed import Spot
 from megatron_stare.cluster.ray_processes import ended, half_started, loss_behind, nothing_left, own_group, undo
+from megatron_stare.cluster.routes import Door, Tried
 from megatron_stare.config.schema import Config
-from megatron_stare.errors import UserError
+from megatron_stare.errors import ConfigError, UserError
 from megatron_stare.hangs.driver_side import beats_here, carried
 from megatron_stare.planning.placement import Node, Plan, lost_node, still_pending
-from megatron_stare.process.interruption import own_sigterm, raise_if_received, uninterrupted
+from megatron_stare.process.interruption import handlers_kept, poll, uninterrupted
 from megatron_stare.process.memory import freeze
-from megatron_stare.process.network import LOOPBACK, Listener, free_port, interface_address
+from megatron_stare.process.network import (
+    EVERYWHERE,
+    LOOPBACK,
+    Listener,
+    free_port,
+    interface_address,
+    interface_of,
+    require_own_address,
+)
 from megatron_stare.process.workers import Handle, WorkerLostError, Workers, WorkerSilentError
 from megatron_stare.run_dir.heartbeat import CallBeats
 
@@ -41,9 +53,29 @@ LEFT_S = 10.0  # that workers are given to close at the end of a run
 ENDED_S = 60.0  # and one that is made anew, whose server may hang
 PROBE_S = 1.0  # between looks at a cluster that does not have everything yet, or may have lost something
 HEAD_S = 20.0  # without its control store until a cluster is given up; Ray's own limit is 60
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 GPU, VISIBLE, NODE_LABEL = "GPU", "CUDA_VISIBLE_DEVICES", "ray.io/node-id"
 
 _joined: Listener | None = None  # the control store of the cluster that was joined
+
+
+def node_address(interface: str | None) -> str:
+    """Address of this node: of the interface, or else the one that Ray has for it.
+
+    Raises:
+        ConfigError: there is no such interface.
+    """
+    return interface_address(interface) if interface else ray.util.get_node_ip_address()
+
+
+def server_address(config: Config) -> str:
+    """Address of this node by which all of the run reach what it starts here: loopback where Ray was started for the
+    run, all of which is then on one machine."""
+    return node_address(config.runtime.interface) if config.runtime.ray_address else LOOPBACK
+
+
+def _node_id() -> str:
+    return str(ray.get_runtime_context().get_node_id())
 
 
 class Actor:
@@ -51,6 +83,7 @@ class Actor:
 
     def __init__(self) -> None:
         self._worker: Any = None
+        self._door: socket.socket | None = None
         self._beats = CallBeats(None, "")
 
     def build(self, kind: Callable[..., Any], pickled: bytes, role: str) -> None:
@@ -58,6 +91,9 @@ class Actor:
         of the user's, say, that this node does not have. Ray would lose what it says."""
         self._beats = beats_here(role, ray.get_runtime_context().get_node_id())
         with self._beats.call("build"):
+            if interface := interface_of(ray.util.get_node_ip_address()):
+                # gloo's own choice is the address of the host's name, which may be loopback's
+                os.environ.setdefault(GLOO_INTERFACE, interface)
             self._worker = kind(*pickle.loads(pickled))
             freeze()
 
@@ -71,8 +107,51 @@ class Actor:
         Raises:
             UserError: there is no such interface, or none of the ports is free.
         """
-        host = interface_address(interface) if interface else ray.util.get_node_ip_address()
+        host = node_address(interface)
         return f"{host}:{free_port(host, ports or (0,))}"
+
+    def open_door(self, interface: str | None, host: str | None) -> Door:
+        """Listens where a server of this node will; see `routes.require_reach`.
+
+        Raises:
+            ConfigError: this node lacks the interface or the address.
+        """
+        own = node_address(interface)
+        listened = host or own
+        require_own_address(listened, "sglang.host")
+        self._door = socket.create_server((listened, 0))
+        reached = own if listened == EVERYWHERE else listened
+        return Door(socket.gethostname(), _node_id(), f"{reached}:{self._door.getsockname()[1]}")
+
+    def try_doors(self, doors: Sequence[Door]) -> Tried:
+        found = {number: door.missing(_node_id()) for number, door in enumerate(doors)}
+        return Tried(socket.gethostname(), {number: why for number, why in found.items() if why is not None})
+
+    def close_door(self) -> None:
+        if self._door is not None:
+            self._door.close()
+            self._door = None
+
+    def leave_in(self, folder: str) -> str:
+        """Leaves a file, whose path this returns. Raises ConfigError where it cannot be written."""
+        file = Path(folder) / f"seen-{secrets.token_hex(8)}"
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+        except OSError as error:
+            fix = "name a folder on a file system that all nodes share, or put run.dir on one"
+            what = f"{socket.gethostname()} cannot write to {folder} ({error.strerror})"
+            raise ConfigError(what, where="sglang.sync_folder", fix=fix) from error
+        return str(file)
+
+    def sees(self, file: str) -> tuple[str, bool]:
+        """Names this node, and whether the file is there."""
+        with contextlib.suppress(OSError):
+            os.listdir(Path(file).parent)  # a network file system looks anew
+        return socket.gethostname(), Path(file).exists()
+
+    def take_away(self, file: str) -> None:
+        Path(file).unlink(missing_ok=True)
 
     def spot(self, on_gpus: bool) -> Spot:
         """Where this process is, and which GPUs it was shown; simulated ones cannot be shown."""
@@ -196,6 +275,7 @@ def get(
         pending = list(handles)
         until = time.monotonic() + timeout_s
         while pending:
+            poll()
             done, pending = ray.wait(pending, num_returns=1, timeout=_turn(until))
             if not done:
                 _require_time(until)
@@ -270,7 +350,7 @@ def start_ray(config: Config) -> None:
         return
     # Ray announces at every start that its cluster wants a token, which is as it should be
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault(GLOO_INTERFACE, "lo")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # the coming default, whose notice Ray prints
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # idle workers would take memory from ours
     # its control store would keep a record of the last hundred thousand calls, and grow for days
@@ -284,7 +364,7 @@ def start_ray(config: Config) -> None:
 
 def _init(what: str, where: str, fix: str, **settings: Any) -> None:
     try:
-        with uninterrupted(), own_sigterm(), own_group():  # half a start is more than Ray can shut down
+        with uninterrupted(), handlers_kept(), own_group():  # half a start is more than Ray can shut down
             ray.init(**settings)
     except Exception as error:  # Ray raises bare Exceptions where a node does not come up in time
         half = None if _own_node() else half_started(error)
@@ -295,7 +375,7 @@ def _init(what: str, where: str, fix: str, **settings: Any) -> None:
             raise WorkerLostError(gone, fix=fix) from error
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{what}: {first_line}", where=where, fix=fix) from error
-    raise_if_received()
+    poll()
 
 
 def cluster_nodes(resource: str) -> list[Node]:
@@ -361,6 +441,7 @@ class Reservation:
         deadline = time.monotonic() + wait_s
         try:
             while not self._group.wait(PROBE_S):
+                poll()
                 self.require_nodes()
                 if time.monotonic() > deadline:
                     raise still_pending(plan, cluster_nodes(resource), wait_s)
@@ -406,6 +487,7 @@ class Reservation:
         pending, deadline = list(handles), time.monotonic() + limit_s
         try:
             while pending and time.monotonic() < deadline:
+                poll()
                 _, pending = ray.wait(pending, num_returns=len(pending), timeout=PROBE_S)
                 self.require_nodes()
             return workers.wait(handles, timeout_s=PROBE_S)

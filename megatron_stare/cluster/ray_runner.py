@@ -16,9 +16,11 @@ from megatron_stare.cluster.ray import (
     cluster_nodes,
     find_lost,
     leave_ray,
+    server_address,
     start_actors,
     start_ray,
 )
+from megatron_stare.cluster.routes import require_folder, require_reach
 from megatron_stare.cluster.trainer_group import TrainerGroup, plan_rules
 from megatron_stare.config.performance import environment
 from megatron_stare.config.process_settings import port_share, shared_environment
@@ -27,13 +29,33 @@ from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.planning.placement import Awaited, Demand, PlacementError, Plan, check_possible, plan
-from megatron_stare.process.interruption import raise_if_received, uninterrupted
+from megatron_stare.process.interruption import pause, uninterrupted
 from megatron_stare.process.workers import Handle, WorkerLostError, Workers
 from megatron_stare.rollout.engines.engine_worker import EngineWorker
-from megatron_stare.rollout.engines.replicas import Beside, make_part, replica_count, replica_gpus, replica_nodes
+from megatron_stare.rollout.engines.replicas import (
+    ReplicaPart,
+    Site,
+    make_part,
+    replica_count,
+    replica_gpus,
+    replica_nodes,
+    replica_route,
+)
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.rollout.fleet.health import NO_RESTARTS, RestartRule
 from megatron_stare.rollout.fleet.retries import RequestRule
+
+
+def hosted_engine(
+    config: Config, number: int, parts: Workers | None = None, others: tuple[str, ...] = ()
+) -> EngineWorker:
+    """Makes the worker of a replica in an actor, whose node's address its server is reached at."""
+    return EngineWorker(config, number, Site(parts, server_address(config), others))
+
+
+def hosted_part(config: Config, number: int, node: int) -> ReplicaPart:
+    """Makes a replica's part on another of its nodes, likewise."""
+    return make_part(config, number, node, server_address(config))
 
 
 def planned(config: Config, wait_s: float, demand: Demand | None = None) -> Plan | None:
@@ -62,7 +84,7 @@ def planned(config: Config, wait_s: float, demand: Demand | None = None) -> Plan
         except PlacementError:
             if time.monotonic() > deadline:
                 raise
-            time.sleep(PROBE_S)
+            pause(PROBE_S)
 
 
 def reserve(config: Config, awaited: Awaited | None = None, demand: Demand | None = None) -> Reservation | None:
@@ -91,8 +113,7 @@ def reserve(config: Config, awaited: Awaited | None = None, demand: Demand | Non
             if error.what != told:
                 told = error.what
                 awaited.tell(f"waiting up to {left:.0f} s (faults.run.nodes_s) for the GPUs that this run had: {told}")
-        raise_if_received()
-        time.sleep(PROBE_S)
+        pause(PROBE_S)
 
 
 def preview(config: Config) -> list[str]:
@@ -128,6 +149,7 @@ class RayRunner:
             start_ray(config)
             self._reserved = reserve(config, awaited)
             self._ranks, self._replicas, self._others = self._placed(config)
+            self._require_routes(config)
             self.trainers, self.engines = in_order(
                 config,
                 lambda: TrainerGroup(self._trainers(run), plan_rules(run)),
@@ -157,7 +179,7 @@ class RayRunner:
         workers = self._start(
             [{}] * count, config.rollout.threads, "evaluation engine", config.runtime.timeout_s, environment, blind
         )
-        workers.build(EngineWorker, [(config, number) for number in range(count)])
+        workers.build(hosted_engine, [(config, number) for number in range(count)])
         rules = RequestRule.of(config), RestartRule.of(config)
         self._started.append(pool := EnginePool(workers, config.rollout.prove_every, *rules))
         return pool
@@ -208,6 +230,20 @@ class RayRunner:
         self._table = table(reserved.plan, spots, seen)
         return ranks, replicas, others
 
+    def _require_routes(self, config: Config) -> None:
+        """Tries every way of weights to servers on other nodes before anything is made there.
+
+        Raises:
+            UserError: one leads nowhere.
+        """
+        route = replica_route(config)
+        if route is None or not config.runtime.ray_address or self._ranks is None:
+            return
+        if route.listens:
+            require_reach(self._ranks, self._replicas, config.runtime.interface, route.host)
+        if route.folder is not None:
+            require_folder(route.folder, self._ranks, [self._replicas, self._others])
+
     def _start(self, *arguments: Any) -> RayWorkers:
         """See start_actors. They end with this runner."""
         self._started.append(workers := start_actors(*arguments))
@@ -231,15 +267,15 @@ class RayRunner:
         """A worker for each replica, which speaks to those of its other nodes."""
         replicas, others, beside = self._replicas, self._others, replica_nodes(config) - 1
         if not beside:
-            replicas.build(EngineWorker, [(config, number) for number in range(len(replicas))])
+            replicas.build(hosted_engine, [(config, number) for number in range(len(replicas))])
             return replicas
-        others.build(make_part, [(config, part // beside, part % beside + 1) for part in range(len(others))])
-        asked = [each.everywhere("address", config.runtime.interface, None) for each in (replicas, others)]
-        firsts, rest = ([found.rpartition(":")[0] for found in replicas.wait(handles)] for handles in asked)
+        others.build(hosted_part, [(config, part // beside, part % beside + 1) for part in range(len(others))])
+        asked = others.everywhere("address", config.runtime.interface, None)
+        rest = [found.rpartition(":")[0] for found in others.wait(asked)]
         replicas.build(
-            EngineWorker,
+            hosted_engine,
             [
-                (config, number, Beside(others.peers(parts), firsts[number], tuple(rest[part] for part in parts)))
+                (config, number, others.peers(parts), tuple(rest[part] for part in parts))
                 for number in range(len(replicas))
                 for parts in [range(number * beside, (number + 1) * beside)]
             ],
@@ -284,7 +320,7 @@ class RayEngines:
                 seen = self._reserved.spots(self._started, limit)
                 check_replicas(self._reserved.plan, (), seen)
                 self._table = table(self._reserved.plan, (), seen)
-            self._started.build(EngineWorker, [(config, number) for number in range(replicas)])
+            self._started.build(hosted_engine, [(config, number) for number in range(replicas)])
             self.engines = EnginePool(self._started, config.rollout.prove_every, RequestRule.of(config), NO_RESTARTS)
         except BaseException:
             self.close()

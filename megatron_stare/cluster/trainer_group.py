@@ -254,6 +254,11 @@ class TrainerGroup:
         self._workers.close()
 
 
+def _each(told: Any) -> Sequence[Any]:
+    """What a rank tells engines: one account of what it sent, or one for each engine."""
+    return told if isinstance(told, list) else [told]
+
+
 def _reported(results: Sequence[Any]) -> Any:
     """The result of the one rank that reports it."""
     (result,) = (each for each in results if each is not None)
@@ -323,7 +328,8 @@ class TrainerWeights(WeightStream):
             now = [self._trainers.start_on(rank, method, *before) for rank in ranks]
             sends += now
             before = now if in_turn else []
-        return [told for told in self._trainers.wait([*started, *sends])[len(started) :] if told is not None]
+        told = self._trainers.wait([*started, *sends])[len(started) :]
+        return [one for of_rank in told if of_rank is not None for one in _each(of_rank)]
 
     def forget(self) -> None:
         """Has the ranks remove what they left for the engines to fetch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from megatron_stare.config.schema import Config, SGLangConfig
@@ -9,6 +10,7 @@ from megatron_stare.config.schema import Config, SGLangConfig
 # settings of servers that were started elsewhere, as far as they say how a run treats them
 _OF_OTHERS = ("dtype", "sync", "sync_folder", "seeds", "agreement_limit", "canary_prompts")
 
+SYNC_FOLDER = "weight_sync"  # in a run's directory
 # sections that only an engine in front of servers may have, see Config
 OF_SERVERS = ("sglang",)
 
@@ -26,6 +28,15 @@ def engines_alone(config: Config, folder: str | None = None) -> Config:
     if folder is not None:
         changed["model"] = config.model.model_copy(update={"path": folder})
     return config.model_copy(update=changed)
+
+
+def synced_in(config: Config, run_dir: Path) -> Config:
+    """Names the folder through which weights go to servers, where none is set: one in the run's, which all of its nodes
+    share."""
+    if config.sglang.sync_folder is not None:
+        return config
+    sglang = config.sglang.model_copy(update={"sync_folder": str(run_dir.resolve() / SYNC_FOLDER)})
+    return config.model_copy(update={"sglang": sglang})
 
 
 def evaluation_engines(config: Config) -> Config | None:

@@ -132,7 +132,11 @@ class SGLangConfig(Section):
     router: str | None = Field(
         None, description="URL of an sglang-router in front of `urls` that is asked for responses, and for nothing else"
     )
-    host: str = Field("127.0.0.1", description="address that servers of a run listen on; 0.0.0.0: all there are")
+    host: str | None = Field(
+        None,
+        description="IPv4 address that servers of a run listen on, which then all must have; 0.0.0.0: all of a node. "
+        "null: their own node's (runtime.interface, else Ray's), and loopback where a run starts Ray itself",
+    )
     python: str | None = Field(
         None, description="Python of the environment SGLang is installed in; null: that of scripts/setup_sglang.sh"
     )
@@ -165,7 +169,7 @@ class SGLangConfig(Section):
     sync: Literal["tensor", "disk", "distributed"] = Field(
         "tensor", description="weights travel as bytes in requests, through a folder, or in a process group"
     )
-    sync_folder: str | None = Field(None, description="of sync: disk, seen by all machines; null: a temporary one")
+    sync_folder: str | None = Field(None, description="of sync: disk, seen by all nodes; null: weight_sync in run.dir")
     colocated: bool = Field(
         False, description="servers share the trainer's device: they release their memory while it computes"
     )

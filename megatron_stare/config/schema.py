@@ -71,8 +71,8 @@ class CheckpointConfig(Section):
     grace_s: float = Field(
         20.0,
         gt=0,
-        description="seconds after SIGTERM in which an update under way may end and its state be saved; the rest of "
-        "the 30 s that Slurm and Kubernetes leave is for closing",
+        description="seconds after SIGTERM or Ctrl-C in which an update under way may end and its state be saved; the "
+        "rest of the 30 s that Slurm and Kubernetes leave is for closing",
     )
     keep_every: int | None = Field(
         None, ge=1, description="checkpoints of steps that this divides are kept for good; null: none are"

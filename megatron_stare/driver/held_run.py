@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +22,7 @@ from megatron_stare.observability.metrics.monitor import Monitor
 from megatron_stare.observability.sink import RunOutline
 from megatron_stare.planning.own_plan import own_plan
 from megatron_stare.planning.placement import Awaited
-from megatron_stare.process.interruption import Standing, raise_if_received, stopped_at, uninterrupted
+from megatron_stare.process.interruption import Standing, pause, raise_if_received, stands_at, stopped_at, uninterrupted
 from megatron_stare.process.recovery import Attempts, RecoveryRule, note_restart, restarts_of
 from megatron_stare.process.workers import WorkerLostError, WorkerSilentError
 from megatron_stare.records.metric import Metric
@@ -83,6 +82,7 @@ class HeldRun:
             check_dump_step(inputs.config, dump_step, 0)
             self.dir = RunDir.create(inputs.config)
         tell_run_dir(self.dir.path)
+        stands_at(self._standing)
 
     @property
     def restarts(self) -> int:
@@ -136,8 +136,7 @@ class HeldRun:
         _tell(said)
         with contextlib.suppress(OSError):  # a session says what it cannot do without
             note_restart(self.dir.path, "driver", what, step, wait_s)
-        raise_if_received()
-        time.sleep(wait_s)
+        pause(wait_s)
         self.resumes = self.restarted = True
         return read_inputs(self._asked)
 
@@ -148,6 +147,9 @@ class HeldRun:
             return isinstance(error, WorkerLostError | EngineLostError | NoEngineError)
         return isinstance(error, WorkerLostError) and not isinstance(error, WorkerSilentError)
 
+    def _standing(self) -> Standing:
+        return Standing(self.dir.path, self.state.step, self._config.run.steps, self.dir.newest_step())
+
     def __enter__(self) -> HeldRun:
         return self
 
@@ -156,11 +158,10 @@ class HeldRun:
     ) -> None:
         with uninterrupted():
             made = max(self.state.step, self._attempts.furthest)
-            newest = self.dir.newest_step()
+            standing = self._standing()
             early = isinstance(error, KeyboardInterrupt) or (isinstance(error, UserError) and self.stepping)
-            if early and (made or newest is not None):
-                run = self._config.run
-                stopped_at(Standing(self.dir.path, self.state.step, run.steps, newest))
+            if early and (made or standing.checkpoint is not None):
+                stopped_at(standing)
             if error is not None and self._began and not (made or self.went_back):
                 self.dir.discard()
             self.dir.close()

@@ -21,6 +21,7 @@ from megatron_stare.observability.metrics.own_metrics import OwnMetric, load_met
 from megatron_stare.observability.sink import Sink, make_sinks
 from megatron_stare.planning.memory import activation_memory
 from megatron_stare.planning.preflight import check_run, not_checked, prompt_files
+from megatron_stare.process.interruption import poll
 from megatron_stare.registry import Extension
 from megatron_stare.rewards.known_answers import open_pool
 from megatron_stare.rollout.engines.model_folder import check_vocabulary, load_tokenizer, stop_token_ids
@@ -82,18 +83,26 @@ def verifiers_of(tasks: Iterable[Task]) -> dict[Extension, Task]:
 
 
 def read_inputs(config: Config) -> Inputs:
-    """Raises UserError: the first thing of configuration, model or prompts that cannot work."""
+    """Reads all that a run is opened with.
+
+    Raises:
+        UserError: the first thing of configuration, model or prompts that cannot work.
+        KeyboardInterrupt: a signal came.
+    """
     run = check_run(config)
     config = run.config
     tokenizer = load_tokenizer(config.model.path)
     check_vocabulary(tokenizer, run.shape, config.model.path)
     task = training_task(config)
+    poll()
+    source = make_source(config, tokenizer, "train")
+    poll()
     return Inputs(
         run,
         tokenizer,
         stop_token_ids(config.model.path, tokenizer),
         task,
-        make_source(config, tokenizer, "train"),
+        source,
         task.environment(tokenizer),
         [Evaluation(each, each.problems(tokenizer), each.environment(tokenizer)) for each in evaluation_tasks(config)],
         make_sinks(config.observability.sinks),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,7 +16,7 @@ from megatron_stare.driver.evaluator import Evaluator
 from megatron_stare.driver.guards import Guards
 from megatron_stare.errors import GuardError, NonFiniteError, RollBack, UserError
 from megatron_stare.observability.metrics.monitor import Monitor
-from megatron_stare.process.interruption import is_to_be_saved, open_to, raise_if_received, seconds_left
+from megatron_stare.process.interruption import SIGNALS, is_to_be_saved, open_to, raise_if_received, seconds_left
 from megatron_stare.process.workers import WorkerLostError
 from megatron_stare.records.metric import Metric
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
@@ -243,7 +242,7 @@ class HeldOut(Part):
         for evaluation in self._evaluations:
             if step in evaluated_steps(self._dir.path, evaluation.task.name):
                 continue
-            with self._phase("eval"), open_to(signal.SIGTERM, signal.SIGUSR1), self._answering() as evaluator:
+            with self._phase("eval"), open_to(*SIGNALS), self._answering() as evaluator:
                 found = evaluator.evaluate(evaluation, step, self._samples.version, self._progress)
             self._monitor.evaluation(found.record)
 

@@ -10,7 +10,7 @@ from types import TracebackType
 
 from megatron_stare.cluster.colocation import Colocation
 from megatron_stare.cluster.trainer_group import Runner
-from megatron_stare.config.engines_alone import evaluation_engines
+from megatron_stare.config.engines_alone import evaluation_engines, synced_in
 from megatron_stare.config.load import former_names
 from megatron_stare.config.process_settings import port_share
 from megatron_stare.config.resolved import ResolvedRun
@@ -36,6 +36,7 @@ from megatron_stare.process.interruption import (
     ClosingStack,
     end_for_time,
     makes_steps,
+    poll,
     raise_if_received,
 )
 from megatron_stare.process.memory import freeze, frozen_heap
@@ -82,7 +83,9 @@ class Session:
             stack.callback(self.dir.forget_unfinished)
             restored = self._find_state(dump_step)
             self._open_monitor(stack)
+            poll()
             runner = self._open_workers(stack)
+            poll()
             self._open_saves(stack)
             own = self._open_evaluators(stack, runner)
             self._open_rollouts(stack)
@@ -132,7 +135,9 @@ class Session:
         """Starts verifiers, ranks and engines."""
         self.verifiers = self._pools(stack, self._inputs.verifiers())
         with self.monitor.phase("start"):
-            runner = make_runner(self._inputs.run, self._held.awaited())
+            run = self._inputs.run
+            run = replace(run, config=synced_in(run.config, self.dir.path))
+            runner = make_runner(run, self._held.awaited())
         stack.callback(runner.close)
         stack.push(partial(_say_what_was_lost, runner))
         self.ranks, self.engines = runner.trainers, runner.engines
@@ -180,7 +185,7 @@ class Session:
         """Makes what asks the engines of training; returns the evaluations' own engines, if any, and what asks them."""
         reward, stop_ids = self.config.reward, self._inputs.stop_ids
         self.evaluator = Evaluator(self.engines, self.verifiers, reward, stop_ids)
-        if not self._inputs.evaluations or not (alone := evaluation_engines(self.config)):
+        if not self._inputs.evaluations or not (alone := evaluation_engines(synced_in(self.config, self.dir.path))):
             return None
         engines = runner.engines_beside(alone)
         # the training's pools are asked from another thread meanwhile

@@ -216,8 +216,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def attach() -> bool:
-    """Ends this process, a driver, with the supervisor that started it, and keeps the way to it. To be called in its
-    main thread, where SIGTERM is caught. Returns whether there is one."""
+    """Ends this process, a driver, with the supervisor that started it, and keeps the way to it. To be called where
+    SIGTERM is caught, on a thread that lasts as long as the run. Returns whether there is one."""
     global _pipe, _restarts
     given = os.environ.pop(VARIABLE, None)
     if given is None:

@@ -40,7 +40,7 @@ class TrainingSource(RolloutSource):
 
     def next(self, step: int) -> RolloutBatch:
         """See RolloutSource. The batch carries advantages. A step that is told to end here has not begun."""
-        with self._phase("rollout"), open_to(signal.SIGTERM):
+        with self._phase("rollout"), open_to(signal.SIGINT, signal.SIGTERM):
             return self._judge(self._source.next(step))
 
     def publish(self, weights: WeightStream, version: int) -> None:

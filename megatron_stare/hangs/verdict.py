@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_stare.hangs.hang_facts import NODE_PARTS, VERIFIER, Facts, Frame, ProcessFacts, Thread
+from megatron_stare.process.interruption import DRIVER as DRIVER_THREAD
 from megatron_stare.run_dir.heartbeat import DRIVER, IDLE
 
 RANK, ENGINE = "trainer rank ", "rollout engine "
@@ -182,7 +183,9 @@ def main_frames(process: ProcessFacts) -> Sequence[Frame]:
 
 def _rank_of(thread: Thread) -> int:
     called = any(frame.name == "method" and frame.file.endswith(CALLED) for frame in thread.frames)
-    return 0 if called else 1 if thread.name == "MainThread" else 2
+    if called:
+        return 0
+    return 1 if thread.name == DRIVER_THREAD else 2 if thread.name == "MainThread" else 3  # which takes signals
 
 
 def _where(process: ProcessFacts) -> str:

@@ -26,6 +26,7 @@ from megatron_stare.megatron.batching.sequence_layout import sequence_layout
 from megatron_stare.megatron.checkpoint import checkpoint
 from megatron_stare.megatron.checkpoint.background_save import BackgroundSave
 from megatron_stare.megatron.checkpoint.checkpoint import load_start
+from megatron_stare.megatron.export.device_send import DeviceSend
 from megatron_stare.megatron.export.export import HfExport, PolicyStream, export_hf
 from megatron_stare.megatron.export.stage_send import StageSend
 from megatron_stare.megatron.model import routing_replay
@@ -109,6 +110,8 @@ class Trainer:
         self._sequences = sequence_layout(config, layout)
         self.stream = PolicyStream(model, shape, layout, config.rollout.sync_bucket_mb * 2**20)
         self._stage_send: StageSend | None = None
+        self._device_send: DeviceSend | None = None
+        self._prepared: StageSend | DeviceSend | None = None  # of the two, the one for the update under way
         self._step: Step | None = None
         self._saver = checkpoint.Saver(layout, config.checkpoint.writers)
         self._saving: BackgroundSave | None = None
@@ -314,20 +317,31 @@ class Trainer:
         self.onload(("parameters",))
         policy = self.policy
         finish_gather(policy.model)
-        if self._stage_send is None:  # once engines are there that take weights so
-            bucket_bytes = self.config.rollout.sync_bucket_mb * 2**20
-            self._stage_send = StageSend(policy.model, policy.layout, policy.shape, self.stream.plan, bucket_bytes)
-        self._stage_send.prepare(target, prove)
+        bucket_bytes = self.config.rollout.sync_bucket_mb * 2**20
+        # each is made once engines are there that take weights so
+        if target.shares_devices:
+            if self._device_send is None:
+                self._device_send = DeviceSend(policy.model, policy.layout, policy.shape, bucket_bytes)
+            self._prepared = self._device_send
+        else:
+            if self._stage_send is None:
+                self._stage_send = StageSend(policy.model, policy.layout, policy.shape, self.stream.plan, bucket_bytes)
+            self._prepared = self._stage_send
+        self._prepared.prepare(target, prove)
 
     def send_weights(self, *after: Any) -> Any:
-        """Sends this stage's weights. All ranks of the stage must call it, after `prepare_weights`.
+        """Sends this stage's weights, or to engines on devices all of them. All ranks of the stage, or all
+        there are, must call it, after `prepare_weights`.
 
         Args:
             after: what must have been done before: results of other workers' calls, which are not looked at.
 
         Returns:
-            On the stage's first rank what the engines are told; elsewhere None.
+            On the stage's first rank what the engines are told; elsewhere None. To engines on devices a list: of each
+            that this rank speaks to.
         """
+        if self._prepared is None:
+            raise _nothing_prepared()
         return self._prepared.send()
 
     def send_own_weights(self, *after: Any) -> Any:
@@ -336,13 +350,9 @@ class Trainer:
         Returns:
             What the engines are told; None where there are none.
         """
+        if not isinstance(self._prepared, StageSend):
+            raise _nothing_prepared()
         return self._prepared.send_own()
-
-    @property
-    def _prepared(self) -> StageSend:
-        if self._stage_send is None:
-            raise RuntimeError("there is nothing to send before prepare_weights()")
-        return self._stage_send
 
     def forget_weights(self) -> None:
         """Removes what this rank left for the engines to fetch."""
@@ -442,3 +452,7 @@ class Trainer:
         if self._stage_send is not None:
             self._stage_send.close()
         leave()
+
+
+def _nothing_prepared() -> RuntimeError:
+    return RuntimeError("there is nothing to send before prepare_weights()")

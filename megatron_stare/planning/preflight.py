@@ -24,6 +24,7 @@ from megatron_stare.models.shape import ModelShape
 from megatron_stare.planning.memory import check_memory
 from megatron_stare.rollout.engines.replicas import (
     check_engine,
+    check_sync,
     replica_count,
     replica_gpus,
     replica_nodes,
@@ -95,6 +96,7 @@ CONFIGURATION: dict[str, Callable[[Asked], None]] = {
 # A run, which saves and is placed, is asked these too.
 RUN: dict[str, Callable[[Asked], None]] = {
     **CONFIGURATION,
+    "weight sync": lambda asked: check_sync(asked.config),
     "checkpoints": lambda asked: check_checkpoints(asked.config),
     "best checkpoints": lambda asked: check_best(asked.config),
     "runner": lambda asked: check_runner(asked.config),

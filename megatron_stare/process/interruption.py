@@ -1,36 +1,50 @@
-"""Signals as an orderly end: an exception where the run stands, and nothing that cuts its closing short.
+"""Signals as an orderly end: the main thread takes them, the driver's thread ends where it looks for them.
 
-Comes from the system; goes through whatever the run is at to `cli.py`, which says what there is to continue. Ctrl-C
-raises at once. Once a run makes steps, SIGTERM and SIGUSR1 are to leave a checkpoint, so they raise where the state is
-that of a whole step: SIGTERM while responses are sampled, or else after the update under way, for which there is a
-limit; SIGUSR1 after the step. What the main thread runs in an event loop is cancelled first. Only one signal raises.
-Later ones are announced: a second exception, in the middle of what the first one closes, would leave processes behind.
+`on_driver_thread` runs a command on a thread of its own. A signal raises nothing by itself: the main thread notes it,
+and the driver's thread raises KeyboardInterrupt at its next `poll`. So no signal is lost in a destructor, in a
+library's lock or in Ray's start, and none cuts short what closes processes down.
+
+The first SIGINT or SIGTERM ends a run that makes steps after the update under way, so that its last whole step can be
+saved, or at once while responses are sampled; SIGUSR1 ends it after the step. There is a limit (`makes_steps`), after
+which the run ends wherever it polls. A second Ctrl-C ends the process and what it started at once, without saving.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import os
+import select
 import shlex
+import shutil
 import signal
-import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+import psutil
+
 T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 AFTER_STEP = signal.SIGUSR1
-AGAIN_S = 0.01  # after which what a destructor has swallowed is raised anew
-LOOP_S = 5.0  # in which an event loop that is told to end has its coroutines closed; one of them may block it
+DRIVER = "driver"  # name of the thread that runs the command
+GUARD_S = 0.02  # between two times that handlers are put back while Ray starts
+TICK_S = 0.2  # between two looks for a signal, of what cannot be woken by one
+UNHEARD_S = 20.0  # from when a signal may raise until the driver's thread polls; Slurm kills 30 s after SIGTERM
+SAME_S = 0.5  # a second SIGINT within this time is the first once more: launchers forward what their group has too
+KILLED_S = 1.0  # for killed processes to go
 TO_BE_CONTINUED = 75  # exit code of a run that was told to end, or was out of time, and is to be resumed; EX_TEMPFAIL
+# modules whose processes end with their starter, and clean up after it
+LEAVE_BY_THEMSELVES = ("megatron_stare.hangs.watcher", "megatron_stare.rollout.engines.sglang.serve")
 
 
 @dataclass(frozen=True)
@@ -44,19 +58,31 @@ class Standing:
 
 
 class Interruption:
-    """What is known of the signal that ends this run."""
+    """The signal that ends this command, if any, and where the command may be ended now.
 
-    def __init__(self) -> None:
+    Fields without an underscore are read anywhere; the lock orders what both threads decide on.
+    """
+
+    def __init__(self, driver: threading.Thread | None = None) -> None:
         self.number: int | None = None  # of the signal that counts
         self.time_is_up = False  # the run ended by itself because of --stop-after
-        self.standing: Standing | None = None  # filled in by the session as it closes, where there was one
-        self.grace_s: float | None = None  # of a run that makes steps; None: every signal raises at once
-        self.open_to: set[int] = set()  # signals that raise where the run is now, though it makes steps
+        self.standing: Standing | None = None  # filled in as the run closes, where there was one
+        self.grace_s: float | None = None  # of a run that makes steps; None: every signal may raise
         self.deadline: float | None = None  # by time.monotonic, of what is done before closing
-        self.raised = False  # or is owed, where nothing may be raised
-        self.swallowed = False  # by a destructor, as it was raised there
+        self.raised = False
         self.gave_up = False  # the update under way did not end in time
-        self.end_loop: Callable[[], None] | None = None  # of the main thread; None: it runs no event loop
+        self._driver = driver  # the thread that polls; None: nobody takes signals
+        self._lock = threading.Lock()
+        self._open_to: set[int] = set()  # signals that may raise now, though steps are made
+        self._closing = 0  # how many `uninterrupted` are open
+        self._heard_by: float | None = None  # by time.monotonic; the driver's thread has to poll until then
+        self._cancel: Callable[[], None] | None = None  # ends the event loop of the driver's thread; None: it has none
+        self.stands: Callable[[], Standing | None] = lambda: None  # asked by a sudden end
+        self.folders: list[Path] = []  # that a sudden end removes
+        self._taken_at = 0.0
+        self._guarding = False  # handlers are put back again and again
+        self._put_back = threading.Event()  # they were, since the guard ended
+        self.wake: Callable[[], None] = lambda: None  # has the main thread look
 
     @property
     def exit_code(self) -> int:
@@ -65,57 +91,326 @@ class Interruption:
             return TO_BE_CONTINUED
         return 128 + (self.number or signal.SIGINT)
 
+    # of the main thread
+
+    def take(self, number: int) -> bool:
+        """Notes a signal. Returns whether the process is to end at once."""
+        name = signal.Signals(number).name
+        with self._lock:
+            signal.alarm(0)  # Ray's core, where the signal came to it first, would abort in three seconds
+            now, before = time.monotonic(), self.number
+            # whoever waits for a step to end may be in a hurry after all
+            hurries = before == AFTER_STEP and number != AFTER_STEP and not self.raised
+            if before is not None and not hurries:
+                if number == signal.SIGINT and now > self._taken_at + SAME_S:
+                    _say(f"{name}: ending at once, without saving")
+                    return True
+                _say(f"{name}: already closing; Ctrl-C, or kill -INT {os.getpid()}, ends at once, without saving")
+                return False
+            self.number, self._taken_at, self._heard_by = number, now, None
+            if self.grace_s is not None and number != AFTER_STEP:
+                self.deadline = now + self.grace_s
+            if self.grace_s is None or number in self._open_to:
+                _say(f"{name}: closing the run, which takes some seconds")
+            else:
+                what = "step" if number == AFTER_STEP else "update"
+                _say(f"{name}: the run is saved and closed after the {what} under way")
+            self._look()
+            return False
+
+    def look(self) -> float | None:
+        """Does what is due now. Returns seconds until this is to be called again; None: when a signal comes.
+
+        Raises:
+            TimeoutError: the driver's thread cannot be told to end.
+        """
+        with self._lock:
+            if self._guarding:
+                return GUARD_S
+            if self.number is None or self.raised:
+                return None
+            now = time.monotonic()
+            late = self.deadline is not None and now >= self.deadline and self.grace_s is not None
+            if late and not self.gave_up and not self._may_raise():
+                self.gave_up = True
+                _say(f"{self.grace_s:g} s are over: closing the run without a checkpoint")
+            self._look()
+            if self._heard_by is not None and now >= self._heard_by:
+                raise TimeoutError
+            return TICK_S
+
+    def _look(self) -> None:
+        """Where the signal may raise now: wakes the driver's thread, and sets its limit."""
+        if not self._may_raise():
+            self._heard_by = None
+            return
+        if self._heard_by is None:
+            # what is open to it may be deaf for as long as an update would have had
+            self._heard_by = max(time.monotonic(), 0.0 if self.gave_up else self.deadline or 0.0) + UNHEARD_S
+            if self._cancel is not None:
+                self._cancel()
+
+    def _may_raise(self) -> bool:
+        if self.number is None or self.raised or self._closing:
+            return False
+        return self.grace_s is None or self.number in self._open_to or self.gave_up
+
+    def last_words(self) -> Standing | None:
+        """How far the run got, as far as can be told while it is under way."""
+        with contextlib.suppress(Exception):
+            return self.standing or self.stands()
+        return None
+
+    # of the driver's thread
+
+    @property
+    def drives(self) -> bool:
+        """Whether this is called on the thread that signals end."""
+        return self._driver is threading.current_thread()
+
+    def poll(self) -> None:
+        """See the function of this name."""
+        if self.number is None or not self.drives:
+            return
+        with self._lock:
+            if not self._may_raise() or self._cancel is not None:
+                return
+            self.raised = True
+        raise KeyboardInterrupt
+
+    def guard(self, on: bool) -> None:
+        """Has the main thread put its handlers back: again and again from here on, or once more and then no longer."""
+        self._put_back.clear()
+        self._guarding = on
+        self.wake()
+        self._put_back.wait(UNHEARD_S)
+
+    def put_back(self, handlers: Mapping[int, Any]) -> None:
+        """Puts these handlers in the place of whatever is there, on the main thread."""
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        self._put_back.set()
+
+    def open_to(self, numbers: Sequence[int]) -> None:
+        """Lets these signals raise, and no others."""
+        with self._lock:
+            self._open_to = set(numbers)
+
+    def closing(self, by: int) -> None:
+        """Counts what must not be cut short."""
+        with self._lock:
+            self._closing += by
+
+    @contextlib.contextmanager
+    def cancelling(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> Iterator[None]:
+        """While open, a signal that may raise cancels the task, and raises when that has ended."""
+        told = False
+
+        def cancel() -> None:
+            nonlocal told
+            told = True
+            loop.call_soon_threadsafe(task.cancel)
+
+        with self._lock:
+            self._cancel, self._heard_by = cancel, None
+            self._look()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._cancel = None
+                self.raised |= told
+            if told:
+                raise KeyboardInterrupt
+
 
 _current = Interruption()
-_closing = 0  # how many `uninterrupted` are open
+
+
+def on_driver_thread(body: Callable[[Interruption], int], last_words: Callable[[Interruption], str]) -> int:
+    """Runs a command on a thread of its own while the main thread, which calls this, takes SIGINT, SIGTERM and SIGUSR1.
+
+    A signal that is ignored (nohup, a shell's `&`) stays ignored. On another thread than the main one the command is
+    run right here, and no signal is taken.
+
+    Args:
+        body: the command; KeyboardInterrupt comes to it where it polls. Returns the exit code.
+        last_words: printed when a second Ctrl-C, or a driver's thread that does not poll, ends the process at once.
+
+    Raises:
+        BaseException: what the command raised.
+    """
+    global _current
+    if threading.current_thread() is not threading.main_thread():
+        _current = Interruption()
+        return body(_current)
+    done: Future[int] = Future()
+    context = contextvars.copy_context()
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(woken, False)
+
+    def run() -> None:
+        try:
+            done.set_result(context.run(body, interruption))
+        except BaseException as error:
+            done.set_exception(error)
+        finally:
+            _written(wake)
+
+    thread = threading.Thread(target=run, name=DRIVER)
+    _current = interruption = Interruption(thread)
+    came: deque[int] = deque()
+    caught = [number for number in SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    before = {number: signal.signal(number, note) for number in caught}
+    interruption.wake = lambda: _written(wake)
+    waker = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    try:
+        thread.start()
+        while not done.done():
+            try:
+                interruption.put_back(dict.fromkeys(caught, note))
+                wait_s = interruption.look()
+                select.select([woken], [], [], wait_s)
+                with contextlib.suppress(BlockingIOError):
+                    os.read(woken, 4096)
+                at_once = False
+                while came:
+                    at_once |= interruption.take(came.popleft())
+            except TimeoutError:
+                _say("the run does not let itself be closed: ending at once, without saving")
+                at_once = True
+            if at_once and not done.done():
+                _end_at_once(interruption, last_words)
+        thread.join()
+        return done.result()
+    finally:
+        signal.set_wakeup_fd(waker)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(woken)
+        os.close(wake)
+        _current = Interruption()
+
+
+def _written(pipe: int) -> None:
+    with contextlib.suppress(BlockingIOError):  # it is full, and so wakes already
+        os.write(pipe, b"\0")
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[Interruption]:
-    """While open, the first SIGINT, SIGTERM or SIGUSR1 raises KeyboardInterrupt in the main thread, at once or, once
-    `makes_steps` was called, where it may; and later ones nothing.
-
-    The same error for all, and none of our own: libraries let it through, and Ray raises it anew while it waits. A
-    signal that is ignored (nohup, a shell's `&`) stays ignored. Elsewhere than in the main thread this does nothing.
-    """
-    global _current
-    _current = Interruption()
+def handlers_kept() -> Iterator[None]:
+    """Keeps the handlers of signals, while open and after. Ray's core puts a handler of SIGTERM in their place as it
+    starts, which prints where every thread is; Ray in a main thread sets one more."""
+    if _current.drives:
+        _current.guard(True)
+        try:
+            yield
+        finally:
+            _current.guard(False)
+        return
     mine = threading.current_thread() is threading.main_thread()
-    caught = [number for number in SIGNALS if mine and signal.getsignal(number) not in (signal.SIG_IGN, None)]
-    handlers = dict.fromkeys(caught, _handle) | ({signal.SIGALRM: _late} if mine else {})
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    said = sys.unraisablehook
-    if mine:
-        sys.unraisablehook = lambda lost: _swallow() if _is_ours(lost.exc_type) else said(lost)
+    before = signal.getsignal(signal.SIGTERM) if mine else None
     try:
-        yield _current
+        yield
     finally:
-        if mine:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            sys.unraisablehook = said
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _end_at_once(interruption: Interruption, last_words: Callable[[Interruption], str]) -> None:
+    """Ends this process and what it has started, whatever they are at."""
+    interruption.standing = interruption.last_words()
+    interruption.gave_up = True
+    started = _below(psutil.Process())
+    for process in started:  # from the top: Ray's agent starts a worker again that has ended
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(started, timeout=KILLED_S)
+    for folder in interruption.folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    if os.isatty(1):
+        os.write(1, b"\x1b[?25h\n")  # the cursor, which the live panel hides
+    with contextlib.suppress(Exception):
+        _say(last_words(interruption))
+    os._exit(128 + (interruption.number or signal.SIGINT))
+
+
+def _below(process: psutil.Process) -> list[psutil.Process]:
+    """Everything that a process has started, from the top, without what ends with its starter."""
+    found, ahead = [], deque([process])
+    while ahead:
+        with contextlib.suppress(psutil.Error):
+            for child in ahead.popleft().children():
+                with contextlib.suppress(psutil.Error):
+                    if not any(module in child.cmdline() for module in LEAVE_BY_THEMSELVES):
+                        found.append(child)
+                        ahead.append(child)
+    return found
+
+
+def poll() -> None:
+    """Raises KeyboardInterrupt where a signal came that may end the command here. Costs next to nothing otherwise; does
+    nothing on another thread than the driver's."""
+    _current.poll()
+
+
+def raise_if_received() -> None:
+    """Raises KeyboardInterrupt where a signal came, whatever the run is at."""
+    if _current.number is not None and _current.drives:
+        _current.raised = True
+        raise KeyboardInterrupt
+
+
+def pause(seconds: float) -> None:
+    """Sleeps; polls meanwhile."""
+    until = time.monotonic() + seconds
+    poll()
+    while (left := until - time.monotonic()) > 0:
+        time.sleep(min(left, TICK_S))
+        poll()
+
+
+def wait_for(future: Future[T]) -> T:
+    """Returns the future's result, or raises its error; polls meanwhile."""
+    poll()
+    while not wait([future], timeout=TICK_S).done:
+        poll()
+    return future.result()
 
 
 def makes_steps(grace_s: float | None) -> None:
-    """From here on SIGTERM and SIGUSR1 raise where the state is that of a whole step.
+    """From here on a signal raises where the state is that of a whole step.
 
     Args:
-        grace_s: from SIGTERM on, seconds until it raises wherever the run is; None: all signals raise at once again.
+        grace_s: from SIGINT or SIGTERM on, seconds until the run ends wherever it polls; None: it does at once again.
     """
     _current.grace_s = grace_s
 
 
 @contextlib.contextmanager
 def open_to(*numbers: int) -> Iterator[None]:
-    """While open, these signals raise though steps are made; also where one came before, and has not."""
-    _current.open_to = set(numbers)
+    """While open, these signals raise though steps are made; one that came before raises at once."""
+    _current.open_to(numbers)
     try:
-        if _current.number in _current.open_to and not _current.raised:
-            _raise()
+        poll()
         yield
     finally:
-        _current.open_to = set()
+        _current.open_to(())
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """While open, signals are announced and raise nothing: for what closes processes down."""
+    _current.closing(1)
+    try:
+        yield
+    finally:
+        _current.closing(-1)
 
 
 def is_asked_to_end() -> bool:
@@ -124,9 +419,9 @@ def is_asked_to_end() -> bool:
 
 
 def is_to_be_saved() -> bool:
-    """Whether the run, which is being closed, was interrupted where its state is that of a whole step, by what asks
-    for a checkpoint."""
-    asked = _current.time_is_up or _current.number in (signal.SIGTERM, AFTER_STEP)
+    """Whether the run, which is being closed by a signal or by --stop-after, stands where its state is that of a whole
+    step."""
+    asked = _current.time_is_up or _current.number is not None
     return asked and _current.grace_s is not None and not _current.gave_up
 
 
@@ -141,105 +436,22 @@ def end_for_time() -> None:
     raise KeyboardInterrupt
 
 
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """While open, signals are announced and raise nothing: for what closes processes down."""
-    global _closing
-    _closing += 1
-    try:
-        yield
-    finally:
-        _closing -= 1
+def stopped_at(standing: Standing) -> None:
+    """Notes how far the run that is being interrupted got."""
+    _current.standing = standing
 
 
-def run_whole(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """As asyncio.run of the coroutine that is made. Interrupted as `run_on` is, but leaves nothing under way."""
-    with _raises_after() as raises:
-        loop = asyncio.new_event_loop()
-        try:
-            return _run(loop, make, raises)
-        finally:
-            left = asyncio.all_tasks(loop)
-            for task in left:
-                task.cancel()
-            if left:
-                loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-            loop.run_until_complete(loop.shutdown_asyncgens())
-            loop.run_until_complete(loop.shutdown_default_executor())
-            loop.close()
-
-
-def run_on(loop: asyncio.AbstractEventLoop, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """The result of the coroutine that is made, in a loop that stays.
-
-    A signal that raises cancels the coroutine, and raises when that has ended. Raised in the middle of a loop, it would
-    leave coroutines that nobody awaits and half a loop, of which Python tells the user when it forgets them. What has
-    not ended after LOOP_S is left as it is.
-    """
-    with _raises_after() as raises:
-        return _run(loop, make, raises)
-
-
-def start_on(loop: asyncio.AbstractEventLoop, make: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
-    """What the coroutine that is made will end with, in a loop that another thread runs; no signal comes between the
-    two, and none ends it."""
-    with _raises_after():
-        return asyncio.run_coroutine_threadsafe(make(), loop)
-
-
-def _run(loop: asyncio.AbstractEventLoop, make: Callable[[], Coroutine[Any, Any, T]], raises: bool) -> T:
-    """See `run_on`.
-
-    Args:
-        raises: whether a signal ends the coroutine; not in another thread, nor where processes are being closed.
-    """
-    if not raises:
-        return loop.run_until_complete(make())
-    task = loop.create_task(make())
-    _current.end_loop = lambda: _end_within(loop, task)
-    try:
-        if _current.raised:
-            _current.end_loop()
-        return loop.run_until_complete(task)
-    finally:
-        _current.end_loop = None
-        if _current.raised:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _end_within(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
-    signal.setitimer(signal.ITIMER_REAL, LOOP_S)  # in the place of `grace_s`, which has ended as this is raised
-    loop.call_soon_threadsafe(task.cancel)
+def stands_at(ask: Callable[[], Standing | None]) -> None:
+    """Has a sudden end ask this, on another thread, how far the run got."""
+    _current.stands = ask
 
 
 @contextlib.contextmanager
-def _raises_after() -> Iterator[bool]:
-    """While open, a signal raises nothing, and does so after it. Whether it would have raised here at all."""
-    if threading.current_thread() is not threading.main_thread() or _closing or _current.raised:
-        yield False
-        return
-    try:
-        with uninterrupted():
-            yield True
-    finally:
-        if _current.raised:
-            raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def own_sigterm() -> Iterator[None]:
-    """Gives SIGTERM back to the handler of before: Ray puts its own in its place while it starts. A signal that came
-    meanwhile, for which Ray ends what it has started and exits, is handed on."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    except SystemExit:
-        if not callable(before):
-            raise
-        before(signal.SIGTERM, None)
-    finally:
-        if threading.current_thread() is threading.main_thread() and before is not None:
-            signal.signal(signal.SIGTERM, before)
+def temporary_folder() -> Iterator[Path]:
+    """Gives a temporary folder, which a sudden end removes as well."""
+    with tempfile.TemporaryDirectory() as name:
+        _current.folders.append(Path(name))
+        yield Path(name)
 
 
 class ClosingStack(contextlib.ExitStack):
@@ -250,16 +462,34 @@ class ClosingStack(contextlib.ExitStack):
             return bool(super().__exit__(*exception))  # type: ignore[arg-type]
 
 
-def raise_if_received() -> None:
-    """Raises KeyboardInterrupt where a signal came and its own was lost, in a destructor for instance."""
-    if _current.number is not None:
-        _current.raised, _current.swallowed = True, False
-        raise KeyboardInterrupt
+def run_whole(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Runs the coroutine that is made to its end, as asyncio.run does. Interrupted as `run_on` is, but leaves nothing
+    under way."""
+    loop = asyncio.new_event_loop()
+    try:
+        return run_on(loop, make)
+    finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        if left:
+            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
 
 
-def stopped_at(standing: Standing) -> None:
-    """Notes how far the run that is being interrupted got."""
-    _current.standing = standing
+def run_on(loop: asyncio.AbstractEventLoop, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Returns the result of the coroutine that is made, in a loop that stays.
+
+    A signal that may raise cancels the coroutine, and raises when that has ended.
+    """
+    if not _current.drives:
+        return loop.run_until_complete(make())
+    poll()
+    task = loop.create_task(make())
+    with _current.cancelling(loop, task):
+        return loop.run_until_complete(task)
 
 
 def what_now(
@@ -288,67 +518,6 @@ def what_now(
     return f"{begun}; {kept}; continue with\n  {shlex.join(resume)}"
 
 
-def _handle(number: int, frame: FrameType | None) -> None:
-    name, before = signal.Signals(number).name, _current.number
-    # whoever waits for a step to end may be in a hurry after all
-    hurries = before == AFTER_STEP and number != AFTER_STEP and not _current.raised
-    if before is not None and not hurries:
-        _say(f"{name}: already closing; kill -9 {os.getpid()} would leave processes behind")
-        return
-    _current.number = number
-    if number == signal.SIGTERM and _current.grace_s is not None:
-        _current.deadline = time.monotonic() + _current.grace_s
-        signal.setitimer(signal.ITIMER_REAL, _current.grace_s)
-    if number == signal.SIGINT or _current.grace_s is None or number in _current.open_to:
-        _say(f"{name}: closing the run, which takes some seconds")
-        _raise()
-    else:
-        what = "step" if number == AFTER_STEP else "update"
-        _say(f"{name}: the run is saved and closed after the {what} under way")
-
-
-def _late(number: int, frame: FrameType | None) -> None:
-    """What SIGTERM let go on, or an event loop that is to end, has taken too long."""
-    if _current.number is None:
-        return
-    if _current.swallowed:
-        _raise_anew()
-    elif not _current.raised:
-        _current.gave_up = True
-        _say(f"{_current.grace_s:g} s are over: closing the run without a checkpoint")
-        _raise()
-    elif _current.end_loop is not None:
-        raise KeyboardInterrupt
-
-
-def _is_ours(error: type[BaseException]) -> bool:
-    return issubclass(error, KeyboardInterrupt) and _current.number is not None
-
-
-def _swallow() -> None:
-    """A destructor, whose errors Python can only print, was where a signal raised."""
-    _current.raised, _current.swallowed = False, True
-    signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
-
-
-def _raise_anew() -> None:
-    """As the signal did that was swallowed, if the run is still where it may."""
-    number, limit_s = _current.number, _current.grace_s
-    _current.swallowed = False
-    if number == signal.SIGINT or limit_s is None or number in _current.open_to or _current.gave_up:
-        _raise()
-    else:
-        signal.setitimer(signal.ITIMER_REAL, seconds_left() or 0)
-
-
-def _raise() -> None:
-    _current.raised, _current.swallowed = True, False
-    if _current.end_loop is not None:
-        _current.end_loop()
-    elif not _closing:
-        raise KeyboardInterrupt
-
-
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):
-        os.write(2, f"{text}\n".encode())  # print() is not to be called where it may have been interrupted
+        os.write(2, f"{text}\n".encode())

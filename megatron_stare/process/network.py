@@ -12,7 +12,7 @@ import psutil
 
 from megatron_stare.errors import ConfigError
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
 CONNECT_S = 10.0
 TRIED = 100  # ports of a range, before it is taken for full
 
@@ -32,6 +32,29 @@ def interface_address(name: str) -> str:
         where="runtime.interface",
         fix=f"interfaces there: {', '.join(sorted(found))}",
     )
+
+
+def interface_of(address: str) -> str | None:
+    """Name of the network interface of this machine that has an IPv4 address; None: none has."""
+    for name, found in sorted(psutil.net_if_addrs().items()):
+        if any(each.family == socket.AF_INET and each.address == address for each in found):
+            return name
+    return None
+
+
+def require_own_address(host: str, where: str) -> None:
+    """Raises ConfigError, of the setting `where`, for an address that this machine does not have."""
+    try:
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+    except OSError as error:
+        found = sorted(a.address for each in psutil.net_if_addrs().values() for a in each if a.family == socket.AF_INET)
+        raise ConfigError(
+            f"{socket.gethostname()} has no address {host} to listen on ({error.strerror or error})",
+            where=where,
+            fix=f"addresses there: {', '.join(found)}; left out, each server listens on its own node's "
+            "(runtime.interface, else Ray's)",
+        ) from error
 
 
 def free_port(host: str, ports: Sequence[int]) -> int:

@@ -10,7 +10,7 @@ import pytest
 from megatron_stare.hangs.bundle import WIDTH, screen
 from megatron_stare.hangs.hang_facts import Facts, Frame, ProcessFacts, ReplicaFacts, RequestFacts, ServerFacts, Thread
 from megatron_stare.hangs.node_facts import parsed_stacks
-from megatron_stare.hangs.verdict import collective, verdict
+from megatron_stare.hangs.verdict import collective, main_frames, verdict
 from megatron_stare.run_dir.heartbeat import DRIVER, IDLE, Beat
 
 C10D = "torch/distributed/distributed_c10d.py"
@@ -271,6 +271,16 @@ def test_a_thousand_processes_fit_on_a_screen() -> None:
     assert any("trainer rank 1000" in line for line in shown[7:9])  # though it is the last of all
     assert all(len(line) <= WIDTH for line in shown)
     assert any("989 more" in line for line in shown)  # the driver and 1001 ranks, of whom 13 are shown
+
+
+def test_the_driver_is_where_its_own_thread_is() -> None:
+    taking = stack(("select", "selectors.py"), name="MainThread", called=False)
+    other = stack(("get", "queue.py"), name="rollouts", called=False)
+    at_work = stack(("read_state", "megatron_stare/run_dir/run_state.py"), name="driver", called=False)
+    found = ProcessFacts("a", 1, DRIVER, "S", since=94.0, threads=(*taking, *other, *at_work))
+    assert main_frames(found)[0].name == "read_state"
+    worker = ProcessFacts("a", 2, "trainer rank 0", "S", since=94.0, threads=(*other, *taking))
+    assert main_frames(worker)[0].name == "select"
 
 
 def test_facts_travel_as_json() -> None:

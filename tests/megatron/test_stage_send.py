@@ -65,6 +65,7 @@ class Collecting:
     one_sender_at_a_time: bool = True
     owners_send: bool = False
     fail_at: int | None = None
+    shares_devices: bool = False
 
     def sender(self, rank: int) -> Collected:
         return Collected(rank, self.fail_at)

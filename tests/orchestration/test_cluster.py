@@ -32,7 +32,7 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.planning.placement import Awaited, Demand, PlacementError, plan
 from megatron_stare.records.batch import Prompt, SamplingParams
 from megatron_stare.rollout.engines.engine_worker import EngineWorker
-from megatron_stare.rollout.engines.replicas import Beside
+from megatron_stare.rollout.engines.replicas import Site
 from megatron_stare.rollout.engines.state import EngineState
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.rollout.sources.rollout_source import Rollouts
@@ -100,7 +100,7 @@ def test_the_parts_of_an_engine_are_on_several_nodes(two_nodes: Nodes) -> None:
         check_replicas(found, [Spot(node.id) for node in found.ranks], seen)
         first, part = started
         part.build(Part, [(1,)])
-        first.build(First, [(Beside(part.peers([0]), "10.0.0.1", ("10.0.0.2",)),)])
+        first.build(First, [(Site(part.peers([0]), "10.0.0.1", ("10.0.0.2",)),)])
         assert first.call("asked") == [[f"1 on {found.parts[1].id}", "10.0.0.1", "10.0.0.2"]]
         part.close()
         with pytest.raises(WorkerLostError, match="a engine process died"):

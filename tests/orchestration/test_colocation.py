@@ -28,7 +28,7 @@ from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.records.rollout_batch import RolloutBatch
 from megatron_stare.rollout.engines import replicas
-from megatron_stare.rollout.engines.replicas import Replica
+from megatron_stare.rollout.engines.replicas import Replica, Site
 from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
 from megatron_stare.rollout.engines.sglang.tensor_sync import TensorSync
 from megatron_stare.rollout.sources.rollout_source import RolloutSource
@@ -71,7 +71,7 @@ class WatchedServer(FakeServer):
 
 
 class WatchedReplica(Replica):
-    def __init__(self, config: Config, number: int) -> None:
+    def __init__(self, config: Config, number: int, site: Site) -> None:
         MOMENTS.server = self._server = WatchedServer("one")
 
     def engine(self) -> SGLangEngine:

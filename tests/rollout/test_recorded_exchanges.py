@@ -44,15 +44,19 @@ def test_a_server_says_what_was_recorded() -> None:
         assert new["answer"]["meta_info"]["finish_reason"] == reason, name
         if name not in CUT:
             assert new["answer"]["output_ids"] == exchange["answer"]["output_ids"], name
-            assert log_probs(new["answer"], "output") == pytest.approx(
-                log_probs(exchange["answer"], "output"), abs=1e-5
-            )
+            assert log_probs(new["answer"], "output") == alike(log_probs(exchange["answer"], "output"))
     versions = [each["version"] for each in again["generate"]["two versions"]["answer"]["meta_info"]["weight_versions"]]
     assert versions == ["2", "3"]
     assert again["score"]["body"] == recorded["score"]["body"]
     assert shape(again["score"]["answer"]) == shape(recorded["score"]["answer"])
     scored = [log_probs(each["score"]["answer"], "input") for each in (again, recorded)]
-    assert scored[0] == pytest.approx(scored[1], abs=1e-5)
+    assert scored[0] == alike(scored[1])
+
+
+def alike(recorded: list[float]) -> Any:
+    """These log-probs to 1e-5 nats, or to a few units of float32 where that is more: one of a token that is impossible
+    is about -960, where two machines differ by 1e-4."""
+    return pytest.approx(recorded, abs=1e-5, rel=5e-7)
 
 
 def log_probs(answer: dict[str, Any], of: str) -> list[float]:

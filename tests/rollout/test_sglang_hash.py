@@ -12,8 +12,10 @@ from support import sglang_servers as servers
 from support.gpu_exchange import DTYPES, OUT, RANKS, SHAPE, hashed, weights
 from support.gpu_hash import kernel_hashes
 from support.sglang_fake import FakeServer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_stare.rollout.engines.engine import WeightUpdateError
+from megatron_stare.rollout.engines.sglang import served_hash
 from megatron_stare.rollout.engines.sglang.served_hash import TiledDigest, digest_on
 from megatron_stare.rollout.engines.sglang.tensor_sync import TensorSync
 from megatron_stare.rollout.engines.sglang.update import WeightUpdate
@@ -56,6 +58,34 @@ def test_a_part_may_change_once_it_was_added():
     digest.update(part)
     part.zero_()
     assert digest.hexdigest() == digest_of("cuda", torch.arange(5, dtype=torch.uint8))
+
+
+def test_blocks_of_any_size_give_one_hash(monkeypatch):
+    """Those of a device are larger than what a CPU's cache holds."""
+    noise = torch.randint(0, 256, (3 * 2**20 + 5,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    parts = (noise[:1_000_003], noise[1_000_003:])
+    small = digest_of("cuda", *parts)
+    for tiles in (1, 7, served_hash._DEVICE_BLOCK):
+        monkeypatch.setattr(served_hash, "_BLOCK", tiles)
+        assert digest_of("cuda", *parts) == small
+
+
+class Launched(TorchDispatchMode):
+    """Counts operations, each of which a GPU launches a kernel for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_gigabyte_on_a_device_takes_some_hundred_launches():
+    """On the meta device, which runs what a GPU would be told to; a block for a CPU's cache would take 43,000."""
+    bucket = torch.empty(2**29, dtype=torch.bfloat16, device="meta")
+    with Launched() as launched:
+        TiledDigest().update(bucket)
+    assert 100 < launched.count < 1200
 
 
 @pytest.mark.sglang

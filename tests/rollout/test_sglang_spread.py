@@ -22,7 +22,7 @@ from megatron_stare.cluster.inline import InlineWorkers
 from megatron_stare.config.schema import Config, RuntimeConfig
 from megatron_stare.errors import ConfigError, UserError
 from megatron_stare.models import read_shape
-from megatron_stare.rollout.engines.replicas import Beside, make_part, make_replica, replica_nodes
+from megatron_stare.rollout.engines.replicas import Site, make_part, make_replica, replica_nodes
 from megatron_stare.rollout.engines.sglang import broadcast
 from megatron_stare.rollout.engines.sglang.broadcast import BroadcastSync
 from megatron_stare.rollout.engines.sglang.place import Place
@@ -67,7 +67,7 @@ def spread(python: Path) -> Iterator[tuple[SpreadServer, ServerPart]]:
     part = ServerPart(server_options(asked, 0, 1))
     with ExitStack() as stack:
         stack.callback(part.close)
-        server = SpreadServer(server_options(asked, 0), Beside(InlineWorkers([part]), "127.0.0.1", ("10.0.0.2",)))
+        server = SpreadServer(server_options(asked, 0), Site(InlineWorkers([part]), "127.0.0.1", ("10.0.0.2",)))
         stack.callback(server.close)
         until(lambda: "told" in part_of(part).last_words() and ranks(part_of(part).process_group))
         yield server, part
@@ -139,7 +139,7 @@ def test_a_part_that_cannot_start_leaves_nothing(python: Path, tmp_path: Path) -
     part = ServerPart(server_options(asked.model_copy(update={"sglang": without_python(asked, tmp_path)}), 0, 1))
     before = set(psutil.Process().children())
     with pytest.raises(FileNotFoundError, match="nothing"):
-        SpreadServer(server_options(asked, 0), Beside(InlineWorkers([part]), "127.0.0.1", ("127.0.0.1",)))
+        SpreadServer(server_options(asked, 0), Site(InlineWorkers([part]), "127.0.0.1", ("127.0.0.1",)))
     assert set(psutil.Process().children()) <= before
 
 
@@ -159,7 +159,7 @@ class Silent(InlineWorkers):
 def test_a_worker_that_is_gone_with_its_node_ends_the_server(python: Path) -> None:
     asked = config(python)
     part = ServerPart(server_options(asked, 0, 1))
-    server = SpreadServer(server_options(asked, 0), Beside(Silent([part]), "127.0.0.1", ("10.0.0.2",)))
+    server = SpreadServer(server_options(asked, 0), Site(Silent([part]), "127.0.0.1", ("10.0.0.2",)))
     try:
         server._process.wait(LIMIT_S)
         ended = server.ended()
@@ -180,7 +180,7 @@ def test_replicas_and_their_parts_are_those_of_the_run(python: Path) -> None:
     assert [list(share or ()) for share in shares] == [list(range(30_001 + n, 30_020, 5)) for n in range(4)]
     with ExitStack() as stack:
         stack.callback(parts[0].close)
-        replica = make_replica(asked, 0, Beside(InlineWorkers(parts[:1]), "127.0.0.1", ("127.0.0.1",)))
+        replica = make_replica(asked, 0, Site(InlineWorkers(parts[:1]), "127.0.0.1", ("127.0.0.1",)))
         stack.callback(replica.close)
         process = replica._process  # type: ignore[attr-defined]
         until(lambda: "told" in process.last_words())
@@ -193,7 +193,6 @@ def test_replicas_and_their_parts_are_those_of_the_run(python: Path) -> None:
     [
         ({"nodes": 3}, "sglang.nodes", "2 ranks of a server cannot be dealt to 3 nodes in equal parts"),
         ({"device": "cuda"}, "sglang.sync", "which ranks of another node cannot open"),
-        ({"sync": "disk"}, "sglang.sync_folder", "load the weights from there"),
         ({"urls": ["http://localhost:1"]}, "sglang.nodes", "it says how servers are started"),
     ],
 )

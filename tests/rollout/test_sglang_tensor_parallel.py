@@ -131,7 +131,7 @@ def test_a_server_on_two_nodes_is_proven_on_both_and_ends_as_a_whole(node):
         (found,) = engine.prompt_log_probs(SEQUENCES[:1])
         wanted = expected_log_probs(servers.MODEL, SEQUENCES[0])
         torch.testing.assert_close(torch.tensor(found), wanted, atol=1e-5, rtol=0)
-        (part,) = engine.process._beside.parts._workers
+        (part,) = engine.process._parts._workers
         groups = [engine.process.process_group, part._process.process_group]
         os.killpg(groups[node], signal.SIGKILL)
         with pytest.raises(SGLangError, match=rf"on 127\.0\.0\.1 \(node rank {node}\) ended with -9; its last words:"):

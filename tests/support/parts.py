@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ray
 
-from megatron_stare.rollout.engines.replicas import Beside
+from megatron_stare.rollout.engines.replicas import Site
 
 
 class Part:
@@ -23,11 +23,12 @@ class Part:
 class First:
     """The worker of an engine on several nodes, which speaks to those of the others."""
 
-    def __init__(self, beside: Beside) -> None:
-        self.beside = beside
+    def __init__(self, site: Site) -> None:
+        self.site = site
 
     def asked(self) -> list[str]:
-        return [*self.beside.parts.call("ended"), self.beside.address, *self.beside.others]
+        assert self.site.parts is not None
+        return [*self.site.parts.call("ended"), self.site.address, *self.site.others]
 
     def close(self) -> None:
         """See Part."""

@@ -27,6 +27,7 @@ SMALL = {
     "eval.prompts": 16,
     "rollout.threads": 1,
 }
+INLINE = {"runtime.runner": "inline", "parallel.tensor": 1}
 TIMED = ("time/", "perf/", "memory/", "plan/")
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_stare.cluster.inline import InlineWorkers
 from megatron_stare.config.schema import Config
-from megatron_stare.rollout.engines.replicas import Beside
+from megatron_stare.rollout.engines.replicas import Site
 from megatron_stare.rollout.engines.sglang.client import SGLangClient, everywhere
 from megatron_stare.rollout.engines.sglang.replica import ENVIRONMENT, SGLangReplica
 from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
@@ -71,8 +71,8 @@ def several(count: int, model: Path = MODEL, **settings: Any) -> Iterator[list[S
             for part in parts:
                 stack.callback(part.close)
             here = ("127.0.0.1",) * len(parts)
-            beside = Beside(InlineWorkers(parts), here[0], here) if parts else None
-            replicas.append(SGLangReplica(asked, number, beside))
+            site = Site(InlineWorkers(parts), here[0], here) if parts else Site()
+            replicas.append(SGLangReplica(asked, number, site))
             stack.callback(replicas[-1].close)
         engines = []
         for replica in replicas:

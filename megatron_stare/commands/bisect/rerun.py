@@ -15,8 +15,7 @@ from typing import Any
 
 import yaml
 
-from megatron_stare.commands.bisect.causes import changes
-from megatron_stare.commands.bisect.changed_parts import ChangedRun
+from megatron_stare.commands.bisect.causes import ChangedRun, changes
 from megatron_stare.config.load import dump_yaml, load_recorded, validate
 from megatron_stare.config.schema import Config
 from megatron_stare.driver.held_run import HeldRun

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_stare.config.load import load_config
-from megatron_stare.process.interruption import interruptible
+from megatron_stare.process.interruption import Interruption, on_driver_thread
 
 _PARTS = 20  # lines of progress a task, where there is no terminal
 
@@ -43,13 +43,17 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run_command(args: argparse.Namespace) -> int:
     """Evaluates, and prints the results. Returns the exit code. Raises UserError."""
-    with interruptible() as interruption:
+    kept = "interrupted; what was answered is kept, and the same command goes on with it"
+
+    def evaluate(interruption: Interruption) -> int:
         try:
             _run(args)
         except KeyboardInterrupt:
-            _say("interrupted; what was answered is kept, and the same command goes on with it")
+            _say(kept)
             return 128 + (interruption.number or signal.SIGINT)
-    return 0
+        return 0
+
+    return on_driver_thread(evaluate, lambda interruption: kept)
 
 
 def _run(args: argparse.Namespace) -> None:

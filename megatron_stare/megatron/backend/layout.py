@@ -37,6 +37,7 @@ class Layout:
     dp_group: ProcessGroup  # ranks that hold different tokens of the batch: of other data and of other chunks
     cp_group: ProcessGroup  # ranks that hold different chunks of the same sequences
     stage_group: ProcessGroup  # all ranks of this pipeline stage
+    model_group: ProcessGroup  # ranks that hold the whole model between them, this one among them
 
     @property
     def last_stage(self) -> bool:
@@ -103,6 +104,9 @@ def cut_world(parallel: ParallelConfig, rank: int, timeout_s: float) -> Layout:
         if not uses_cuda():
             # without dropout nothing draws from the tracker; the CUDA one cannot exist here
             tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    # experts are spread over data ranks
+    model_group = parallel_state.get_model_parallel_group() if parallel.expert == 1 else dist.group.WORLD
+    assert model_group is not None
     return Layout(
         rank=rank,
         world=parallel.world_size,
@@ -120,6 +124,7 @@ def cut_world(parallel: ParallelConfig, rank: int, timeout_s: float) -> Layout:
         dp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         cp_group=parallel_state.get_context_parallel_group(),
         stage_group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+        model_group=model_group,
     )
 
 

@@ -20,7 +20,7 @@ from megatron_stare.rollout.engines.engine import (
     ServedEngine,
 )
 from megatron_stare.rollout.engines.model_folder import add_text, load_tokenizer
-from megatron_stare.rollout.engines.replicas import Beside, make_replica
+from megatron_stare.rollout.engines.replicas import HERE, Site, make_replica
 from megatron_stare.rollout.engines.state import MEMORY
 from megatron_stare.weights.sync.stream_plan import BucketLayout
 from megatron_stare.weights.sync.target import SyncTarget
@@ -30,11 +30,11 @@ class EngineWorker:
     """Holds one engine: replica `number` of the run. Made in two steps, so that all replicas start together.
 
     Args:
-        beside: the replica's other nodes, where it has any.
+        site: where it is.
     """
 
-    def __init__(self, config: Config, number: int, beside: Beside | None = None) -> None:
-        self._replica = make_replica(config, number, beside)
+    def __init__(self, config: Config, number: int, site: Site = HERE) -> None:
+        self._replica = make_replica(config, number, site)
         self._model_path = config.model.path
         self._brought_up: Engine | None = None
         self._layouts: Sequence[BucketLayout] = ()

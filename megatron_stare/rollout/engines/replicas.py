@@ -12,6 +12,7 @@ from typing import Any
 from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.models.shape import ModelShape
+from megatron_stare.process.network import LOOPBACK
 from megatron_stare.process.workers import Workers
 from megatron_stare.registry import Extension, resolve, settings_of
 from megatron_stare.rollout.engines.engine import Engine
@@ -71,17 +72,34 @@ class ReplicaPart(ABC):
 
 
 @dataclass(frozen=True)
-class Beside:
-    """The other nodes of a replica.
+class Site:
+    """Where a replica is.
 
-    parts: its parts there, in the order of the nodes.
-    address: of the replica's own node, where the others reach it.
-    others: addresses of the others.
+    parts: its parts on its other nodes, in the order of these; None: it is on one node.
+    address: of its own node, where the run's other processes reach what it starts.
+    others: addresses of its other nodes.
     """
 
-    parts: Workers
-    address: str
-    others: tuple[str, ...]
+    parts: Workers | None = None
+    address: str = LOOPBACK
+    others: tuple[str, ...] = ()
+
+
+HERE = Site()  # on this machine, with all that speaks to it
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of weights from ranks to replicas.
+
+    listens: each replica listens on a port that ranks connect to.
+    host: address that it listens on; None: its node's own.
+    folder: through which they go; None: none.
+    """
+
+    listens: bool
+    host: str | None = None
+    folder: str | None = None
 
 
 class Replica(ABC):
@@ -89,6 +107,7 @@ class Replica(ABC):
 
     Args:
         number: of the replica among those of the run.
+        site: where it is.
 
     Settings of its own are keyword-only parameters that a subclass adds to these.
 
@@ -97,7 +116,7 @@ class Replica(ABC):
     """
 
     @abstractmethod
-    def __init__(self, config: Config, number: int) -> None: ...
+    def __init__(self, config: Config, number: int, site: Site) -> None: ...
 
     @abstractmethod
     def engine(self) -> Engine:
@@ -112,9 +131,18 @@ class Replica(ABC):
     def check(cls, config: Config, shape: ModelShape) -> None:
         """Raises ConfigError for what can be known to be wrong before anything is started."""
 
+    @classmethod  # noqa: B027 - the ranks of most hand out buckets, which reach an engine anywhere
+    def check_sync(cls, config: Config) -> None:
+        """Raises ConfigError where the weights of a trainer's ranks could not reach it."""
+
     @classmethod
     def memory(cls, config: Config, shape: ModelShape, capacity: int) -> ServedMemory | None:
         """Forecasts what a server of it keeps on a GPU of `capacity` bytes; None where the run starts none."""
+        return None
+
+    @classmethod
+    def route(cls, config: Config) -> Route | None:
+        """Says by which way ranks send weights to replicas that a run starts; None: they hand buckets to workers."""
         return None
 
     @classmethod
@@ -140,13 +168,13 @@ class Replica(ABC):
 
     @classmethod
     def nodes(cls, config: Config) -> int:
-        """Number of nodes they are on, in equal parts. Where there are several, a replica is made with a Beside as
-        well, of parts that `part` has made."""
+        """Number of nodes they are on, in equal parts. Where there are several, a replica's Site has parts, which
+        `part` has made."""
         return 1
 
     @classmethod
-    def part(cls, config: Config, number: int, node: int) -> ReplicaPart:
-        """Makes the part of replica `number` on its node `node`, from 1 on; not started yet."""
+    def part(cls, config: Config, number: int, node: int, address: str) -> ReplicaPart:
+        """Makes the part of replica `number` on its node `node`, from 1 on, whose address is given; not started yet."""
         raise RuntimeError(f"{cls.__name__} is on one node, and was asked for a part on another")
 
 
@@ -195,28 +223,29 @@ def resolve_engine(engine: Extension | str) -> type[Engine] | type[Replica]:
     return kind
 
 
-def make_replica(config: Config, number: int, beside: Beside | None = None) -> Replica:
-    """Replica `number` of a run. Raises UserError where it cannot be started.
-
-    Args:
-        beside: its other nodes, where it has any.
-    """
+def make_replica(config: Config, number: int, site: Site) -> Replica:
+    """Makes replica `number` of a run. Raises UserError where it cannot be started."""
     kind = resolve_engine(config.rollout.engine)
     if issubclass(kind, Engine):
         return InProcess(config, number, kind)
     made: Callable[..., Replica] = kind
-    return made(config, number, *(() if beside is None else (beside,)), **_settings(config, kind))
+    return made(config, number, site, **_settings(config, kind))
 
 
-def make_part(config: Config, number: int, node: int) -> ReplicaPart:
+def make_part(config: Config, number: int, node: int, address: str = LOOPBACK) -> ReplicaPart:
     """See Replica.part."""
-    return _kind(config).part(config, number, node)
+    return _kind(config).part(config, number, node, address)
 
 
 def check_engine(config: Config, shape: ModelShape) -> None:
     """Raises ConfigError for an engine that does not exist, or could not run as it is configured."""
     _settings(config, resolve_engine(config.rollout.engine))
     _kind(config).check(config, shape)
+
+
+def check_sync(config: Config) -> None:
+    """See Replica.check_sync."""
+    _kind(config).check_sync(config)
 
 
 def without_install(config: Config) -> Config | None:
@@ -237,6 +266,11 @@ def replica_gpus(config: Config) -> int:
 def replica_nodes(config: Config) -> int:
     """Number of nodes each replica of a run is on."""
     return _kind(config).nodes(config)
+
+
+def replica_route(config: Config) -> Route | None:
+    """See Replica.route."""
+    return _kind(config).route(config)
 
 
 def served_memory(config: Config, shape: ModelShape, capacity: int) -> ServedMemory | None:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequen
 from typing import Any
 
 from megatron_stare.errors import UserError
-from megatron_stare.process.interruption import start_on
+from megatron_stare.process.interruption import wait_for
 from megatron_stare.process.workers import Workers
 from megatron_stare.records.batch import SamplingParams
 from megatron_stare.records.metric import Metric
@@ -140,7 +140,7 @@ class EnginePool:
             if dispatch is not None:
                 if _runs_here(dispatch.loop):
                     raise RuntimeError("replicas cannot be held from the event loop that asks them for tokens")
-                start_on(dispatch.loop, dispatch.hold).result()
+                wait_for(asyncio.run_coroutine_threadsafe(dispatch.hold(), dispatch.loop))
             yield
         finally:
             self._held = False

@@ -13,12 +13,12 @@ import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import torch
 
-from megatron_stare.process.interruption import start_on
+from megatron_stare.process.interruption import TICK_S, poll, wait_for
 from megatron_stare.records.batch import SamplingParams
 from megatron_stare.records.metric import Metric
 from megatron_stare.records.rollout_batch import RolloutBatch
@@ -151,9 +151,9 @@ class AsynchronousSource(RolloutSource):
             self._loop.close()
 
     def _wait(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of the coroutine that is made, from the loop's thread. A signal's exception passes through, and
-        what is waited for goes on."""
-        return start_on(self._loop, make).result()
+        """Returns the result of the coroutine that is made, from the loop's thread, which goes on with it
+        where a signal ends the wait."""
+        return wait_for(asyncio.run_coroutine_threadsafe(make(), self._loop))
 
     def _wait_showing(self, step: int) -> Collected:
         """A step's trajectories. Waits for news of the step, and tells progress in the caller's thread; unblocked by
@@ -163,10 +163,14 @@ class AsynchronousSource(RolloutSource):
         try:
             if step in self._counts:
                 self._progress(*self._counts[step])
-            future = start_on(self._loop, partial(self._taken, step))
+            future = asyncio.run_coroutine_threadsafe(self._taken(step), self._loop)
             future.add_done_callback(lambda _: news.put(None))
-            while (counts := news.get()) is not None:
-                self._progress(*counts)
+            while True:
+                poll()
+                with contextlib.suppress(Empty):
+                    if (counts := news.get(timeout=TICK_S)) is None:
+                        break
+                    self._progress(*counts)
             return future.result()
         finally:
             self._watched = None

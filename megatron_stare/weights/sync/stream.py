@@ -102,6 +102,41 @@ def stream(
     return _give(plan, mine, group)
 
 
+def everywhere(
+    plan: StreamPlan, shards: Sequence[Shard], group: ProcessGroup | None = None, rooms: Rooms = new_room
+) -> Iterator[Bucket]:
+    """Gathers the buckets of the plan, in order, on every rank of the group; all must go through it to its end.
+
+    A rank's pieces travel once, in one broadcast a bucket. No message of another bucket is under way meanwhile, so the
+    order of all calls is the same on every rank, as NCCL wants it.
+
+    Args:
+        shards, group, rooms: see `stream`.
+    """
+    mine = {shard.name: shard for shard in shards}
+    device = next(iter(mine.values())).tensor.device
+    rank = SENDER if group is None else dist.get_rank(group)
+    for bucket in plan.buckets:
+        givers = sorted({piece.rank for tensor in bucket.tensors for piece in tensor.pieces})
+        sizes = {giver: [piece.numel for piece in bucket.pieces(giver)] for giver in givers}
+        parcels = {g: torch.empty(sum(s), dtype=bucket.layout.dtype, device=device) for g, s in sizes.items()}
+        if rank in parcels:
+            for piece, part in zip(bucket.pieces(rank), parcels[rank].split(sizes[rank]), strict=True):
+                held = _values(piece, mine, plan.shape)
+                part.view(held.shape).copy_(held)
+        if group is not None:
+            works = [dist.broadcast(parcels[g], group=group, group_src=g, async_op=True) for g in givers]
+            for work in works:
+                work.wait()
+        flat = rooms(bucket.layout.numel, bucket.layout.dtype, device)
+        coming = {giver: iter(parcels[giver].split(sizes[giver])) for giver in givers}
+        for tensor, (_, whole) in zip(bucket.tensors, bucket.layout.tensors(flat), strict=True):
+            parts = whole.split([piece.shape[tensor.cut] for piece in tensor.pieces], dim=tensor.cut)
+            for piece, part in zip(tensor.pieces, parts, strict=True):
+                part.copy_(next(coming[piece.rank]).view(piece.shape))
+        yield Bucket(bucket.layout, flat)
+
+
 def _gather(plan: StreamPlan, mine: Mapping[str, Shard], group: ProcessGroup | None, rooms: Rooms) -> Iterator[Bucket]:
     device = next(iter(mine.values())).tensor.device
     coming = [_Parcels(plan.buckets[0], group, device)]

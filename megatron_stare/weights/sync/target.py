@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+import torch
+
 from megatron_stare.process.workers import Handle
 from megatron_stare.weights.sync.stream import Bucket
 from megatron_stare.weights.sync.stream_plan import BucketLayout
@@ -31,8 +33,15 @@ class Sender(Protocol):
             UserError: they cannot be brought there; nothing has been sent.
         """
 
-    def send(self, bucket: Bucket) -> None:
-        """Starts to send a bucket, whose memory is the sender's now. Waits for the one before, raises its error."""
+    def handle(self, bucket: Bucket) -> Any:
+        """Names a bucket's memory for an engine's rank on this rank's device, which opens it. No turn is needed."""
+
+    def send(self, bucket: Bucket, handles: Sequence[Any] = ()) -> None:
+        """Starts to send a bucket, whose memory is the sender's now. Waits for the one before, raises its error.
+
+        Args:
+            handles: of each rank of the one engine, where it opens memory of its device; none: the bucket is sent.
+        """
 
     def end(self) -> Any:
         """Returns what the engines are to compare with what they hold. Waits for the last bucket, and raises its
@@ -63,6 +72,27 @@ class SyncTarget(Protocol):
     @property
     def owners_send(self) -> bool:
         """True where a rank sends the experts it holds itself. Else they go the way of all other tensors."""
+
+    @property
+    def shares_devices(self) -> bool:
+        """True where engines are on the ranks' devices, and open memory there. Then all ranks send at once, each to the
+        engines on its own device."""
+
+    def here(self, device: torch.device) -> Any:
+        """Names this rank's machine and device."""
+
+    def carriers(self, places: Sequence[Any]) -> list[tuple[int, ...]]:
+        """Finds, of each engine, the ranks on the devices of its own ranks, in the order of these.
+
+        Args:
+            places: of all ranks of the trainer, see `here`.
+
+        Raises:
+            UserError: an engine's rank is on no device of the trainer's.
+        """
+
+    def towards(self, engine: int, rank: int) -> Sender:
+        """Makes a rank's end that leads to one engine alone, see `sender`."""
 
     def joined(self, targets: Sequence[Any]) -> SyncTarget:
         """Makes the target that leads to the engines of all of these, this one among them."""

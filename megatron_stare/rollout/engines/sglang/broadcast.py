@@ -91,7 +91,7 @@ class BroadcastSync(WeightSync):
         options._timeout = timedelta(seconds=self._timeout_s)
         return ProcessGroupNCCL(store, 0, world, options)
 
-    async def send(self, bucket: Bucket) -> None:
+    async def send(self, bucket: Bucket, handles: Sequence[str] = ()) -> None:
         assert self._group is not None
         flat = flat_bytes([tensor for _, tensor in bucket]).to(self._where)
         body = {

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_stare.weights.sync.device_rooms import open_shared
+
 _MASK = 0xFFFFFFFF
 ATTENTION = "torch_native"  # the one attention backend that needs no kernels
 
@@ -44,6 +46,7 @@ def register_hooks() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    _let_open_shared()
     for target, own in (
         ("sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", _plain_kernels),
         ("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", murmur_hash32),
@@ -58,6 +61,16 @@ def register_hooks() -> None:
         HookRegistry.register(target, own, HookType.REPLACE)
     groups_meet = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.prepare_mlp_sync_batch"
     HookRegistry.register(groups_meet, _padded_on_a_cpu, HookType.AROUND)
+
+
+def _let_open_shared() -> None:
+    """Lets what servers unpickle open a bucket of weights in this machine's shared memory, as a GPU's ranks open
+    handles."""
+    from sglang.srt.utils.common import SafeUnpickler
+
+    allowed = getattr(SafeUnpickler, "ALLOWED_GLOBALS", None)
+    if allowed is not None:
+        allowed.add((open_shared.__module__, open_shared.__name__))
 
 
 def _plain_kernels() -> None:

@@ -53,7 +53,7 @@ class DiskSync(WeightSync):
                 with _whole(self._folder / name, f".{self._sender}") as writing:
                     shutil.copy(self._companions / name, writing.path)
 
-    async def send(self, bucket: Bucket) -> None:
+    async def send(self, bucket: Bucket, handles: Sequence[str] = ()) -> None:
         await asyncio.to_thread(self._write, bucket)
 
     def _write(self, bucket: Bucket) -> None:

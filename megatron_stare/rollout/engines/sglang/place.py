@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -11,9 +14,10 @@ from urllib.parse import urlsplit
 import torch
 
 from megatron_stare.errors import ConfigError
+from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
 from megatron_stare.rollout.engines.sglang.transport import LOOPBACK_NAMES
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_BOOT, _NETWORK, SHARED_MEMORY = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net"), Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -30,9 +34,13 @@ class Place:
 
 @cache
 def this_host() -> str:
-    """This machine, told from all others, also those of the same name."""
-    boot = _BOOT.read_text().strip() if _BOOT.is_file() else ""
-    return f"{socket.gethostname()} {boot}".strip()
+    """Names this machine, or this container of it: another has another name, boot, network or shared memory."""
+    told = [socket.gethostname(), _BOOT.read_text().strip() if _BOOT.is_file() else ""]
+    if _NETWORK.exists():
+        told.append(os.readlink(_NETWORK))
+    if SHARED_MEMORY.exists():
+        told.append(f"shm:{SHARED_MEMORY.stat().st_dev}")
+    return " ".join(filter(None, told))
 
 
 def uuid_of(device: int) -> str:
@@ -75,11 +83,50 @@ def require_reach(server: Place, sender: Place, url: str) -> None:
         raise ConfigError(f"the server does not see this rank's GPU {missing[0]}", where=url, fix=fix)
 
 
+def carriers(servers: Sequence[tuple[str, Place, ServerLayout]], ranks: Sequence[Place]) -> list[tuple[int, ...]]:
+    """Finds, of each server, the trainer's ranks whose memory its own ranks can open, in the order of these: on a GPU
+    the rank on the same; on CPUs those of the same machine by turns.
+
+    Args:
+        servers: URL, place and layout of each; on GPUs its place has them in the order of its ranks.
+        ranks: places of all of the trainer's.
+
+    Raises:
+        ConfigError: a server's rank shares its device with none of the trainer's.
+    """
+    found, taken = [], Counter[str]()
+    for url, place, layout in servers:
+        on_gpus = layout.device == "cuda"
+        if place.others or (on_gpus and (not place.host or len(place.gpus) < layout.tensor)):
+            require_reach(place, Place(place.host), url)
+            raise ConfigError(f"it sees {len(place.gpus)} GPUs, and has {layout.tensor} ranks", where=url)
+        there = [number for number, rank in enumerate(ranks) if rank.host == place.host]
+        if on_gpus:
+            of = {gpu: number for number in there for gpu in ranks[number].gpus}
+            if missing := [gpu for gpu in place.gpus[: layout.tensor] if gpu not in of]:
+                raise _no_rank(f"on GPU {missing[0]} of {place.host.split()[0]}", url)
+            found.append(tuple(of[gpu] for gpu in place.gpus[: layout.tensor]))
+            continue
+        if not there:
+            raise _no_rank(f"on {place.host.split()[0]}", url)
+        found.append(tuple(there[(taken[place.host] + rank) % len(there)] for rank in range(layout.tensor)))
+        taken[place.host] += layout.tensor
+    return found
+
+
+def _no_rank(where: str, url: str) -> ConfigError:
+    return ConfigError(
+        f"no rank of the trainer is {where}, where the server is, so that none has memory that it could open",
+        where=url,
+        fix="sglang.sync=disk reaches it, and, with sglang.colocated=false, distributed",
+    )
+
+
 def require_loopback_here(server: Place, url: str) -> None:
     """Raises ConfigError for a server on another machine's loopback."""
     if urlsplit(url).hostname in LOOPBACK_NAMES and server.host not in ("", this_host()):
         raise ConfigError(
             f"the server listens on the loopback of {server.host.split()[0]}, where this rank cannot reach it",
             where=url,
-            fix="set sglang.host to an address that the trainer's machines reach, or 0.0.0.0",
+            fix="leave sglang.host out: each server then listens on its own node's address",
         )

@@ -15,12 +15,13 @@ from functools import partial
 from pathlib import Path
 
 from megatron_stare.config.process_settings import port_share, shared_environment
-from megatron_stare.config.schema import Config
+from megatron_stare.config.schema import Config, RuntimeConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.process.interruption import run_on
+from megatron_stare.process.network import EVERYWHERE, LOOPBACK
 from megatron_stare.process.shipped import CHECKOUT
-from megatron_stare.rollout.engines.replicas import Beside, Replica, ServedMemory
+from megatron_stare.rollout.engines.replicas import HERE, Replica, Route, ServedMemory, Site
 from megatron_stare.rollout.engines.sglang.client import SGLangClient
 from megatron_stare.rollout.engines.sglang.place import Place, seen_here
 from megatron_stare.rollout.engines.sglang.protocol import SUPPORTED_VERSIONS
@@ -30,6 +31,7 @@ from megatron_stare.rollout.engines.sglang.server_checks import (
     check_attached,
     check_lengths,
     check_started,
+    check_sync,
     server_device,
 )
 from megatron_stare.rollout.engines.sglang.server_engine import SGLangEngine
@@ -49,16 +51,16 @@ CPU_CACHE_TOKENS = 20_000  # where none are set: a CPU server has no share of me
 class SGLangReplica(Replica):
     """One of a run's servers on its way up, or attached to; see Replica."""
 
-    def __init__(self, config: Config, number: int, beside: Beside | None = None) -> None:
+    def __init__(self, config: Config, number: int, site: Site = HERE) -> None:
         self._config = config
         self._process: ServerProcess | None = None
         self._place = Place()
         if config.sglang.urls:
             url, key = config.sglang.urls[number], os.environ.get(API_KEY_VARIABLE)
         else:
-            options = server_options(config, number)
-            self._process = ServerProcess(options) if beside is None else SpreadServer(options, beside)
-            self._place = replace(seen_here(), others=() if beside is None else beside.others)
+            options = server_options(config, number, address=site.address)
+            self._process = ServerProcess(options) if site.parts is None else SpreadServer(options, site)
+            self._place = replace(seen_here(), others=site.others)
             url, key = self._process.url, self._process.api_key
         self._client = SGLangClient(
             url,
@@ -93,7 +95,11 @@ class SGLangReplica(Replica):
                 self._process,
                 server_flags(config),
                 ServersTarget(
-                    config.sglang.sync, config.runtime.timeout_s, config.model.path, config.sglang.sync_folder
+                    config.sglang.sync,
+                    config.runtime.timeout_s,
+                    config.model.path,
+                    config.sglang.sync_folder,
+                    config.sglang.colocated,
                 ),
                 self._place,
                 config.faults.engines.probe_s,
@@ -110,11 +116,23 @@ class SGLangReplica(Replica):
         check_servers(config, shape)
 
     @classmethod
+    def check_sync(cls, config: Config) -> None:
+        check_sync(config)
+
+    @classmethod
     def memory(cls, config: Config, shape: ModelShape, capacity: int) -> ServedMemory | None:
         """See Replica. None where servers are attached to, or compute on the CPU."""
         if config.sglang.urls or config.sglang.device == "cpu":
             return None
         return server_memory(config, shape, capacity)
+
+    @classmethod
+    def route(cls, config: Config) -> Route | None:
+        """See Replica. None where servers are attached to."""
+        asked = config.sglang
+        if asked.urls:
+            return None
+        return Route(listens=True, host=asked.host, folder=asked.sync_folder if asked.sync == "disk" else None)
 
     @classmethod
     def count(cls, config: Config) -> int:
@@ -144,16 +162,19 @@ class SGLangReplica(Replica):
 
     @classmethod
     def gpus(cls, config: Config) -> int:
-        """None where servers are attached to, which have theirs, or compute on the CPU."""
-        return 0 if config.sglang.urls or config.sglang.device == "cpu" else config.sglang.tensor_parallel
+        """None where servers are attached to, which have theirs, or compute on the CPU; there simulated ones
+        (runtime.gpu_resource) place them as those would be placed."""
+        simulated = config.runtime.gpu_resource != RuntimeConfig.model_fields["gpu_resource"].default
+        none = config.sglang.urls or (config.sglang.device == "cpu" and not simulated)
+        return 0 if none else config.sglang.tensor_parallel
 
     @classmethod
     def nodes(cls, config: Config) -> int:
         return 1 if config.sglang.urls else config.sglang.nodes
 
     @classmethod
-    def part(cls, config: Config, number: int, node: int) -> ServerPart:
-        return ServerPart(server_options(config, number, node))
+    def part(cls, config: Config, number: int, node: int, address: str = LOOPBACK) -> ServerPart:
+        return ServerPart(server_options(config, number, node, address))
 
 
 def check_servers(config: Config, shape: ModelShape) -> None:
@@ -202,8 +223,8 @@ def sglang_python(config: Config) -> str:
     return str(ENVIRONMENT / "bin" / "python")
 
 
-def server_options(config: Config, number: int = 0, node: int = 0) -> ServerOptions:
-    """Options with which server `number` of this run is started, on its node `node`."""
+def server_options(config: Config, number: int = 0, node: int = 0, address: str = LOOPBACK) -> ServerOptions:
+    """Options with which server `number` of this run is started, on its node `node`, whose address is given."""
     asked, device = config.sglang, server_device(config)
     processes = config.rollout.engines * asked.nodes
     return ServerOptions(
@@ -216,7 +237,8 @@ def server_options(config: Config, number: int = 0, node: int = 0) -> ServerOpti
         cache_tokens=asked.cache_tokens or (CPU_CACHE_TOKENS if device == "cpu" else None),
         seeds=asked.seeds,
         start_timeout_s=asked.start_timeout_s,
-        host=asked.host,
+        host=asked.host or address,
+        address=address if asked.host in (None, EVERYWHERE) else asked.host,
         tensor=asked.tensor_parallel,
         expert=asked.expert_parallel,
         data=asked.attention_data_parallel,

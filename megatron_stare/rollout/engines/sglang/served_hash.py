@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 _TILE = 8192  # words that are summed to one partial value
-_BLOCK = 32  # tiles that are computed together: a megabyte, which stays in a core's cache
+_BLOCK = 32  # tiles computed together on a CPU: a megabyte, which stays in a core's cache
+_DEVICE_BLOCK = 2048  # on a device, where each of about 40 kernels costs a launch: 64 MB, and six times that in passing
 _SEEDS = (0x243F6A88, ((0x243F6A88 * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF)
 _POSITIONS = ((0x27D4EB2D, 15), (0x165667B1, 13))  # of each half of the value: the factor, and bits to rotate by
 _MASK32, _MASK64 = 2**32 - 1, 2**64 - 1
@@ -115,7 +116,7 @@ class TiledDigest:
             if filled or words.numel() < _TILE:
                 piece = words[: _TILE - filled].view(1, -1)
             else:
-                tiles = min(words.numel() // _TILE, _BLOCK)
+                tiles = min(words.numel() // _TILE, _BLOCK if words.device.type == "cpu" else _DEVICE_BLOCK)
                 piece = words[: tiles * _TILE].view(tiles, _TILE)
             self._sums.append((position // _TILE, _summed(piece, position)))
             position += piece.numel()
@@ -140,7 +141,7 @@ def _bytes(part: Tensor) -> Tensor:
 def _summed(words: Tensor, first: int) -> Tensor:
     """[tiles, 2] int64 sums of the mixed words [tiles, words] int32, whose positions count from `first`."""
     # int32 wraps around in sums and products, as the kernel's unsigned words do
-    at = torch.arange(first, first + words.numel(), device=words.device).to(torch.int32).view(words.shape)
+    at = torch.arange(words.numel(), dtype=torch.int32, device=words.device).add_(_wrapped(first)).view(words.shape)
     sums = []
     for seed, (factor, by) in zip(_SEEDS, _POSITIONS, strict=True):
         key = (at * _wrapped(factor)).add_(_wrapped(seed))

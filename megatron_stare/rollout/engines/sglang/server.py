@@ -21,13 +21,13 @@ from typing import Any
 
 import psutil
 
-from megatron_stare.process.network import free_port
+from megatron_stare.process.interruption import pause
+from megatron_stare.process.network import free_port, require_own_address
 from megatron_stare.rollout.engines.sglang.client import ServerLostError, SGLangClient
 from megatron_stare.rollout.engines.sglang.protocol import SGLangError
 from megatron_stare.rollout.engines.sglang.serve import API_KEY_VARIABLE, SCRATCH_VARIABLE, remove_shared_memory
 from megatron_stare.rollout.engines.sglang.server_options import PORTS, ServerOptions
 
-LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
 PROBE_EVERY_S = 0.5
 PROBE_S = 10.0  # until a question is given up, and it is looked whether the server is still there
 LEAVE_S = 5.0  # from the order to go until the process group is killed
@@ -48,9 +48,11 @@ class ServerProcess:
         self._options = options
         self.api_key = secrets.token_hex(16)
         own, ranks_own = (PORTS, None) if options.ports is None else (options.ports[::2], options.ports[1::2])
+        require_own_address(options.host, "sglang.host")
         port = free_port(options.host, own)
-        ranks_port = None if ranks_own is None or meeting is not None else free_port(LOOPBACK, ranks_own)
-        self.url = f"http://{LOOPBACK if options.host == EVERYWHERE else options.host}:{port}"
+        # SGLang's ranks meet at the address that the server listens on
+        ranks_port = None if ranks_own is None or meeting is not None else free_port(options.host, ranks_own)
+        self.url = f"http://{options.address}:{port}"
         self._scratch = Path(tempfile.mkdtemp(prefix="megatron-stare-sglang-"))
         self._log = self._scratch / "server.log"
         with self._log.open("wb") as log:
@@ -98,7 +100,7 @@ class ServerProcess:
                     f"the server did not answer within {self._options.start_timeout_s:.0f} s\n{self.last_words()}",
                     where="sglang.start_timeout_s",
                 )
-            time.sleep(PROBE_EVERY_S)
+            pause(PROBE_EVERY_S)
 
     def memory_mb(self) -> float:
         """Pss of the server's processes, 10^6 bytes; processes that end meanwhile count as 0."""

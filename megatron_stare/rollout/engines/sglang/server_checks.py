@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from megatron_stare.config.schema import Config, SGLangConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.models.shape import ModelShape
+from megatron_stare.process.network import EVERYWHERE
 from megatron_stare.rollout.engines.sglang.flag_check import refused_flag
 from megatron_stare.rollout.engines.sglang.protocol import check_precision
 from megatron_stare.rollout.engines.sglang.server_engine import NEVER_FILLED
@@ -87,6 +89,7 @@ def check_attached(config: Config) -> None:
 def check_started(config: Config, shape: ModelShape, options: ServerOptions) -> None:
     """Raises ConfigError for servers that could not start, or not hold this model as it is compared."""
     _check_cuts(config, shape, options)
+    _check_host(config.sglang)
     _check_nodes(config, options)
     if options.device == "cpu":
         for where, message, fix in _beyond_a_cpu(config, shape, options):
@@ -160,6 +163,24 @@ def _check_cuts(config: Config, shape: ModelShape, options: ServerOptions) -> No
         )
 
 
+def _check_host(asked: SGLangConfig) -> None:
+    """Raises ConfigError for an address that servers could not listen on wherever they are."""
+    if asked.host is None:
+        return
+    own = "leave it out: each server then listens on its own node's address (runtime.interface, else Ray's)"
+    try:
+        address = ipaddress.IPv4Address(asked.host)
+    except ValueError:
+        raise ConfigError(f"{asked.host!r} is no IPv4 address", where="sglang.host", fix=own) from None
+    if asked.nodes > 1 and asked.host != EVERYWHERE:
+        what = "other nodes do not reach" if address.is_loopback else "one node alone can have"
+        raise ConfigError(
+            f"a server's ranks are on {asked.nodes} nodes, and {asked.host} is an address that {what}",
+            where="sglang.host",
+            fix=own,
+        )
+
+
 def _check_nodes(config: Config, options: ServerOptions) -> None:
     """Raises ConfigError for servers of several nodes whose ranks cannot be dealt to them, or not be sent weights."""
     asked = config.sglang
@@ -169,21 +190,34 @@ def _check_nodes(config: Config, options: ServerOptions) -> None:
             where="sglang.nodes",
             fix="use a divisor of sglang.tensor_parallel",
         )
-    if options.nodes == 1:
-        return
-    if asked.sync == "tensor" and options.device == "cuda":
+
+    if options.nodes > 1 and asked.sync == "tensor" and options.device == "cuda":
         raise ConfigError(
             "a tensor on a GPU is sent as a handle of CUDA's inter-process memory, which ranks of another node cannot "
             f"open, and servers are on {options.nodes} nodes",
             where="sglang.sync",
-            fix="use distributed, or disk with sglang.sync_folder",
+            fix="use disk" if asked.colocated else "use distributed or disk",
         )
-    if asked.sync == "disk" and asked.sync_folder is None:
+
+
+def check_sync(config: Config) -> None:
+    """Raises ConfigError for a way of weights from a trainer's ranks that does not lead to servers on GPUs."""
+    asked = config.sglang
+    if asked.urls or server_device(config) == "cpu":
+        return
+    if asked.sync == "tensor" and not asked.colocated:
         raise ConfigError(
-            f"the ranks on each of a server's {options.nodes} nodes load the weights from there, and the folder for "
-            "them would be one of this machine's temporary files",
-            where="sglang.sync_folder",
-            fix="name a folder that all nodes see, or use sglang.sync=distributed",
+            "a tensor on a GPU is sent as a handle of CUDA's inter-process memory, which servers with GPUs of their "
+            "own cannot open: they do not see the trainer's",
+            where="sglang.sync",
+            fix="use distributed or disk, or sglang.colocated=true",
+        )
+    if asked.sync == "distributed" and asked.colocated:
+        raise ConfigError(
+            "a trainer's rank and a server's would be two ranks of one NCCL group on one GPU (sglang.colocated), which "
+            "NCCL refuses",
+            where="sglang.sync",
+            fix="use tensor or disk, or give the servers GPUs of their own: sglang.colocated=false",
         )
 
 

@@ -299,7 +299,7 @@ class SGLangEngine(ServedEngine):
     def end_sent_update(self, sent: Sequence[Sent]) -> None:
         """See ServedEngine."""
         update = self._open_update("end the weight update")
-        self._guarded(lambda: self._ended(update, sent))
+        self._guarded(lambda: self._ended(update, sent, self._client.url))
         self._published(update)
 
     def drop_weight_update(self) -> None:
@@ -308,8 +308,8 @@ class SGLangEngine(ServedEngine):
             self._state = advance(self._state, EngineState.DIRTY)
 
     @staticmethod
-    async def _ended(update: WeightUpdate, sent: Sequence[Sent]) -> None:
-        await update.end_sent(Sent.by_all(sent))
+    async def _ended(update: WeightUpdate, sent: Sequence[Sent], url: str) -> None:
+        await update.end_sent(Sent.arrived(sent, url))
 
     def _published(self, update: WeightUpdate) -> None:
         if update.proves:

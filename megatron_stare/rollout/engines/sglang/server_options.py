@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_stare.process.network import LOOPBACK
 from megatron_stare.rollout.engines.sglang.protocol import NO_VERSION
 from megatron_stare.rollout.engines.sglang.serve import NOT_KEPT
 
@@ -33,7 +34,8 @@ class ServerOptions:
     cache_tokens: int | None  # tokens the key/value cache holds
     seeds: bool
     start_timeout_s: float
-    host: str = "127.0.0.1"  # that the server listens on
+    host: str = LOOPBACK  # that the server listens on
+    address: str = LOOPBACK  # at which it is reached
     tensor: int = 1
     expert: int = 1
     data: int = 1  # groups of ranks that attend to requests of their own

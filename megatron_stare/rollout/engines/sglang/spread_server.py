@@ -11,7 +11,7 @@ import threading
 
 from megatron_stare.errors import UserError
 from megatron_stare.process.network import free_port
-from megatron_stare.rollout.engines.replicas import Beside, ReplicaPart
+from megatron_stare.rollout.engines.replicas import ReplicaPart, Site
 from megatron_stare.rollout.engines.sglang.server import ServerProcess
 from megatron_stare.rollout.engines.sglang.server_options import PORTS, ServerOptions
 
@@ -30,14 +30,15 @@ class SpreadServer(ServerProcess):
         UserError: a part cannot be started; nothing is left behind.
     """
 
-    def __init__(self, options: ServerOptions, beside: Beside) -> None:
+    def __init__(self, options: ServerOptions, site: Site) -> None:
+        assert site.parts is not None
         own = PORTS if options.ports is None else options.ports[1::2]
-        meeting = f"{beside.address}:{free_port(beside.address, own)}"
+        meeting = f"{site.address}:{free_port(site.address, own)}"
         super().__init__(options, meeting)
-        self._beside, self._fallen = beside, ""  # how it ended
+        self._parts, self._site, self._fallen = site.parts, site, ""  # how it ended
         self._closing = threading.Event()
         try:
-            beside.parts.call("start", meeting)
+            site.parts.call("start", meeting)
         except BaseException:
             self.close()
             raise
@@ -59,14 +60,14 @@ class SpreadServer(ServerProcess):
             except Exception as error:
                 silent += 1
                 if silent == SILENT:
-                    self._fall(f"lost the worker of its part on {' or '.join(self._beside.others)}: {error}")
+                    self._fall(f"lost the worker of its part on {' or '.join(self._site.others)}: {error}")
         if self._fallen and self._process.returncode is None:  # else its number may be another's by now
             self.kill()
 
     def _look(self) -> None:
-        parts = self._beside.parts
+        parts = self._parts
         said = [super().ended(), *parts.wait(parts.start("ended"), timeout_s=ANSWER_S)]
-        where = (self._beside.address, *self._beside.others)
+        where = (self._site.address, *self._site.others)
         nodes = [f"on {where[node]} (node rank {node}) {how}" for node, how in enumerate(said) if how is not None]
         if nodes:
             self._fall("\nand ".join(nodes))
@@ -78,14 +79,13 @@ class SpreadServer(ServerProcess):
 
     def memory_mb(self) -> float:
         """See ServerProcess; of all nodes."""
-        return super().memory_mb() + sum(self._beside.parts.call("memory_mb"))
+        return super().memory_mb() + sum(self._parts.call("memory_mb"))
 
     def close(self) -> None:
         self._closing.set()
         super().close()
         with contextlib.suppress(Exception):  # of workers that are gone, whose processes end with them
-            parts = self._beside.parts
-            parts.wait(parts.start("stop"), timeout_s=ANSWER_S)
+            self._parts.wait(self._parts.start("stop"), timeout_s=ANSWER_S)
 
 
 class ServerPart(ReplicaPart):

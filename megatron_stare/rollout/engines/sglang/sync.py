@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.rollout.engines.engine import WeightUpdateError
 from megatron_stare.rollout.engines.sglang.client import SGLangClient, everywhere
-from megatron_stare.rollout.engines.sglang.fingerprint import Fingerprint, Stack
+from megatron_stare.rollout.engines.sglang.fingerprint import Fingerprint, Stack, checksums_of
 from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,8 +51,12 @@ class WeightSync(ABC):
         """A sender's end: it may send when this returns. Args: layouts: of the servers, in the order of the clients."""
 
     @abstractmethod
-    async def send(self, bucket: Bucket) -> None:
-        """Returns when every server has taken the bucket, whose memory may be used again."""
+    async def send(self, bucket: Bucket, handles: Sequence[str] = ()) -> None:
+        """Returns when every server has taken the bucket, whose memory may be used again.
+
+        Args:
+            handles: of the bucket's memory, for each rank of the one server, which opens them in its place.
+        """
 
     def left(self) -> str | None:
         """Path of what was sent, for the servers to fetch; None: they have it."""
@@ -73,11 +77,33 @@ class WeightSync(ABC):
 @dataclass(frozen=True)
 class Sent:
     """An account of what senders sent: shapes by name; by layout of a server the hashes of what each of its ranks
-    holds of it, where values are to be proven; and the folder it lies in, if it lies in one."""
+    holds of it, where values are to be proven; the folder it lies in, if it lies in one; and the URL of the one server
+    that it was sent to, None: all were sent it."""
 
     sizes: Mapping[str, torch.Size] = field(default_factory=dict)
     hashed: Mapping[ServerLayout, Sequence[Mapping[str, str | Stack]]] = field(default_factory=dict)
     folder: str | None = None
+    to: str | None = None
+
+    @classmethod
+    def arrived(cls, senders: Sequence[Sent], url: str) -> Sent:
+        """Joins what was sent to the server at this URL.
+
+        Raises:
+            WeightUpdateError: another server was sent other values, so copies of the model differ in the trainer.
+        """
+        mine = cls.by_all([one for one in senders if one.to in (None, url)])
+        for other in senders:
+            for layout in mine.hashed.keys() & other.hashed.keys() if other.to not in (None, url) else ():
+                pairs = zip(checksums_of(mine.hashed[layout]), checksums_of(other.hashed[layout]), strict=True)
+                if wrong := [name for own, theirs in pairs for name in own if own[name] != theirs.get(name)]:
+                    raise WeightUpdateError(
+                        f"the trainer's copies of the model differ: {wrong[0]} has other values as it was sent to "
+                        f"{other.to}",
+                        where=url,
+                        fix="continue from the newest checkpoint; data-parallel ranks must hold the same weights",
+                    )
+        return mine
 
     @classmethod
     def by_all(cls, senders: Sequence[Sent]) -> Sent:
@@ -120,11 +146,12 @@ class Sending:
     async def begin(self) -> None:
         await self._sync.meet(self._layouts)
 
-    async def send(self, bucket: Bucket, hashed: Future[None] | None = None) -> None:
+    async def send(self, bucket: Bucket, hashed: Future[None] | None = None, handles: Sequence[str] = ()) -> None:
         """Sends a bucket.
 
         Args:
             hashed: its hash, where that was begun before.
+            handles: see WeightSync.send.
 
         Raises:
             WeightUpdateError: a name was sent before.
@@ -135,7 +162,7 @@ class Sending:
             self._sizes[name] = tensor.shape
         # in a thread while the servers take the bucket
         hashing = asyncio.to_thread(self.hash, bucket) if hashed is None else asyncio.wrap_future(hashed)
-        await everywhere(self._sync.send(bucket), hashing)
+        await everywhere(self._sync.send(bucket, handles), hashing)
 
     def hash(self, bucket: Bucket) -> None:
         """Hashes a bucket where values are to be proven. Every bucket once, one after the other."""

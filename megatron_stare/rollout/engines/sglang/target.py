@@ -20,10 +20,10 @@ from megatron_stare.process.interruption import run_on
 from megatron_stare.rollout.engines.sglang.broadcast import BroadcastSync
 from megatron_stare.rollout.engines.sglang.client import SGLangClient
 from megatron_stare.rollout.engines.sglang.disk_sync import DiskSync, drawn_folder
-from megatron_stare.rollout.engines.sglang.place import Place, require_loopback_here
+from megatron_stare.rollout.engines.sglang.place import Place, carriers, here, require_loopback_here, this_host
 from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
 from megatron_stare.rollout.engines.sglang.sync import Sending, Sent, WeightSync
-from megatron_stare.rollout.engines.sglang.tensor_sync import TensorSync
+from megatron_stare.rollout.engines.sglang.tensor_sync import TensorSync, packed
 from megatron_stare.weights.sync.stream import Bucket
 from megatron_stare.weights.sync.target import Sender, SyncTarget
 
@@ -48,6 +48,7 @@ class ServersTarget(SyncTarget):
     timeout_s: of a call of a server.
     model_path: folder whose config servers find beside weights on a disk.
     sync_folder: of `disk`, where a folder is made; None: the system's for temporary files.
+    colocated: the servers are on the devices of the trainer's ranks.
     servers: in the order of the replicas.
     folder: where all senders of `disk` write; None: until targets are joined.
     """
@@ -56,6 +57,7 @@ class ServersTarget(SyncTarget):
     timeout_s: float
     model_path: str
     sync_folder: str | None = None
+    colocated: bool = False
     servers: tuple[TargetServer, ...] = ()
     folder: Path | None = None
 
@@ -63,7 +65,13 @@ class ServersTarget(SyncTarget):
     def one_sender_at_a_time(self) -> bool:
         """A server takes one update after the other, and receives and loads in one thread. Two senders at once would
         wait for each other where two servers took their broadcasts in different order."""
-        return self.method != "disk"
+        return self.method != "disk" and not self.shares_devices
+
+    @property
+    def shares_devices(self) -> bool:
+        """See SyncTarget. A CPU server that is attached to, or on several nodes, is sent the bytes themselves."""
+        here = all(s.layout.device == "cuda" or (s.place.host and not s.place.others) for s in self.servers)
+        return self.method == "tensor" and self.colocated and here
 
     @property
     def leaves_files(self) -> bool:
@@ -73,7 +81,19 @@ class ServersTarget(SyncTarget):
     def owners_send(self) -> bool:
         """Servers keep a layer's experts in one parameter. Of its hash on a GPU several senders can compute a part
         each; SHA-256, that of CPU servers, needs all of its bytes in one place."""
-        return all(server.layout.device == "cuda" for server in self.servers)
+        return not self.shares_devices and all(server.layout.device == "cuda" for server in self.servers)
+
+    def here(self, device: torch.device) -> Place:
+        """See SyncTarget."""
+        return here(device) if device.type == "cuda" else Place(this_host())
+
+    def carriers(self, places: Sequence[Place]) -> list[tuple[int, ...]]:
+        """See SyncTarget."""
+        return carriers([(server.url, server.place, server.layout) for server in self.servers], places)
+
+    def towards(self, engine: int, rank: int) -> ServersSender:
+        """See SyncTarget."""
+        return replace(self, servers=(self.servers[engine],)).sender(rank)
 
     def joined(self, targets: Sequence[ServersTarget]) -> ServersTarget:
         """See SyncTarget. Draws the folder that all senders of `disk` write to."""
@@ -120,20 +140,25 @@ class ServersSender(Sender):
         assert self._sending is not None
         self._start(self._sending.begin).result()
 
-    def send(self, bucket: Bucket) -> None:
+    def handle(self, bucket: Bucket) -> str:
+        """See Sender."""
+        return packed(bucket.tensors())
+
+    def send(self, bucket: Bucket, handles: Sequence[str] = ()) -> None:
         """See Sender."""
         self._wait()
         assert self._sending is not None
         expected, hashed = self._first or (None, None)
         self._first = None
         given = bucket.tensors(), hashed if bucket is expected else None
-        self._under_way = self._start(partial(self._sending.send, *given))
+        self._under_way = self._start(partial(self._sending.send, *given, handles))
 
     def end(self) -> Sent:
         """See Sender."""
         self._wait()
         assert self._sending is not None
-        return self._sending.sent()
+        sent = self._sending.sent()
+        return replace(sent, to=self._target.servers[0].url) if self._target.shares_devices else sent
 
     def forget(self) -> None:
         self._sync.forget()

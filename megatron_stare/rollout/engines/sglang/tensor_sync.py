@@ -18,6 +18,7 @@ from megatron_stare.rollout.engines.sglang.client import SGLangClient, everywher
 from megatron_stare.rollout.engines.sglang.place import Place, here, require_reach
 from megatron_stare.rollout.engines.sglang.server_layout import ServerLayout
 from megatron_stare.rollout.engines.sglang.sync import Bucket, WeightSync, meeting_device
+from megatron_stare.weights.sync.device_rooms import open_shared, shared_name
 
 
 class TensorSync(WeightSync):
@@ -40,12 +41,8 @@ class TensorSync(WeightSync):
             for client, place in zip(self._clients, self._places, strict=True):
                 require_reach(place, here(self._where), client.url)
 
-    async def send(self, bucket: Bucket) -> None:
-        lying = [(name, tensor.detach().to(self._where)) for name, tensor in bucket]  # until all servers have copied it
-        ranks = sum(layout.tensor for layout in self._layouts)
-        # each rank of a server unpickles its own; a handle may be opened by one process alone
-        payloads = [packed(lying) for _ in range(ranks)] if self._where.type == "cuda" else [packed(lying)] * ranks
-        sent = iter(payloads)
+    async def send(self, bucket: Bucket, handles: Sequence[str] = ()) -> None:
+        sent = iter(handles or self._packed(bucket))
         bodies = [
             {
                 "serialized_named_tensors": list(islice(sent, layout.tensor)),
@@ -58,18 +55,27 @@ class TensorSync(WeightSync):
             *(c.post("/update_weights_from_tensor", body) for c, body in zip(self._clients, bodies, strict=True))
         )
 
+    def _packed(self, bucket: Bucket) -> list[str]:
+        """Of each rank of all servers, which unpickles its own; a handle may be opened by one process alone."""
+        lying = [(name, tensor.detach().to(self._where)) for name, tensor in bucket]  # until all servers have copied it
+        ranks = sum(layout.tensor for layout in self._layouts)
+        return [packed(lying) for _ in range(ranks)] if self._where.type == "cuda" else [packed(lying)] * ranks
+
     async def close(self) -> None:
         """Nothing is held."""
 
 
 def packed(bucket: Bucket) -> str:
-    """A bucket as the servers unpickle it, in base64: a list of (name, tensor); CPU tensors with bytes of their own,
-    those on a GPU as handles, valid while the tensors live."""
+    """A bucket as the servers unpickle it, in base64: a list of (name, tensor); those on a GPU and those in shared
+    memory (DeviceRooms) as handles, valid while the tensors live, other CPU tensors with bytes of their own."""
     buffer = io.BytesIO()
     pickler: pickle.Pickler
-    if bucket[0][1].is_cuda:
+    first = bucket[0][1]
+    if first.is_cuda:
         torch.cuda.synchronize()  # the servers read without waiting for this process's streams
         pickler, tensors = _HandlePickler(buffer), list(bucket)
+    elif shared_name(first.untyped_storage()) is not None:
+        pickler, tensors = _SharedPickler(buffer), [(name, tensor.detach()) for name, tensor in bucket]
     else:
         pickler = pickle.Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
         tensors = [(name, tensor.detach().clone()) for name, tensor in bucket]  # a view would carry its whole bucket
@@ -87,6 +93,25 @@ class _HandlePickler(ForkingPickler):
         rebuild, arguments = reductions.reduce_tensor(thing)
         uuid = str(torch.cuda.get_device_properties(arguments[_DEVICE]).uuid)
         return rebuild, (*arguments[:_DEVICE], uuid, *arguments[_DEVICE + 1 :])
+
+
+class _SharedPickler(ForkingPickler):
+    """Shares the memory of CPU tensors by the name of its file, which only servers of this project's open."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        if isinstance(thing, torch.UntypedStorage) and (name := shared_name(thing)) is not None:
+            return open_shared, (name, thing.nbytes())
+        if isinstance(thing, Tensor):
+            # not by torch's own way, which would move the memory elsewhere
+            part = thing.storage_offset(), thing.size(), thing.stride(), False
+            return reductions.rebuild_tensor, (
+                Tensor,
+                torch.storage.TypedStorage(wrap_storage=thing.untyped_storage(), dtype=thing.dtype, _internal=True),
+                part,
+            )
+        if isinstance(thing, torch.storage.TypedStorage):
+            return reductions.rebuild_typed_storage, (thing._untyped_storage, thing.dtype)
+        return NotImplemented
 
 
 _DEVICE = 6  # among the arguments of torch's rebuild_cuda_tensor

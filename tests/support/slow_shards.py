@@ -1,0 +1,92 @@
+"""Runs the slow tests file by file, resumable, and writes their table.
+
+    bash scripts/test.sh --slow                # all that is left of this commit; again after it was interrupted
+    bash scripts/test.sh --slow tests/rollout  # some of them
+
+What a file came to is kept in build/slow/COMMIT/, so a file whose tests passed is not run again for that commit. Once
+every file has been run, the table is benchmarks/results/slow_suite.json: the commit, the machine, and of each file its
+seconds, the tests that passed, and by name those that failed or were skipped, with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "benchmarks/results/slow_suite.json"
+
+
+def pytest(*arguments: str, **how: Any) -> subprocess.CompletedProcess[str]:
+    """Runs pytest in one process."""
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-m", "slow", *arguments]
+    return subprocess.run(command, cwd=ROOT, text=True, check=False, **how)
+
+
+def files_of(paths: list[str]) -> list[str]:
+    """Returns the files that have slow tests, in pytest's order. Exits where one cannot be collected."""
+    listed = pytest("--collect-only", "-q", *paths, capture_output=True)
+    if listed.returncode:
+        sys.exit(listed.stdout + listed.stderr)
+    return list(dict.fromkeys(re.findall(r"^(tests/\S+\.py)::", listed.stdout, re.MULTILINE)))
+
+
+def outcome(report: Path) -> dict[str, Any]:
+    """Reads what a file's tests came to from its JUnit report."""
+    (suite,) = ElementTree.parse(report).getroot()
+    told: dict[str, Any] = {"seconds": round(float(suite.attrib["time"]), 1), "passed": 0}
+    for case in suite.iter("testcase"):
+        found = {kind: case.find(kind) for kind in ("failure", "error", "skipped")}
+        kind = next((kind for kind, element in found.items() if element is not None), None)
+        if kind is None:
+            told["passed"] += 1
+        else:
+            reason = (found[kind].get("message") or "").strip().splitlines()  # type: ignore[union-attr]
+            told.setdefault("skipped" if kind == "skipped" else "failed", {})[case.attrib["name"]] = (reason or [""])[0]
+    return told
+
+
+def git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def main(paths: list[str]) -> int:
+    commit = git("rev-parse", "--short", "HEAD")
+    if git("status", "--porcelain", "--untracked-files=no"):
+        sys.exit("error: there are changes that no commit has: commit them, as results are kept by commit")
+    folder = ROOT / "build/slow" / commit
+    folder.mkdir(parents=True, exist_ok=True)
+    results: dict[str, dict[str, Any]] = {}
+    every = files_of(paths)
+    for number, file in enumerate(every, 1):
+        report = folder / f"{file.replace('/', '.')}.xml"
+        if not report.exists() or "failed" in outcome(report):
+            begun = time.monotonic()
+            print(f"{number}/{len(every)} {file}", end=" ", flush=True)
+            with report.with_suffix(".log").open("w") as log:
+                pytest("-v", f"--junitxml={report}", file, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            if not report.exists():
+                sys.exit(f"error: pytest left no report; see {report.with_suffix('.log')}")
+            told = outcome(report)
+            counts = ", ".join(f"{len(told[kind])} {kind}" for kind in ("failed", "skipped") if kind in told)
+            print(f"{told['passed']} passed{counts and ', ' + counts} in {time.monotonic() - begun:.0f} s", flush=True)
+        results[file] = outcome(report)
+    if not paths:
+        sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+        from machine import machine
+
+        TABLE.write_text(json.dumps({"commit": commit, "machine": machine(), "files": results}, indent=1) + "\n")
+    failed = [f"{file}::{name}" for file, told in results.items() for name in told.get("failed", {})]
+    print(*failed, sep="\n")
+    print(f"{sum(told['passed'] for told in results.values())} passed, {len(failed)} failed, on {commit}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
