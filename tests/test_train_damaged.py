@@ -70,7 +70,7 @@ def cut(file: Path) -> None:
     [
         (flip, "__0_0.distcp", "damaged: its SHA-256 is"),
         (flip, ".metadata", "damaged: its SHA-256 is"),
-        (flip, "common.pt", "damaged: its SHA-256 is"),
+        (flip, "metadata.json", "damaged: its SHA-256 is"),
         (flip, RUN_STATE, "damaged: its SHA-256 is"),
         (flip, MANIFEST, "the list of checksums is damaged"),
         (Path.unlink, MANIFEST, "the list of checksums is missing"),
@@ -133,10 +133,10 @@ def test_without_verification_lengths_and_small_files_are_still_looked_at(
 
 def test_nothing_is_offered_where_nothing_older_is_whole(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(run / "checkpoints/step_000002" / RUN_STATE)
-    flip(run / "checkpoints/step_000004/common.pt")
+    flip(run / "checkpoints/step_000004/metadata.json")
     assert main(typed(run, "--resume", **{"run.steps": 5})) == 2
     error = capsys.readouterr().err
-    assert "step_000004/common.pt: damaged" in error and "--from-step" not in error
+    assert "step_000004/metadata.json: damaged" in error and "--from-step" not in error
     assert main(typed(run, "--from-step", "3", **{"run.steps": 5})) == 2
     error = capsys.readouterr().err
     assert "the run has no complete checkpoint of step 3\n  fix: there are those of: 2, 4" in error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 
@@ -11,6 +12,14 @@ DEPRECATIONS = (
     r"`load_state_dict` is deprecated",
     r"Please use DTensor instead and we are deprecating ShardedTensor",
 )
+# what 0.19 logs of interfaces that are used here on purpose, and torch as 0.19 imports it, by the module that logs:
+# docs/decisions.md says why each is used
+LOGGED = {
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
+    "megatron.core.dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
+    "torch.utils.cpp_extension": "No CUDA runtime is found",  # torch with CUDA, on a machine without
+}
 
 
 def quiet_upstreams() -> None:
@@ -23,3 +32,22 @@ def quiet_upstreams() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     for message in DEPRECATIONS:
         warnings.filterwarnings("ignore", message, category=FutureWarning)
+    for module, start in LOGGED.items():
+        logging.getLogger(module).addFilter(_Without(start))
+
+
+class _Without(logging.Filter):
+    """Drops messages that begin in one way."""
+
+    def __init__(self, start: str) -> None:
+        super().__init__()
+        self._start = start
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(self._start)
+
+    def __eq__(self, other: object) -> bool:  # a filter that is there already is not added again
+        return isinstance(other, _Without) and other._start == self._start
+
+    def __hash__(self) -> int:
+        return hash(self._start)

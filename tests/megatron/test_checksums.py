@@ -16,6 +16,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.errors import DataError
 from megatron_stare.megatron.backend.cpu_backend import substituted
 from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.megatron.upstream import RELEASE
 from megatron_stare.weights.files.manifest import Sum, write_manifest
 
 pytestmark = pytest.mark.distributed
@@ -72,7 +73,8 @@ def test_each_rank_sums_what_it_writes_and_reads_a_share(writers: RankPool, tmp_
     )
     found = writers.run(saved, 2, config, str(folder))
     shards = [{f"__{rank}_{n}.distcp" for n in range(2)} for rank in range(2)]
-    beside = {".metadata", "common.pt", "metadata.json"}
+    # what is no tensor: until 0.19 in a file of its own, since then with the first rank's tensors
+    beside = {".metadata", "metadata.json"} | ({"common.pt"} if RELEASE < (0, 19) else set())
     assert [set(sums) for sums, _ in found] == [shards[0] | beside, shards[1]]
     assert [set(read) for _, read in found] == [beside, set()]  # tensors are summed as they are written
     sums = found[0][0] | found[1][0]

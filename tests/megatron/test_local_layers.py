@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_stare.config.schema import ModelConfig, ParallelConfig, PerformanceConfig
 from megatron_stare.megatron.backend import layout as parallel_layout
-from megatron_stare.megatron.model.local_layers import RMSNorm, swiglu
+from megatron_stare.megatron.model.local_layers import RMSNorm, SwiGlu, swiglu
 from megatron_stare.megatron.model.model import build_model
 from megatron_stare.models import read_shape
 
@@ -94,7 +94,7 @@ def own_activations(rank: int, init: str, path: str, fused: bool | None) -> list
     layout = parallel_layout.join(parallel, rank, init, seed=1, timeout_s=60)
     performance = PerformanceConfig(swiglu_fusion=fused)
     (model,) = build_model(read_shape(path), ModelConfig(path=path), parallel, layout, performance)
-    found = [each.activation_func is swiglu for each in model.modules() if hasattr(each, "activation_func")]
+    found = [isinstance(each.activation_func, SwiGlu) for each in model.modules() if hasattr(each, "activation_func")]
     parallel_layout.leave()
     return found
 

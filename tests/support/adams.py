@@ -28,9 +28,17 @@ class InGroup(torch.optim.Optimizer):
     """The number of steps is in the group from the start."""
 
     def __init__(
-        self, params: Any, lr: float, betas: Any, eps: float, weight_decay: float, *, adam_w_mode: bool = True
+        self,
+        params: Any,
+        lr: float,
+        betas: Any,
+        eps: float,
+        weight_decay: float,
+        *,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
     ) -> None:
-        assert adam_w_mode
+        assert adam_w_mode and not capturable
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.begin()
 
@@ -143,6 +151,7 @@ class PrecisionAware(Late):
         weight_decay: float,
         *,
         adam_w_mode: bool = True,
+        capturable: bool = False,
         master_weights: bool = False,
         master_weight_dtype: torch.dtype = torch.float32,
         exp_avg_dtype: torch.dtype = torch.float32,
@@ -150,7 +159,7 @@ class PrecisionAware(Late):
         use_decoupled_grad: bool = False,
         store_param_remainders: bool = False,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, adam_w_mode=adam_w_mode)
+        super().__init__(params, lr, betas, eps, weight_decay, adam_w_mode=adam_w_mode, capturable=capturable)
         assert master_weights and use_decoupled_grad and store_param_remainders
         assert {master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype} == {torch.float32}
 

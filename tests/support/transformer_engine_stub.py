@@ -85,9 +85,21 @@ class GroupedLinear(_Projection):
 
 
 class RMSNorm(_Module):
-    def __init__(self, *, hidden_size: int, params_dtype: torch.dtype, device: Any, **_: Any) -> None:
+    """Takes its size under the name of today, or under the older one that megatron-core 0.16 gives."""
+
+    def __init__(
+        self,
+        *,
+        normalized_shape: int | None = None,
+        hidden_size: int | None = None,
+        params_dtype: torch.dtype,
+        device: Any,
+        **_: Any,
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=params_dtype, device=device))
+        size = hidden_size if normalized_shape is None else normalized_shape
+        assert size is not None
+        self.weight = nn.Parameter(torch.empty(size, dtype=params_dtype, device=device))
 
 
 class DotProductAttention(_Module):
@@ -109,7 +121,7 @@ def install() -> None:
         "transformer_engine.common.recipe": _names("DelayedScaling"),
         "transformer_engine.pytorch": {one.__name__: one for one in classes},
         "transformer_engine.pytorch.distributed": _names("CudaRNGStatesTracker", "activation_recompute_forward"),
-        "transformer_engine.pytorch.fp8": _names("FP8GlobalStateManager", "fp8_autocast"),
+        "transformer_engine.pytorch.fp8": _names("FP8GlobalStateManager", "fp8_autocast", "fp8_model_init"),
         "transformer_engine.pytorch.ops": _names("FusibleOperation", "Sequential"),
         "transformer_engine.pytorch.router": _names(
             "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function"

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random
-from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe import token_dispatcher
 from torch.overrides import TorchFunctionMode
+
+from megatron_stare.megatron.upstream import UNDEFINED
 
 _ABSENT = object()
 _CUDA_TYPES = {
@@ -118,10 +120,11 @@ def cpu_backend() -> Iterator[None]:
         substituted(random, "_get_cuda_rng_state", _get_random_state),
         substituted(random, "_set_cuda_rng_state", _set_random_state),
         substituted(token_dispatcher, "maybe_move_tensor_to_cpu", _to_host),
-        # used without being defined where Transformer Engine is absent
-        substituted(moe_utils, "te_general_gemm", None, absent=True),
+        contextlib.ExitStack() as undefined,
         _CudaMeansOurs(),
     ):
+        for owner, name in UNDEFINED:
+            undefined.enter_context(substituted(owner, name, None, absent=True))
         yield
 
 

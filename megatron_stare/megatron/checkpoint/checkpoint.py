@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
-from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -34,6 +32,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_stare.errors import DataError
+from megatron_stare.megatron import upstream
 from megatron_stare.megatron.backend.cpu_backend import backend, substituted
 from megatron_stare.megatron.backend.layout import Layout
 from megatron_stare.megatron.checkpoint.background_save import BackgroundSave
@@ -76,14 +75,12 @@ class Saver:
         """
         # Megatron passes what its writers report through a process of its own. It costs every rank seconds and a
         # second import of torch; here the reports are read in the process that gathers them.
-        reports = substituted(filesystem_async, "_get_write_results_queue", queue.SimpleQueue)
+        reports = substituted(*upstream.REPORTS, queue.SimpleQueue)
         with backend(), reports:
             state = _state(model, optimizer, scheduler, self._layout, reference, loading=False)
             apply_factories(state)
             dict_list_map_inplace(_as_its_own, state)
-            request = dist_checkpointing.save(
-                state, folder, self._strategy, validate_access_integrity=self._first, async_sharded_save=True
-            )
+            request = upstream.begin_save(state, folder, self._strategy, validate=self._first)
         self._first = False
         return BackgroundSave(request, folder)
 
@@ -115,13 +112,13 @@ def load(
     """
     check_files(folder)
     with backend(), _explained(folder):
-        common = dist_checkpointing.load_common_state_dict(folder)
+        common = upstream.load_common(folder)
         wanted = _state(model, optimizer, scheduler, layout, reference, loading=True)
         if {"context": 1, **common.get("layout", {})} != _sizes(layout, model):  # older ones do not name it
             del wanted["random"]
         # what several data ranks hold is read by one of them, and sent to the others
-        read_once = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(folder), layout.dp_group)
-        state = dist_checkpointing.load(wanted, folder, read_once)
+        read_once = FullyParallelLoadStrategyWrapper(upstream.load_strategy(folder), layout.dp_group)
+        state = upstream.load(wanted, folder, read_once)
         for i, chunk in enumerate(model):
             unwrap(chunk).load_state_dict(state[f"model{i}"])
         for i, chunk in enumerate(reference):
@@ -143,7 +140,7 @@ def load_weights(folder: str | Path, model: Sequence[nn.Module]) -> None:
     with backend(), _explained(str(folder)):
         wanted = {f"model{i}": _parameters(chunk) for i, chunk in enumerate(model)}
         _ask_for_saved_names(wanted, folder)
-        state = dist_checkpointing.load(wanted, str(folder))
+        state = upstream.load(wanted, str(folder))
         for i, chunk in enumerate(model):
             unwrap(chunk).load_state_dict(state[f"model{i}"], strict=False)  # what is left out is extra states
 

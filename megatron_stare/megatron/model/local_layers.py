@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 
@@ -64,6 +65,13 @@ class _RmsNorm(torch.autograd.Function):
 def swiglu(x: Tensor) -> Tensor:
     """silu(a) * b [*, F], of x = [a, b] [*, 2F] (N. Shazeer, arXiv 2002.05202)."""
     return _SwiGlu.apply(x)
+
+
+class SwiGlu(MegatronModule):
+    """`swiglu` as Megatron builds an activation and asks it for its part of a checkpoint, which is nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return swiglu(x)
 
 
 class _SwiGlu(torch.autograd.Function):

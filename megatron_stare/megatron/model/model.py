@@ -31,7 +31,8 @@ from megatron_stare.megatron.backend.cpu_backend import backend, device, has_tra
 from megatron_stare.megatron.backend.layout import Layout
 from megatron_stare.megatron.batching.packing import PackedSequences
 from megatron_stare.megatron.model.attention import SdpaCoreAttention
-from megatron_stare.megatron.model.local_layers import RMSNorm, swiglu
+from megatron_stare.megatron.model.local_layers import RMSNorm, SwiGlu
+from megatron_stare.megatron.upstream import mlp_submodules
 from megatron_stare.models import family_of, rule_for
 from megatron_stare.models.rope import scaled_frequencies
 from megatron_stare.models.rules import shard
@@ -136,7 +137,7 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     if config.use_te_activation_func:
-        layer.submodules.mlp.submodules.activation_func = swiglu
+        mlp_submodules(layer).activation_func = SwiGlu
     attention: ModuleSpec = layer.submodules.self_attention
     attention.submodules.core_attention = SdpaCoreAttention
     if config.qk_layernorm:
@@ -214,7 +215,7 @@ def mark_cut_parameters(part: nn.Module, shape: ModelShape) -> None:
     tensor = unwrap(part).config.tensor_model_parallel_size
     for name, parameter in named_parameters([part]):
         layout = rule_for(name, shape).layout
-        if layout != "replicated" and not hasattr(parameter, "tensor_model_parallel"):
+        if layout != "replicated" and "tensor_model_parallel" not in vars(parameter):
             for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
                 vars(parameter).pop(attribute, None)  # without data Transformer Engine's layers set the last one alone
             set_tensor_model_parallel_attributes(parameter, True, 1 if layout == "row" else 0, 1)
@@ -270,7 +271,7 @@ def gradient_buffers(model: Iterable[nn.Module]) -> Iterator[Any]:
 
 def unwrap(chunk: Any) -> GPTModel:
     """The GPTModel inside its wrappers."""
-    while hasattr(chunk, "module"):
+    while not isinstance(chunk, GPTModel):
         chunk = chunk.module
     return chunk
 

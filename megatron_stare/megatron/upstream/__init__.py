@@ -1,0 +1,43 @@
+"""What differs between releases of megatron-core: a module a release, the same names in each.
+
+The rest of the package neither asks for the release nor looks for what it may lack. tests/test_structure.py holds both.
+A release between two modules is served by the older one, a newer release by the newest.
+"""
+
+from __future__ import annotations
+
+from megatron.core import __version__
+
+RELEASE = tuple(map(int, __version__.split(".")[:2]))
+
+if RELEASE >= (0, 19):
+    from megatron_stare.megatron.upstream.core_0_19 import (
+        REPORTS,
+        UNDEFINED,
+        begin_save,
+        load,
+        load_common,
+        load_strategy,
+        mlp_submodules,
+    )
+else:
+    from megatron_stare.megatron.upstream.core_0_16 import (
+        REPORTS,
+        UNDEFINED,
+        begin_save,
+        load,
+        load_common,
+        load_strategy,
+        mlp_submodules,
+    )
+
+__all__ = [
+    "RELEASE",
+    "REPORTS",
+    "UNDEFINED",
+    "begin_save",
+    "load",
+    "load_common",
+    "load_strategy",
+    "mlp_submodules",
+]

@@ -1,0 +1,68 @@
+"""megatron-core 0.16, as this package uses it."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.common import (
+    COMMON_STATE_FNAME,
+    TorchCommonLoadStrategy,
+)
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+# The module, and its function that makes the queue of what a checkpoint's writers report.
+REPORTS = (filesystem_async, "_get_write_results_queue")
+# Names that are read without being defined where Transformer Engine is absent.
+UNDEFINED = ((moe_utils, "te_general_gemm"),)
+_COMMON = "common_state/shard_0_1"  # the object that 0.19 saves in the place of a file
+
+
+def mlp_submodules(layer: ModuleSpec) -> MLPSubmodules:
+    """Finds the parts of a local layer's feed-forward network, to be replaced where they are."""
+    return layer.submodules.mlp.submodules
+
+
+def begin_save(state: dict[str, Any], folder: str, strategy: Any, *, validate: bool) -> AsyncRequest:
+    """Plans a checkpoint that is written in the background.
+
+    Args:
+        validate: whether every part of a tensor is checked to be saved by just one rank.
+    """
+    return dist_checkpointing.save(state, folder, strategy, validate_access_integrity=validate, async_sharded_save=True)
+
+
+class _LoadCommon(TorchCommonLoadStrategy):
+    """Reads what is no tensor, from its file or, in a checkpoint of 0.19, from among the tensors."""
+
+    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        if (Path(checkpoint_dir) / COMMON_STATE_FNAME).exists():
+            return super().load_common(Path(checkpoint_dir))
+        read: dict[str, Any] = {_COMMON: io.BytesIO()}
+        reader = torch.distributed.checkpoint.FileSystemReader(checkpoint_dir)
+        torch.distributed.checkpoint.load(read, storage_reader=reader, no_dist=True)
+        found = read[_COMMON]
+        return (torch.load(found) if isinstance(found, io.BytesIO) else found)[0]
+
+
+def load_common(folder: str) -> dict[str, Any]:
+    """Reads what is no tensor of a checkpoint."""
+    return _LoadCommon().load_common(folder)
+
+
+def load(state: dict[str, Any], folder: str, strategy: Any = None) -> dict[str, Any]:
+    """Reads what `state` asks for; `strategy` says how tensors are read, None: as Megatron does by itself."""
+    return dist_checkpointing.load(state, folder, strategy, _LoadCommon())
+
+
+def load_strategy(folder: str) -> Any:
+    """Gives Megatron's own way to read the tensors of a checkpoint."""
+    return get_default_load_sharded_strategy(folder)
