@@ -179,7 +179,10 @@ def in_order(numbers: Sequence[int], code: int, said: str) -> bool:
     be said."""
     *signals, stopped, command = said.splitlines() if said.count("\n") > 2 else ("", "", "")
     names = [signal.Signals(number).name for number in numbers]
-    if [line.partition(": ")[0] for line in signals] not in (names, names[:1]):
+    told = [line.partition(": ")[0] for line in signals]
+    if told == names[::-1]:  # those that come while the process cannot look have no order
+        numbers = numbers[::-1]
+    elif told not in (names, names[:1]):
         return False
     first, *later = numbers
     hurried = len(signals) == 2 and first == AFTER_STEP and "already" not in signals[1] and signals[1] != AT_ONCE

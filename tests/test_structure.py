@@ -239,3 +239,52 @@ def test_event_loops_are_run_where_signals_are_known() -> None:
         if isinstance(node, ast.Attribute) and names & {node.attr, ast.unparse(node)}
     }
     assert using == {"process/interruption.py"}
+
+
+UPSTREAM = PACKAGE / "megatron/upstream"
+
+
+def test_releases_of_megatron_core_differ_in_one_folder() -> None:
+    """Elsewhere in the package that imports it nothing asks for its release, or looks for what it may lack. A file of
+    Transformer Engine's is looked for as a whole."""
+    asked = {"hasattr", "inspect.signature", "importlib.metadata.version"}
+    found = set()
+    for file in sorted((PACKAGE / "megatron").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())) if UPSTREAM not in file.parents else ():
+            called = isinstance(node, ast.Call) and ast.unparse(node.func) in asked
+            version = isinstance(node, ast.ImportFrom) and "__version__" in {name.name for name in node.names}
+            caught = isinstance(node, ast.ExceptHandler) and "ImportError" in ast.unparse(node.type or ast.Name("all"))
+            if called or version or caught:
+                found.add((here(file), ast.unparse(node)[:60]))
+    assert found == set()
+
+
+def test_every_release_of_megatron_core_has_the_same_names() -> None:
+    """Read, not imported: only one release is installed."""
+    trees = {file.stem: ast.parse(file.read_text()) for file in UPSTREAM.glob("core_*.py")}
+    names = {
+        stem: {
+            name
+            for node in tree.body
+            for name in (
+                [node.name]
+                if isinstance(node, ast.FunctionDef | ast.ClassDef)
+                else [
+                    ast.unparse(target)
+                    for target in getattr(node, "targets", [getattr(node, "target", None)])
+                    if target
+                ]
+                if isinstance(node, ast.Assign | ast.AnnAssign)
+                else []
+            )
+            if not name.startswith("_")
+        }
+        for stem, tree in trees.items()
+    }
+    taken = {
+        name.name
+        for node in ast.walk(ast.parse((UPSTREAM / "__init__.py").read_text()))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("megatron_stare")
+        for name in node.names
+    }
+    assert len(names) == 2 and all(own == taken for own in names.values()), names

@@ -304,6 +304,8 @@ HURRIED = SAVED.replace("INT", "TERM").replace("SIGTERM: the", "SIGUSR1: after i
         ([signal.SIGINT, signal.SIGTERM], 130, AT_ONCE, False),
         ([signal.SIGINT, signal.SIGTERM], 130, ALREADY, True),
         ([signal.SIGINT, signal.SIGTERM], 130, SAVED, True),  # the second came too late
+        ([signal.SIGTERM, signal.SIGINT], 130, ALREADY, True),  # both were pending
+        ([signal.SIGTERM, signal.SIGINT], 143, ALREADY, False),
         ([signal.SIGINT], 130, ALREADY, False),
         ([signal.SIGUSR1, signal.SIGTERM], 143, HURRIED, True),
         ([signal.SIGUSR1, signal.SIGTERM], 75, HURRIED, False),

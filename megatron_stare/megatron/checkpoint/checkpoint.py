@@ -32,13 +32,14 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_stare.errors import DataError
-from megatron_stare.megatron import upstream
 from megatron_stare.megatron.backend.cpu_backend import backend, substituted
 from megatron_stare.megatron.backend.layout import Layout
 from megatron_stare.megatron.checkpoint.background_save import BackgroundSave
 from megatron_stare.megatron.model.model import load_hf, named_parameters, unwrap
 from megatron_stare.megatron.optimizer.optimizer import loss_scale_of
 from megatron_stare.megatron.optimizer.optimizer_state import load_state, sharded_state
+from megatron_stare.megatron.upstream import REPORTS, begin_save, load_common, load_strategy
+from megatron_stare.megatron.upstream import load as load_tensors
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.files.hf_folder import HfFolder
 from megatron_stare.weights.files.torch_dist import TorchDist, check_files, is_checkpoint
@@ -75,12 +76,12 @@ class Saver:
         """
         # Megatron passes what its writers report through a process of its own. It costs every rank seconds and a
         # second import of torch; here the reports are read in the process that gathers them.
-        reports = substituted(*upstream.REPORTS, queue.SimpleQueue)
+        reports = substituted(*REPORTS, queue.SimpleQueue)
         with backend(), reports:
             state = _state(model, optimizer, scheduler, self._layout, reference, loading=False)
             apply_factories(state)
             dict_list_map_inplace(_as_its_own, state)
-            request = upstream.begin_save(state, folder, self._strategy, validate=self._first)
+            request = begin_save(state, folder, self._strategy, validate=self._first)
         self._first = False
         return BackgroundSave(request, folder)
 
@@ -112,13 +113,13 @@ def load(
     """
     check_files(folder)
     with backend(), _explained(folder):
-        common = upstream.load_common(folder)
+        common = load_common(folder)
         wanted = _state(model, optimizer, scheduler, layout, reference, loading=True)
         if {"context": 1, **common.get("layout", {})} != _sizes(layout, model):  # older ones do not name it
             del wanted["random"]
         # what several data ranks hold is read by one of them, and sent to the others
-        read_once = FullyParallelLoadStrategyWrapper(upstream.load_strategy(folder), layout.dp_group)
-        state = upstream.load(wanted, folder, read_once)
+        read_once = FullyParallelLoadStrategyWrapper(load_strategy(folder), layout.dp_group)
+        state = load_tensors(wanted, folder, read_once)
         for i, chunk in enumerate(model):
             unwrap(chunk).load_state_dict(state[f"model{i}"])
         for i, chunk in enumerate(reference):
@@ -140,7 +141,7 @@ def load_weights(folder: str | Path, model: Sequence[nn.Module]) -> None:
     with backend(), _explained(str(folder)):
         wanted = {f"model{i}": _parameters(chunk) for i, chunk in enumerate(model)}
         _ask_for_saved_names(wanted, folder)
-        state = upstream.load(wanted, str(folder))
+        state = load_tensors(wanted, str(folder))
         for i, chunk in enumerate(model):
             unwrap(chunk).load_state_dict(state[f"model{i}"], strict=False)  # what is left out is extra states
 
