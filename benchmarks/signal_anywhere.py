@@ -1,7 +1,7 @@
 """Signals a small run at any time, as a scheduler or a person does: is it closed in order, and in two lines?
 
-A seed draws the signal (SIGINT, SIGTERM, SIGUSR1) and the time, uniformly from where the run takes signals to a second
-after its first step; every third seed draws a second signal, up to SECOND_S after the first. The run must end with the
+A seed draws the signal (SIGINT, SIGTERM, SIGUSR1) and the time, uniformly from where the run takes signals to
+--after-s seconds after the first step of the first run; every third seed draws a second signal, up to SECOND_S after the first. The run must end with the
 code of docs/checkpoints.md, say on stderr that each signal came, where it stopped and what to type, and nothing else:
 no warning and no traceback of what was interrupted. None of its processes, of its files in /dev/shm and of its
 temporary folders may be left. Each run is a fork of this script, which has imported the package once.
@@ -140,6 +140,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--seeds", type=int, default=3, help="how many")
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--after-s", type=float, default=AFTER_S, help="of training that signals may come in")
     parser.add_argument("--ray", action="store_true", help="two ranks and an engine of Ray instead of one process")
     parser.add_argument("--out", type=Path, help=f"default: {RESULT.name} or {RAY_RESULT.name}, beside the others")
     arguments = parser.parse_args()
@@ -155,7 +156,7 @@ def main() -> int:
                 first_s = whole.wait_for(whole.has_made_a_step)
                 whole.end(signal.SIGINT)
         drawn = random.Random(seed)
-        number, at_s = drawn.choice(SIGNALS), drawn.uniform(0, first_s + AFTER_S)
+        number, at_s = drawn.choice(SIGNALS), drawn.uniform(0, first_s + arguments.after_s)
         second, after_s = (drawn.choice(SIGNALS), drawn.uniform(0, SECOND_S)) if seed % 3 == 0 else (None, 0.0)
         with tempfile.TemporaryDirectory() as folder:
             run = Run(Path(folder), ray=arguments.ray)
