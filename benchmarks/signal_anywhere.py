@@ -1,10 +1,11 @@
 """Signals a small run at any time, as a scheduler or a person does: is it closed in order, and in two lines?
 
 A seed draws the signal (SIGINT, SIGTERM, SIGUSR1) and the time, uniformly from where the run takes signals to
---after-s seconds after the first step of the first run; every third seed draws a second signal, up to SECOND_S after the first. The run must end with the
-code of docs/checkpoints.md, say on stderr that each signal came, where it stopped and what to type, and nothing else:
-no warning and no traceback of what was interrupted. None of its processes, of its files in /dev/shm and of its
-temporary folders may be left. Each run is a fork of this script, which has imported the package once.
+--after-s seconds after the first step of the first run; every third seed draws a second signal, up to SECOND_S after
+the first. The run must end with the code of docs/checkpoints.md, say on stderr that each signal came, where it stopped
+and what to type, and nothing else: no warning and no traceback of what was interrupted. None of its processes, of its
+files in /dev/shm and of its temporary folders may be left. Each run is a fork of this script, which has imported the
+package once.
 
     python benchmarks/signal_anywhere.py --seeds 20                        # one process, the local engine
     python benchmarks/signal_anywhere.py --seeds 20 --first-seed 20        # goes on; what is recorded is left
