@@ -569,8 +569,8 @@ def test_what_the_project_uses_is_found_by_reading_it() -> None:
         ("call", "packed_seq_params.PackedSeqParams", f"{of_ours}batching/packing.py"),
         (
             "substitute",
-            "dist_checkpointing.strategies.filesystem_async._get_write_results_queue",
-            f"{of_ours}checkpoint/checkpoint.py",
+            "transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
+            f"{of_ours}backend/cpu_backend.py",
         ),
         ("call", "optimizer.MegatronOptimizer.step", "tools/make_tiny_model.py"),
         ("name", "transformer.attention.SelfAttentionSubmodules.core_attention", f"{of_ours}model/model.py"),

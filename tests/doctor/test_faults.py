@@ -30,7 +30,14 @@ from megatron_stare.commands.doctor.checks_machine import (
     check_topology,
     parse_topology,
 )
-from megatron_stare.commands.doctor.checks_versions import LEAST_DRIVER, PINNED, check_alike, check_server_version
+from megatron_stare.commands.doctor.checks_versions import (
+    LEAST_DRIVER,
+    MEGATRON,
+    PINNED,
+    check_alike,
+    check_server_version,
+    check_versions,
+)
 from megatron_stare.commands.doctor.examine import as_text, examine, of_machine
 from megatron_stare.commands.doctor.facts import VARIABLES, Facts, loaded_nccl, local_facts
 from megatron_stare.commands.doctor.finding import Finding
@@ -51,7 +58,14 @@ TOPOLOGY = (
 )
 WELL = Facts(
     host="node1",
-    versions={"python": "3.12.3", **PINNED, "cuda": "13.0", "nccl": "2.28.9", "driver": "580.95.05"}
+    versions={
+        "python": "3.11.7",
+        "megatron-core": "0.16.1",
+        **PINNED,
+        "cuda": "13.0",
+        "nccl": "2.28.9",
+        "driver": "580.95.05",
+    }
     | {"transformer-engine": "2.20.2", "flash-attn": "2.8.3"},
     apex_is_nvidias=False,
     gpus=(80 * 10**9,) * 4,
@@ -349,8 +363,24 @@ def test_the_text_ends_with_what_is_wrong() -> None:
 
 def test_pins_are_those_of_the_project() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    assert {f"{name}=={version}" for name, version in PINNED.items()} <= set(lines)
+    pinned = {f"{name}=={version}" for name, version in PINNED.items()}
+    assert pinned | {f"megatron-core=={version}; {marker}" for marker, version in MEGATRON.items()} <= set(lines)
     assert set(LEAST_DRIVER) == {12, 13}
+
+
+@pytest.mark.parametrize(
+    ("python", "megatron", "level"),
+    [
+        ("3.11.7", "0.16.1", "ok"),
+        ("3.11.7", "0.19.2", "fault"),
+        ("3.12.1", "0.16.1", "fault"),
+        ("3.12.1", "0.19.2", "warning"),  # what has not been run with it is said
+    ],
+)
+def test_each_python_has_its_release_of_megatron_core(python: str, megatron: str, level: str) -> None:
+    facts = dataclasses.replace(WELL, versions={**WELL.versions, "python": python, "megatron-core": megatron})
+    (found,) = (each for each in check_versions(facts, None) if each.subject == "megatron-core")
+    assert found.level == level and ("have not" in found.seen) is (level == "warning")
 
 
 def test_at_least_20_faults_are_planted() -> None:
