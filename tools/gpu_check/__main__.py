@@ -81,7 +81,8 @@ def main() -> int:
 
 def wheels(folder: str) -> int:
     """Prints the wheels that a machine with PyTorch lacks, or fetches them for Python 3.12 on Linux."""
-    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
+    lines = (line.partition(";")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines())
+    pins = dict(line.split("==") for line in lines if "==" in line)  # of two, the later is for Python 3.12
     wanted = [f"{name}=={pins[name]}" for name in CARRIED]
     if not folder:
         print("\n".join(wanted))
