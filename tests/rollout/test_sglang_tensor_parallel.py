@@ -73,7 +73,7 @@ class OneElementOff(TensorSync):
         super().__init__(clients)
         self.server, self.rank, self.element = server, rank, element
 
-    async def send(self, bucket):
+    async def send(self, bucket, handles=()):
         await super().send(bucket)
         for name, tensor in bucket:
             if name == self.name:
