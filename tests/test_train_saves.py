@@ -10,6 +10,8 @@ import json
 import os
 import shlex
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +21,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.moments import at
-from support.runs import command, metrics, model
+from support.runs import TIMEOUT_S, command, environment, metrics, model
 
 from megatron_stare.cli import main
 from megatron_stare.environments.single_turn import SingleTurn
 from megatron_stare.megatron.trainer import Trainer
-from megatron_stare.process.interruption import TO_BE_CONTINUED
+from megatron_stare.process import interruption
+from megatron_stare.process.interruption import AFTER_STEP, TO_BE_CONTINUED
 from megatron_stare.process.time_limit import TimeLimit
 from megatron_stare.rollout.fleet.engine_pool import EnginePool
 from megatron_stare.run_dir.run_state import RunState
@@ -53,9 +56,15 @@ def typed(run_dir: Path, *more: str, **settings: Any) -> list[str]:
 
 
 def send(*numbers: int) -> Callable[[], None]:
+    """Sends the run's own process signals; each that counts has been taken when the next is sent."""
+
     def sent() -> None:
         for number in numbers:
+            before = interruption._current.number
             os.kill(os.getpid(), number)
+            if before is None or (before == AFTER_STEP and number != AFTER_STEP):
+                while interruption._current.number != number:
+                    threading.Event().wait(0.001)
 
     return sent
 
@@ -97,10 +106,11 @@ SAMPLING_3 = 2 * 8 + 5  # the fifth of the eight responses of the third step
         ([signal.SIGTERM], SingleTurn, "run", SAMPLING_3, TERMINATED, 2),
         ([signal.SIGUSR1], SingleTurn, "run", SAMPLING_3, TO_BE_CONTINUED, 3),
         ([signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1], SingleTurn, "run", SAMPLING_3, TERMINATED, 2),
-        ([signal.SIGTERM, signal.SIGTERM, signal.SIGINT], Trainer, "update", 3, TERMINATED, 3),
+        ([signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1], Trainer, "update", 3, TERMINATED, 3),
+        ([signal.SIGINT], Trainer, "update", 3, 128 + signal.SIGINT, 3),
         pytest.param([signal.SIGTERM], EnginePool, "update_weights", 4, TERMINATED, 3, marks=pytest.mark.slow),
     ],
-    ids=["sampling", "after-step", "in-a-hurry", "update-twice", "sync"],
+    ids=["sampling", "after-step", "in-a-hurry", "update-twice", "ctrl-c", "sync"],
 )
 def test_what_is_saved_is_the_last_whole_step_and_it_goes_on_from_there(
     undisturbed: Callable[..., Path],
@@ -168,30 +178,43 @@ def test_responses_under_way_are_those_of_the_saved_step(
     continued(run, whole, **PARTIAL)
 
 
-def test_ctrl_c_saves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    at(monkeypatch, Trainer, "update", {3: send(signal.SIGINT)})
-    assert main(typed(tmp_path / "run")) == 128 + signal.SIGINT
-    assert "after step 2 of 4; there is no checkpoint yet" in capsys.readouterr().err
-    assert checkpoints(tmp_path / "run") == []
+HANGS = """
+import sys, threading
+sys.path.insert(0, sys.argv[1])
+from test_train_saves import at, interruption, main, send, signal, Trainer
+
+def hang():
+    send(signal.SIGTERM)()
+    threading.Event().wait()
+
+class Patch:
+    setattr = staticmethod(setattr)
+
+interruption.UNHEARD_S = 0.2
+at(Patch, Trainer, "update", {3: hang})
+sys.exit(main(sys.argv[2:]))
+"""
 
 
-def test_an_update_that_does_not_end_in_time_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def hang() -> None:
-        send(signal.SIGTERM)()
-        threading.Event().wait()
-
-    at(monkeypatch, Trainer, "update", {3: hang})
-    settings = {"checkpoint.grace_s": 0.2, "run.checkpoint_every": 2}
-    assert main(typed(tmp_path / "run", **settings)) == TERMINATED
-    error = capfd.readouterr().err
-    assert "SIGTERM: the run is saved and closed after the update under way" in error
-    assert "0.2 s are over: closing the run without a checkpoint" in error
-    assert "after step 2 of 4; the last checkpoint is of step 2" in error
-    assert checkpoints(tmp_path / "run") == ["step_000002"]
+def test_an_update_that_does_not_end_is_not_waited_for(tmp_path: Path) -> None:
+    settings = {"checkpoint.grace_s": 0.2, "run.checkpoint_every": 2, "checkpoint.background": "false"}
+    words = typed(tmp_path / "run", **settings)
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS, str(Path(__file__).parent), *words],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == TERMINATED, done.stderr
+    said = [line for line in done.stderr.splitlines() if "Warning" not in line]
+    assert said[:3] == [
+        "SIGTERM: the run is saved and closed after the update under way",
+        "0.2 s are over: closing the run without a checkpoint",
+        "the run does not let itself be closed: ending at once, without saving",
+    ]
+    assert "after step 2 of 4; the last checkpoint is of step 2" in said[3]
+    assert "step_000002" in checkpoints(tmp_path / "run")
 
 
 def test_a_run_out_of_time_saves_and_is_continued(
