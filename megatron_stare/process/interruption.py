@@ -86,7 +86,7 @@ class Interruption:
 
     @property
     def exit_code(self) -> int:
-        """Of a run that this ended."""
+        """Exit code of a run that this ended."""
         if self.time_is_up or (self.number == AFTER_STEP and self.standing is not None and not self.gave_up):
             return TO_BE_CONTINUED
         return 128 + (self.number or signal.SIGINT)
@@ -165,7 +165,7 @@ class Interruption:
 
     @property
     def drives(self) -> bool:
-        """Whether this is called on the thread that signals end."""
+        """True on the thread that signals end."""
         return self._driver is threading.current_thread()
 
     def poll(self) -> None:
@@ -414,12 +414,12 @@ def uninterrupted() -> Iterator[None]:
 
 
 def is_asked_to_end() -> bool:
-    """Whether a signal came: what would only serve another step need not be done."""
+    """Returns whether a signal came: what would only serve another step need not be done."""
     return _current.number is not None
 
 
 def is_to_be_saved() -> bool:
-    """Whether the run, which is being closed by a signal or by --stop-after, stands where its state is that of a whole
+    """Returns whether the run, which a signal or --stop-after closes, stands where its state is that of a whole
     step."""
     asked = _current.time_is_up or _current.number is not None
     return asked and _current.grace_s is not None and not _current.gave_up

@@ -73,7 +73,7 @@ class ReplicaPart(ABC):
 
 @dataclass(frozen=True)
 class Site:
-    """Where a replica is.
+    """Place of a replica.
 
     parts: its parts on its other nodes, in the order of these; None: it is on one node.
     address: of its own node, where the run's other processes reach what it starts.
