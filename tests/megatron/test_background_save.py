@@ -28,6 +28,7 @@ from megatron_stare.errors import UserError
 from megatron_stare.megatron.backend.cpu_backend import substituted
 from megatron_stare.megatron.checkpoint import background_save
 from megatron_stare.megatron.trainer import Trainer
+from megatron_stare.megatron.upstream import RELEASE
 from megatron_stare.run_dir.run_state import RunDir, RunState
 from megatron_stare.weights.files.torch_dist import TorchDist
 
@@ -81,10 +82,12 @@ class Run:
         self.checkpoints.save(RunState(step=number))
 
 
+# the file with what is no tensor: since 0.19 that of the first rank's first writer
+COMMON = r"common\.pt" if RELEASE < (0, 19) else r"__0_0\.distcp"
 # what a save does, in order: an audit event and the path that goes with it; each is met in the save of step 2
 MOMENTS = {
     "folder": ("os.mkdir", r"step_000002\.\w+\.tmp$"),
-    "common": ("open", r"step_000002\.\w+\.tmp/common\.pt$"),
+    "common": ("open", rf"step_000002\.\w+\.tmp/{COMMON}$"),
     "writing": ("open", r"step_000002\.\w+\.tmp/__0_1\.distcp$"),
     "metadata": ("open", r"step_000002\.\w+\.tmp/\.metadata(\.tmp)?$"),
     "format": ("open", r"step_000002\.\w+\.tmp/metadata\.json$"),
