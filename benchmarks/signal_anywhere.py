@@ -177,8 +177,8 @@ def main() -> int:
 
 
 def in_order(numbers: Sequence[int], code: int, said: str) -> bool:
-    """Whether a run that was sent these signals ended as docs/checkpoints.md has it. The last may have come too late to
-    be said."""
+    """Returns whether a run that was sent these signals ended as docs/checkpoints.md has it. The last may have come too
+    late to be said."""
     *signals, stopped, command = said.splitlines() if said.count("\n") > 2 else ("", "", "")
     names = [signal.Signals(number).name for number in numbers]
     told = [line.partition(": ")[0] for line in signals]

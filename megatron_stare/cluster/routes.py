@@ -35,7 +35,7 @@ class Door:
 
 @dataclass(frozen=True)
 class Tried:
-    """What a rank found. node: name of its own; unreached: by number of the server, why."""
+    """Findings of a rank. node: name of its own; unreached: by number of the server, why."""
 
     node: str
     unreached: dict[int, str]

@@ -255,7 +255,7 @@ class TrainerGroup:
 
 
 def _each(told: Any) -> Sequence[Any]:
-    """What a rank tells engines: one account of what it sent, or one for each engine."""
+    """Accounts that a rank gives engines: one account of what it sent, or one for each engine."""
     return told if isinstance(told, list) else [told]
 
 

@@ -140,7 +140,7 @@ class Interruption:
             return TICK_S
 
     def _look(self) -> None:
-        """Where the signal may raise now: wakes the driver's thread, and sets its limit."""
+        """Wakes the driver's thread and sets its limit, if the signal may raise now."""
         if not self._may_raise():
             self._heard_by = None
             return

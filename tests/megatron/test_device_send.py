@@ -1,4 +1,4 @@
-"""What ranks hand to engines on their own devices: every tensor, from memory of each of the engine's devices."""
+"""Sends to engines on the ranks' own devices: every tensor, from memory of each of the engine's devices."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Opened(Sender):
 
 
 def _values(name: str, bucket: Bucket) -> Tensor:
-    """Of the process whose memory this names."""
+    """Process whose memory the name is of."""
     whole = torch.from_file(str(FOLDER / name), shared=True, size=bucket.layout.nbytes, dtype=torch.uint8)
     return whole.view(bucket.layout.dtype)
 

@@ -222,7 +222,7 @@ def without_correction(method: Method) -> Method:
 
 
 def has_gate(method: Method) -> bool:
-    """Whether an entropy opens and closes a gate of it."""
+    """Returns whether an entropy opens and closes a gate of the method."""
     return isinstance(method, Stare) and method.entropy_target is not None
 
 
@@ -231,7 +231,7 @@ def has_correction(method: Method) -> bool:
 
 
 def draws(method: Method) -> bool:
-    """Whether a seeded draw decides about its tokens."""
+    """Returns whether a seeded draw decides about the method's tokens."""
     return isinstance(method, ClipCov)
 
 

@@ -1,4 +1,4 @@
-"""What differs between releases of megatron-core: a module a release, the same names in each.
+"""Differences between releases of megatron-core: a module a release, the same names in each.
 
 The rest of the package neither asks for the release nor looks for what it may lack. tests/test_structure.py holds both.
 A release between two modules is served by the older one, a newer release by the newest.

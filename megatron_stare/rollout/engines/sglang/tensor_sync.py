@@ -56,7 +56,7 @@ class TensorSync(WeightSync):
         )
 
     def _packed(self, bucket: Bucket) -> list[str]:
-        """Of each rank of all servers, which unpickles its own; a handle may be opened by one process alone."""
+        """Handles for each rank of all servers, which unpickles its own; one process alone may open a handle."""
         lying = [(name, tensor.detach().to(self._where)) for name, tensor in bucket]  # until all servers have copied it
         ranks = sum(layout.tensor for layout in self._layouts)
         return [packed(lying) for _ in range(ranks)] if self._where.type == "cuda" else [packed(lying)] * ranks
