@@ -45,7 +45,7 @@ def _megatron(versions: Mapping[str, str]) -> Finding:
     wanted = newest if python >= (3, 12) else older
     finding = _pinned("megatron-core", versions, wanted)
     if finding.level == "ok" and wanted == newest:
-        seen = f"{newest}, with which tests/megatron and tests/ops and short runs are done; long runs and slow tests have not been"
+        seen = f"{newest}; tests/megatron, tests/ops and short runs have passed, long runs and slow tests have not run"
         return warning("megatron-core", seen, f"Python 3.11 installs {older}, which all tests have run with")
     return finding
 
