@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -142,3 +143,33 @@ def test_a_signal_between_two_sessions_says_how_to_continue(tmp_path: Path, monk
     monkeypatch.setattr("megatron_stare.driver.held_run.pause", interrupted)
     interruption = on_driver_thread(body, lambda _: "")
     assert (interruption.standing.step, interruption.standing.run_dir) == (7, tmp_path / "run")
+
+
+def test_a_run_that_is_being_discarded_is_none_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second Ctrl-C may come while what a start left is removed, and says what to type."""
+    asked = []
+
+    def body(interruption: Interruption) -> int:
+        really = shutil.rmtree
+
+        def removing(path: Path) -> None:
+            asked.append(interruption.last_words())
+            really(path)
+
+        def failing() -> None:
+            with held(tmp_path) as run:
+                for number in range(8):  # in whatever order they are removed, none may go before the configuration
+                    (run.dir.path / str(number)).mkdir()
+                assert interruption.last_words().step == 0
+                monkeypatch.setattr(shutil, "rmtree", removing)
+                raise UserError("the disk is full")
+
+        with pytest.raises(UserError, match="the disk"):
+            failing()
+        monkeypatch.undo()
+        assert interruption.last_words() is None
+        return 0
+
+    assert on_driver_thread(body, lambda interruption: "") == 0
+    assert asked == [None] * 8
+    assert not (tmp_path / "run").exists()

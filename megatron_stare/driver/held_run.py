@@ -28,7 +28,7 @@ from megatron_stare.process.workers import WorkerLostError, WorkerSilentError
 from megatron_stare.records.metric import Metric
 from megatron_stare.rollout.engines.engine import EngineLostError
 from megatron_stare.rollout.fleet.health import NoEngineError
-from megatron_stare.run_dir.run_state import PLACEMENT, RunDir, RunState
+from megatron_stare.run_dir.run_state import CONFIG, PLACEMENT, RunDir, RunState
 
 T = TypeVar("T")
 METRICS = (
@@ -82,7 +82,7 @@ class HeldRun:
             check_dump_step(inputs.config, dump_step, 0)
             self.dir = RunDir.create(inputs.config)
         tell_run_dir(self.dir.path)
-        stands_at(self._standing)
+        stands_at(self._stands)
 
     @property
     def restarts(self) -> int:
@@ -146,6 +146,10 @@ class HeldRun:
         if self._came_up:
             return isinstance(error, WorkerLostError | EngineLostError | NoEngineError)
         return isinstance(error, WorkerLostError) and not isinstance(error, WorkerSilentError)
+
+    def _stands(self) -> Standing | None:
+        """How far the run got; None: its directory was discarded."""
+        return self._standing() if (self.dir.path / CONFIG).exists() else None
 
     def _standing(self) -> Standing:
         return Standing(self.dir.path, self.state.step, self._config.run.steps, self.dir.newest_step())

@@ -324,7 +324,6 @@ def handlers_kept() -> Iterator[None]:
 
 def _end_at_once(interruption: Interruption, last_words: Callable[[Interruption], str]) -> None:
     """Ends this process and what it has started, whatever they are at."""
-    interruption.standing = interruption.last_words()
     interruption.gave_up = True
     started = _below(psutil.Process())
     for process in started:  # from the top: Ray's agent starts a worker again that has ended
@@ -333,6 +332,7 @@ def _end_at_once(interruption: Interruption, last_words: Callable[[Interruption]
     psutil.wait_procs(started, timeout=KILLED_S)
     for folder in interruption.folders:
         shutil.rmtree(folder, ignore_errors=True)
+    interruption.standing = interruption.last_words()  # asked last: the driver's thread goes on until os._exit
     if os.isatty(1):
         os.write(1, b"\x1b[?25h\n")  # the cursor, which the live panel hides
     with contextlib.suppress(Exception):

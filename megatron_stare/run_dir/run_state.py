@@ -151,7 +151,12 @@ class RunDir:
             shutil.rmtree(leftover, ignore_errors=True)
 
     def discard(self) -> None:
-        """Removes all that was not there before. For a start that failed: what it left would be taken for a run."""
+        """Removes all that was not there before. For a start that failed: what it left would be taken for a run.
+
+        The configuration goes first, as it is what makes a directory a run: whoever is killed meanwhile leaves none.
+        """
+        if CONFIG not in self._found:
+            (self.path / CONFIG).unlink(missing_ok=True)
         for entry in self.path.iterdir():
             if entry.name not in self._found:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
