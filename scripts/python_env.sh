@@ -2,35 +2,74 @@
 # Sourced by them; does nothing by itself.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+PYTHONS="3.12 3.13 3.11 3.10" # in the order they are taken in: the newest megatron-core needs 3.12
 
 fail() { printf 'error: %s\n  fix: %s\n' "$1" "$2" >&2; exit 2; }
 
-# The first of some Pythons that is 3.10 to 3.12 and can make environments. The first argument is the variable that names one of the user's own.
+# The version of a Python, such as 3.12. Fails where it is none of PYTHONS.
+version_of() {
+    local version
+    version="$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" || return
+    [[ " $PYTHONS " == *" $version "* ]] && echo "$version"
+}
+
+can_make_environments() { "$1" -c 'import venv, ensurepip' 2>/dev/null; }
+
+# Every Python of a version that may be here: on PATH, then pyenv's, the newest first. pyenv's shims on PATH answer only
+# for versions that are selected.
+pythons_of() {
+    local folder folders=()
+    command -v "python$1" || true
+    folders=("${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/"$1".*/)
+    for ((folder = ${#folders[@]} - 1; folder >= 0; folder--)); do
+        [ ! -x "${folders[folder]}bin/python$1" ] || echo "${folders[folder]}bin/python$1"
+    done
+}
+
+# The Python that environments are made with, and in a second line why it is that one: that of the variable named here,
+# or the first of PYTHONS that can make environments.
 find_python() {
-    local variable="$1" candidate bare=
-    shift
-    for candidate in ${!variable:-} "$@" python3; do
-        if command -v "$candidate" >/dev/null 2>&1 &&
-            "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
-            if "$candidate" -c 'import venv, ensurepip' 2>/dev/null; then
-                command -v "$candidate"
+    local variable="$1" version candidate bare=
+    if [ -n "${!variable:-}" ]; then
+        candidate="$(command -v "${!variable}")" || fail "$variable=${!variable} is no command" "name one of ${PYTHONS// /, }"
+        version="$(version_of "$candidate")" ||
+            fail "$variable=${!variable} says: $("$candidate" --version 2>&1)" "name one of ${PYTHONS// /, }"
+        # of an environment, such as the one that is to be made anew, the Python that it was made with
+        candidate="$("$candidate" -c 'import sys; print(getattr(sys, "_base_executable", sys.executable))')"
+        can_make_environments "$candidate" || fail "$candidate has no venv module" "install python3-venv"
+        printf '%s\nas %s says\n' "$candidate" "$variable"
+        return
+    fi
+    for version in $PYTHONS; do
+        while read -r candidate; do
+            [ "$(version_of "$candidate")" = "$version" ] || continue
+            if can_make_environments "$candidate"; then
+                printf '%s\nthe first that is here of %s\n' "$candidate" "${PYTHONS// /, }"
                 return
             fi
-            bare="$(command -v "$candidate")"
-        fi
+            bare="$candidate"
+        done < <(pythons_of "$version")
     done
+    candidate="$(command -v python3)" || candidate=
+    if [ -n "$candidate" ] && version="$(version_of "$candidate")"; then
+        if can_make_environments "$candidate"; then
+            printf '%s\nthe only one here\n' "$candidate"
+            return
+        fi
+        bare="$candidate"
+    fi
     [ -z "$bare" ] || fail "$bare has no venv module" "install python3-venv"
-    fail "no Python 3.10 to 3.12 found (python3 is $(python3 --version 2>/dev/null || echo missing))" \
-        "install one, or name it: $variable=/path/to/python3.11"
+    fail "no Python 3.10 to 3.13 found (python3 is $(python3 --version 2>/dev/null || echo missing))" \
+        "install one, or name it: $variable=/path/to/python3.12"
 }
 
 # An empty environment in a folder, from a Python, if its disk has room.
 new_env() {
-    local venv="$1" python="$2" needed_mb="$3" free_mb
+    local venv="$1" python="$2" why="$3" needed_mb="$4" free_mb
     free_mb="$(df -Pm "$ROOT" | awk 'NR == 2 {print $4}')"
     [ "$free_mb" -ge "$needed_mb" ] ||
         fail "only $free_mb MB free on the disk of $ROOT, $venv needs $needed_mb" "free some space"
-    echo "setting up $venv with $("$python" --version) (a few minutes, once)"
+    echo "setting up $venv with $("$python" --version) of $python, $why (a few minutes, once)"
     rm -rf "$venv"
     "$python" -m venv "$venv"
 }
@@ -42,12 +81,31 @@ pip_install() {
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
 }
 
-# Calls a function that builds an environment, unless it was built from these files as they are, here.
+# Where the environment of a Python belongs: in the folder given, or, beside one there of another version, in a folder
+# of its own, such as .venv-3.11. Without a Python of the user's own it is the folder given.
+env_folder() {
+    local venv="$1" variable="$2" version there
+    if [ -n "${!variable:-}" ] && [ -x "$venv/bin/python" ]; then
+        version="$(version_of "${!variable}")" || version=
+        there="$(version_of "$venv/bin/python")" || there="$version"
+        [ "$version" = "$there" ] || venv="$venv-$version"
+    fi
+    echo "$venv"
+}
+
+# Calls a function that builds an environment, unless it was built from these files as they are, here, with its Python,
+# which must still run and be of the version that the variable named here asks for.
 build_if_changed() {
-    local venv="$1" build="$2" stamp
-    shift 2
+    local venv="$1" variable="$2" build="$3" stamp version asked
+    shift 3
     stamp="$(cat "$@" "$ROOT/pyproject.toml" "$ROOT/scripts/python_env.sh" | sha256sum | cut -d' ' -f1) $ROOT"
-    [ "$(cat "$venv/.stamp" 2>/dev/null)" = "$stamp" ] && return
-    "$build"
-    echo "$stamp" >"$venv/.stamp"
+    version="$(version_of "$venv/bin/python")" || version=missing
+    asked="$version"
+    [ -z "${!variable:-}" ] || asked="$(version_of "${!variable}")" || asked=unknown
+    if [ "$asked" = "$version" ] &&
+        [ "$(cat "$venv/.stamp" 2>/dev/null)" = "$stamp $("$venv/bin/python" --version 2>/dev/null)" ]; then
+        return
+    fi
+    "$build" "$venv"
+    echo "$stamp $("$venv/bin/python" --version)" >"$venv/.stamp"
 }

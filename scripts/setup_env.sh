@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
-# Makes .venv with the pinned dependencies and this project, editable. Seconds when nothing has changed.
-# Sourced by the other scripts; leaves $ROOT, and $PYTHON pointing into .venv. May also be run by itself.
+# Makes .venv with the pinned dependencies and this project, editable. Seconds when nothing has changed. With
+# PYTHON=python3.11, beside a .venv of another version, it is .venv-3.11.
+# Sourced by the other scripts; leaves $ROOT, and $PYTHON pointing into the environment. May also be run by itself.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/python_env.sh"
 
 build_env() {
-    local python
-    python="$(find_python PYTHON python3.12 python3.11 python3.10)"
-    new_env "$ROOT/.venv" "$python" 4000
-    pip_install "$ROOT/.venv" -c "$ROOT/constraints.txt" setuptools wheel
+    local venv="$1" found
+    found="$(find_python PYTHON)"
+    new_env "$venv" "${found%%$'\n'*}" "${found##*$'\n'}" 7000
+    pip_install "$venv" -c "$ROOT/constraints.txt" setuptools wheel
     # torch first and alone: where a CPU build of this version is at hand, pip takes it
-    pip_install "$ROOT/.venv" -c "$ROOT/constraints.txt" torch==2.13.0
-    pip_install "$ROOT/.venv" -c "$ROOT/constraints.txt" --no-build-isolation -e "$ROOT[dev]"
+    pip_install "$venv" -c "$ROOT/constraints.txt" torch==2.13.0
+    pip_install "$venv" -c "$ROOT/constraints.txt" --no-build-isolation -e "$ROOT[dev]"
 }
 
-build_if_changed "$ROOT/.venv" build_env "$ROOT/constraints.txt" "$ROOT/scripts/setup_env.sh"
-PYTHON="$ROOT/.venv/bin/python"
+VENV="$(env_folder "$ROOT/.venv" PYTHON)"
+build_if_changed "$VENV" PYTHON build_env "$ROOT/constraints.txt" "$ROOT/scripts/setup_env.sh"
+PYTHON="$VENV/bin/python"
 export PYTHON

@@ -35,30 +35,128 @@ def run(project: Path, script: str, *, begins: bool = False, **variables: str) -
     return done.returncode, done.stderr
 
 
+def python(path: Path, version: str, *, modules: bool = True, runs: bool = True) -> Path:
+    """A stand-in for a Python of a version. It answers what the scripts ask, and fails to make an environment. Without
+    `modules` it is as Debian's without python3-venv; without `runs`, pyenv's shim of a version that is not selected."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    answers = f"""#!/bin/bash
+{"" if runs else "exit 127"}
+case "$*" in
+*version_info*) echo {version} ;;
+*ensurepip*) {"true" if modules else "false"} ;;
+*_base_executable*) echo "$0" ;;
+--version) echo Python {version}.9 ;;
+*) exit 3 ;;
+esac
+"""
+    path.write_text(answers)
+    path.chmod(0o755)
+    return path
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_without_a_python(project: Path, script: str) -> None:
     variable, _ = SCRIPTS[script]
     code, said = run(project, script)
     assert code == 2
     assert said.splitlines() == [
-        "error: no Python 3.10 to 3.12 found (python3 is missing)",
-        f"  fix: install one, or name it: {variable}=/path/to/python3.11",
+        "error: no Python 3.10 to 3.13 found (python3 is missing)",
+        f"  fix: install one, or name it: {variable}=/path/to/python3.12",
     ]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_python_without_venv_is_passed_over(project: Path, script: str) -> None:
-    """It answers the version's question with yes and the modules' with no, as Debian's does without python3-venv."""
-    for name in ("python3.12", "python3.11"):
-        (project / "bin" / name).write_text('#!/bin/bash\n[[ "$2" != *ensurepip* ]]\n')
-        (project / "bin" / name).chmod(0o755)
+    for version in ("3.12", "3.11"):
+        python(project / f"bin/python{version}", version, modules=False)
     code, said = run(project, script)
     assert code == 2 and "has no venv module\n  fix: install python3-venv" in said
-    (project / "bin/python3.10").write_text("#!/bin/bash\n[[ $1 == -c ]]\n")  # can, and then fails to make one
-    (project / "bin/python3.10").chmod(0o755)
+    python(project / "bin/python3.10", "3.10")
+    assert chosen(project, script)[0] == str(project / "bin/python3.10")
+
+
+def chosen(project: Path, script: str, **variables: str) -> tuple[str, str]:
+    """The Python that it takes, and why."""
+    if not (project / "bin/rm").exists():
+        (project / "bin/rm").symlink_to(str(shutil.which("rm")))
+    command = [str(project / "bin/bash"), str(project / "scripts" / script)]
+    done = subprocess.run(
+        command, env={"PATH": str(project / "bin"), **variables}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 3 and done.stderr == ""  # as it came to make the environment
+    found = re.fullmatch(r"setting up \S+ with Python 3\.\d+\.9 of (\S+), (.*) \(a few minutes, once\)\n", done.stdout)
+    assert found, done.stdout
+    return found[1], found[2]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_newest_megatron_s_python_is_taken_where_there_is_one(project: Path, script: str) -> None:
+    variable, _ = SCRIPTS[script]
+    first = "the first that is here of 3.12, 3.13, 3.11, 3.10"
+    plain = python(project / "bin/python3", "3.10")
+    assert chosen(project, script) == (str(plain), "the only one here")
+    older = python(project / "bin/python3.11", "3.11")
+    assert chosen(project, script) == (str(older), first)
+    newer = python(project / "home/.pyenv/versions/3.13.0/bin/python3.13", "3.13")
+    assert chosen(project, script, HOME=str(project / "home")) == (str(newer), first)
+    python(project / "bin/python3.12", "3.12", runs=False)  # a shim
+    pyenvs = [python(project / f"pyenv/versions/{v}/bin/python3.12", "3.12") for v in ("3.12.1", "3.12.7")]
+    assert chosen(project, script, PYENV_ROOT=str(project / "pyenv")) == (str(pyenvs[-1]), first)
+    best = python(project / "bin/python3.12", "3.12")
+    assert chosen(project, script, PYENV_ROOT=str(project / "pyenv")) == (str(best), first)
+    assert chosen(project, script, **{variable: "python3.11"}) == (str(older), f"as {variable} says")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_python_of_the_user_s_that_cannot_serve_is_refused_by_name(project: Path, script: str) -> None:
+    variable, _ = SCRIPTS[script]
+    python(project / "bin/python3.12", "3.12")
+    python(project / "bin/python3.9", "3.9")
+    code, said = run(project, script, **{variable: "python3.9"})
+    assert code == 2
+    assert said == f"error: {variable}=python3.9 says: Python 3.9.9\n  fix: name one of 3.12, 3.13, 3.11, 3.10\n"
+    code, said = run(project, script, **{variable: "python4"})
+    assert code == 2 and f"error: {variable}=python4 is no command" in said
+    python(project / "bin/python3.13", "3.13", modules=False)
+    code, said = run(project, script, **{variable: "python3.13"})
+    assert code == 2 and "python3.13 has no venv module" in said
+
+
+def test_two_environments_stand_side_by_side(project: Path) -> None:
+    """What stands is not built again for its own Python, nor for none that is named, and another's goes beside it."""
     (project / "bin/rm").symlink_to(str(shutil.which("rm")))
-    code, said = run(project, script, begins=True)
-    assert code == 1 and said == ""
+    maker = (
+        '#!/bin/bash\ncase "$*" in\n'
+        "*version_info*) echo VERSION ;;\n--version) echo Python VERSION.9 ;;\n*_base_executable*) echo BASE ;;\n"
+        '"-m venv"*) /bin/mkdir -p "$3/bin"; /bin/cp "$0" "$3/bin/python" ;;\n*) true ;;\nesac\n'
+    )
+    for version in ("3.12", "3.11"):
+        path = project / f"bin/python{version}"
+        path.write_text(maker.replace("VERSION", version).replace("BASE", str(path)))
+        path.chmod(0o755)
+
+    def setting_up(**variables: str) -> tuple[str, str]:
+        script = f"source {project}/scripts/setup_env.sh; echo $PYTHON"
+        environment = {"PATH": str(project / "bin"), **variables}
+        command = [str(project / "bin/bash"), "-c", script]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        *said, used = done.stdout.splitlines()
+        return Path(used).relative_to(project).parts[0], " ".join(said).partition(" with ")[0].rpartition("/")[2]
+
+    assert setting_up() == (".venv", ".venv")
+    assert setting_up() == (".venv", "")
+    assert setting_up(PYTHON="python3.12") == (".venv", "")
+    assert setting_up(PYTHON="python3.11") == (".venv-3.11", ".venv-3.11")
+    assert setting_up(PYTHON="python3.11") == (".venv-3.11", "")
+    # as scripts hand it on to those that they call
+    assert setting_up(PYTHON=str(project / ".venv-3.11/bin/python")) == (".venv-3.11", "")
+    assert setting_up() == (".venv", "")
+    with (project / "constraints.txt").open("a") as file:
+        file.write("# changed\n")
+    # made from the Python that made it: its own is removed with it
+    assert setting_up(PYTHON=str(project / ".venv-3.11/bin/python")) == (".venv-3.11", ".venv-3.11")
+    (project / ".venv/bin/python").write_text((project / "bin/python3.11").read_text())  # of another release now
+    assert setting_up() == (".venv", ".venv")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -87,20 +185,20 @@ def ci(tmp_path: Path) -> Path:
         (tmp_path / folder).mkdir()
     shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
     for script in commands((ROOT / "README.md").read_text()):
-        (tmp_path / script).write_text(f'echo {script} "$@"\n')
+        (tmp_path / script).write_text(f'echo {script} "$@" on${{PYTHON:+-$PYTHON}}\n')
     return tmp_path
 
 
-def test_ci_runs_the_commands_of_readme_in_their_order(ci: Path) -> None:
+def test_ci_runs_the_commands_of_readme_in_their_order_and_on_the_older_python(ci: Path) -> None:
     done = subprocess.run(["bash", ci / ".ci/run"], cwd="/", capture_output=True, text=True, check=True)
     in_readme = commands((ROOT / "README.md").read_text())
     assert in_readme == ["scripts/quickstart.sh", "scripts/test.sh"]
-    assert [line.split()[0] for line in done.stdout.splitlines()] == in_readme  # the suite's last line comes last
-
-
-def test_ci_runs_all_but_the_slow_tests(ci: Path) -> None:
-    done = subprocess.run(["bash", ci / ".ci/run"], capture_output=True, text=True, check=True)
-    assert "scripts/test.sh --all" in done.stdout
+    first, whole, *older = [line.split() for line in done.stdout.splitlines()]
+    assert [first[0], whole[0]] == in_readme and whole[1] == "--all"
+    assert first[-1] == whole[-1] == "on"  # whatever Python is taken
+    assert [line[0] for line in older] == [*in_readme, in_readme[1]]
+    assert {line[-1] for line in older} == {"on-python3.11"}
+    assert {"tests/megatron", "tests/ops"} < set(older[1])
 
 
 @pytest.fixture

@@ -9,17 +9,16 @@ import os
 import secrets
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from support.runs import ROOT
-
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 RAY_PORT, FAKE, UP_S = 6379, "fake_gpu", 120
-RAY = str(ROOT / ".venv" / "bin" / "ray")
+RAY = str(Path(sys.executable).with_name("ray"))
 OWN = ["--net", "--uts", "--mount", "--ipc"]
 
 
