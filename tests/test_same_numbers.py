@@ -1,7 +1,8 @@
 """Rebuilding the house moves no number: the last commit before it and the working tree run side by side here.
 
 Every metric but those of the clock, every evaluation and every exported weight is the same, bit for bit. What moves on
-purpose is a commit of its own, which moves BASELINE too and says why.
+purpose is a commit of its own, which moves BASELINE too and says why. Both sides run with megatron-core 0.16.1, as the
+baseline knows no other.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tarfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +22,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.models import FAMILIES
+from support.releases import python_of
 from transformers import AutoModelForCausalLM
 
 from megatron_stare.algorithms import METHODS
@@ -64,14 +65,14 @@ def environment(root: Path) -> dict[str, str]:
 def run(root: Path, run_dir: Path, overrides: tuple[str, ...]) -> None:
     """Trains the quickstart with the code below `root`."""
     found = subprocess.run(
-        [sys.executable, "-c", "import megatron_stare; print(megatron_stare.__file__)"],
+        [python_of(newer=False), "-c", "import megatron_stare; print(megatron_stare.__file__)"],
         cwd=root.parent, env=environment(root), capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert found.stdout.startswith(f"{root}/"), "the other side's code would be compared with itself"
     arguments = (f"model.path={root}/assets/tiny-adder", f"run.dir={run_dir}", "run.rollouts_every=1", *overrides)
     arguments = (*arguments, "reward.timeout_s=600")  # an answer that a busy machine is late with is another reward
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_stare.cli", "train", f"{root}/configs/quickstart.yaml", *arguments],
+        [python_of(newer=False), "-m", "megatron_stare.cli", "train", f"{root}/configs/quickstart.yaml", *arguments],
         cwd=run_dir.parent, env=environment(root), capture_output=True, text=True, timeout=TIMEOUT_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -18,6 +18,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from support.releases import python_of
 from support.runs import ROOT, command, metrics, train
 
 from megatron_stare.cli import main
@@ -61,8 +62,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         archive.extractall(home / "old", filter="data")
     (home / "assets").symlink_to(home / "old/assets")
     environment = {**os.environ, "PYTHONPATH": str(home / "old")}
-    arguments = command("run.dir=run", config=home / "old/configs/quickstart.yaml", **ALONE)
-    done = subprocess.run(arguments, cwd=home, env=environment, capture_output=True, text=True)
+    _, *arguments = command("run.dir=run", config=home / "old/configs/quickstart.yaml", **ALONE)
+    python = python_of(newer=False)  # that commit knows no other megatron-core
+    done = subprocess.run([python, *arguments], cwd=home, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return home
 
