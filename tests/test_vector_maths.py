@@ -107,9 +107,14 @@ def test_every_script_that_computes_imports_what_settles(script: Path) -> None:
 
 SERVER_SIDE = """
 import sys, torch
-torchvision = torch.library.Library("torchvision", "DEF")  # as in serve.py, which would settle too
-torchvision.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-torchvision.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+try:  # as in serve.py, which would settle too
+    import torchvision
+except (ImportError, OSError, RuntimeError):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        del sys.modules[name]
+    torchvision = torch.library.Library("torchvision", "DEF")
+    torchvision.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    torchvision.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 if sys.argv[1] == "plugins":
     from sglang.srt.plugins import load_plugins
     load_plugins()

@@ -12,6 +12,12 @@ DEPRECATIONS = (
     r"`load_state_dict` is deprecated",
     r"Please use DTensor instead and we are deprecating ShardedTensor",
 )
+# what torch says where 0.19 reads what is no tensor of a checkpoint, in each process by itself and through an interface
+# of before
+OF_A_RESUME = (
+    r"torch\.distributed is disabled, unavailable or uninitialized, assuming the intent is to load in a single process",
+    r"The argument order of load has been changed",
+)
 # what 0.19 logs of interfaces that are used here on purpose, and torch as 0.19 imports it, by the module that logs:
 # docs/decisions.md says why each is used
 LOGGED = {
@@ -32,6 +38,8 @@ def quiet_upstreams() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
     for message in DEPRECATIONS:
         warnings.filterwarnings("ignore", message, category=FutureWarning)
+    for message in OF_A_RESUME:
+        warnings.filterwarnings("ignore", message, category=UserWarning)
     for module, start in LOGGED.items():
         logging.getLogger(module).addFilter(_Without(start))
 

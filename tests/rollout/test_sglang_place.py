@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
+import pickle
 
 import pytest
 import torch
@@ -83,3 +86,28 @@ def test_sglang_opens_handles_where_they_are_sent_and_nowhere_else() -> None:
     with pytest.raises(ConfigError):
         require_reach(Place(MINE.host, ("GPU-a", "GPU-c")), MINE, "")
     assert "Invalid device_uuid=GPU-b" in opened_by_sglang(servers.PYTHON, payload, ("GPU-a", "GPU-c"))
+
+
+def test_bytes_name_torch_s_own_reader_whatever_stands_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As megatron-core 0.19 has it, whose own no server knows; SGLang puts a reader of its own under torch's name."""
+    bucket = [("a", torch.arange(6.0).view(2, 3)), ("b", torch.tensor([1, 2], dtype=torch.bfloat16))]
+    torchs = torch.storage._load_from_bytes
+
+    def _load_safely(data: bytes) -> torch.UntypedStorage:
+        raise AssertionError("the sender's reader is asked for")
+
+    monkeypatch.setattr(torch.storage, "_load_from_bytes", _load_safely)
+    body = base64.b64decode(packed(bucket))
+    monkeypatch.setattr(torch.storage, "_load_from_bytes", torchs)
+    names = []
+
+    class Reader(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> object:
+            names.append(f"{module}.{name}")
+            return super().find_class(module, name)
+
+    received = Reader(io.BytesIO(body)).load()
+    assert "torch.storage._load_from_bytes" in names
+    assert not [name for name in names if "safely" in name or name.startswith("megatron")]
+    assert [name for name, _ in received] == ["a", "b"]
+    assert all(torch.equal(got, sent) for (_, got), (_, sent) in zip(received, bucket, strict=True))

@@ -8,7 +8,8 @@ import pickle
 from collections.abc import Sequence
 from itertools import islice
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from types import FunctionType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ def packed(bucket: Bucket) -> str:
     """A bucket as the servers unpickle it, in base64: a list of (name, tensor); those on a GPU and those in shared
     memory (DeviceRooms) as handles, valid while the tensors live, other CPU tensors with bytes of their own."""
     buffer = io.BytesIO()
-    pickler: pickle.Pickler
+    pickler: Any
     first = bucket[0][1]
     if first.is_cuda:
         torch.cuda.synchronize()  # the servers read without waiting for this process's streams
@@ -77,10 +78,25 @@ def packed(bucket: Bucket) -> str:
     elif shared_name(first.untyped_storage()) is not None:
         pickler, tensors = _SharedPickler(buffer), [(name, tensor.detach()) for name, tensor in bucket]
     else:
-        pickler = pickle.Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+        pickler = _BytesPickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
         tensors = [(name, tensor.detach().clone()) for name, tensor in bucket]  # a view would carry its whole bucket
     pickler.dump(tensors)
     return base64.b64encode(buffer.getbuffer()).decode("ascii")
+
+
+class _BytesPickler(pickle._Pickler):  # the one that is in C looks names up by itself
+    """Names torch's own reader of a storage's bytes. megatron-core 0.19 puts one of its own into its place, which
+    servers do not have, and refuse."""
+
+    dispatch: ClassVar[dict[type, Any]] = dict(pickle._Pickler.dispatch)
+
+    def save_function(self, function: Any) -> None:
+        if function is torch.storage._load_from_bytes:
+            self.write(pickle.GLOBAL + b"torch.storage\n_load_from_bytes\n")  # type: ignore[attr-defined]
+        else:
+            self.save_global(function)  # type: ignore[attr-defined]
+
+    dispatch[FunctionType] = save_function
 
 
 class _HandlePickler(ForkingPickler):
