@@ -264,9 +264,12 @@ def test_a_server_of_another_release_is_refused(fake):
 
 def test_released_memory_comes_back_without_weights(engine, fake):
     sync(engine)
+    while_updating = fake.queries["/flush_cache"]
     fake.calls.clear()
     engine.release_memory()
     assert fake.calls == ["/pause_generation", "/flush_cache", "/release_memory_occupation"]
+    # what was just ended may still be leaving; a sync's flush, beside requests that wait for it, must not wait for them
+    assert (while_updating, fake.queries["/flush_cache"]) == ("", "timeout=30")
     with pytest.raises(EngineStateError, match="resume its memory"):
         engine.generate(requests(1), PARAMS)
     with pytest.raises(EngineStateError, match="RELEASED"):

@@ -30,6 +30,7 @@ class FakeServer:
         self.calls: list[str] = []
         self.answers: dict[str, Any] = {}  # the newest of every path
         self.bodies: dict[str, Any] = {}  # likewise, of requests
+        self.queries: dict[str, str] = {}  # what followed a question mark, by path
         self.broken: set[str] = set()
         self.sampling_fields: set[str] = set()
         self.under_way = self.most_under_way = 0  # responses asked for at the same time
@@ -59,6 +60,7 @@ class FakeServer:
         """See rollout.sglang.http.Transport."""
         if self.dead:
             raise ConnectionResetError("the server is gone")
+        path, _, self.queries[path.partition("?")[0]] = path.partition("?")
         self.calls.append(path)
         self.under_way += path == "/generate"
         self.most_under_way = max(self.most_under_way, self.under_way)

@@ -193,9 +193,17 @@ class SGLangClient:
     async def resume(self) -> None:
         await self.post("/continue_generation", {})
 
-    async def flush(self) -> None:
-        """Drops the prefix cache. Raises SGLangError while requests are under way."""
-        await self._call("POST", "/flush_cache", {})
+    async def flush(self, idle_s: float = 0.0) -> None:
+        """Drops the prefix cache.
+
+        Args:
+            idle_s: that the server may take until nothing is under way any more, what waits included: a request that
+                was ended is answered a moment before its batch has left.
+
+        Raises:
+            SGLangError: requests are under way.
+        """
+        await self._call("POST", f"/flush_cache?timeout={idle_s:g}" if idle_s else "/flush_cache", {})
 
     async def release_memory(self, parts: Collection[str]) -> None:
         """Lets go of weights or cache, where the server was started with --enable-memory-saver (CUDA only); any other,

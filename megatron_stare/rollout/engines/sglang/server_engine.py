@@ -68,6 +68,7 @@ T = TypeVar("T")
 # A server ends a response this many tokens short of its context, and says nothing but "length".
 NEVER_FILLED = 2
 PROBE_S = 20.0
+IDLE_S = 30.0  # from when requests are ended until none is under way
 FORCING = 1e4  # a bias under which no other token is sampled
 
 
@@ -341,7 +342,7 @@ class SGLangEngine(ServedEngine):
     async def _release(self, parts: Collection[str]) -> None:
         """A server with a request under way would die of it, so it is paused first and asked whether it is idle."""
         await self._client.pause("abort")
-        await self._client.flush()
+        await self._client.flush(IDLE_S)
         await self._client.release_memory(parts)
 
     def resume_memory(self, parts: Collection[str] = MEMORY) -> None:
