@@ -11,6 +11,7 @@ import importlib
 import json
 import pkgutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -128,7 +129,7 @@ def rule_for(name: str, shape: ModelShape) -> Rule:
     numbers, pattern = numbered(name)
     for rule in family_of(shape).rules:
         if rule.megatron == pattern:
-            return Rule(name, tuple(hf.format(*numbers) for hf in rule.hf), rule.layout)
+            return replace(rule, megatron=name, hf=tuple(hf.format(*numbers) for hf in rule.hf))
     raise KeyError(f"{name} is not in the {shape.family} table")
 
 

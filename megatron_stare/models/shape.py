@@ -29,12 +29,26 @@ class ModelShape:
     experts_per_token: int = 0
     expert_ffn: int = 0
     renormalise_experts: bool = True  # whether the chosen experts' weights sum to 1
+    dense_layers: int = 0  # the first ones of a mixture of experts, which have a dense feed-forward layer
+    shared_ffn: int = 0  # columns of the experts that every token goes to, side by side
+    router_scale: float = 1.0  # of the chosen experts' weights
+    expert_groups: int = 1  # that experts are cut into
+    groups_per_token: int = 1  # of them, those that a token's experts are chosen from
+    rotated: float = 1.0  # share of each head that positions rotate
+    prediction_layers: int = 0  # behind the last one, for multi-token prediction, which are left out
     rope_scaling: Mapping[str, Any] | None = None  # parameters of one of the family's scalings, as config.json has them
 
     @property
     def feed_forward(self) -> int:
         """Columns of the feed-forward matrices that the model holds: of an expert's, where there are experts."""
         return self.expert_ffn if self.experts else self.ffn
+
+    @property
+    def whole_widths(self) -> tuple[int, ...]:
+        """Columns of the feed-forward matrices that every token goes through."""
+        if not self.experts:
+            return (self.ffn,)
+        return tuple(width for width in (self.ffn if self.dense_layers else 0, self.shared_ffn) if width)
 
     def padded_vocab(self, tp: int, multiple: int = 128) -> int:
         """Vocabulary rows that Megatron holds over `tp` ranks: a multiple of `multiple` a rank."""

@@ -33,23 +33,27 @@ ASSUMPTIONS = (
 
 
 def balanced(shape: ModelShape) -> ModelShape:
-    """The dense model whose tokens are as much work as those of a mixture of experts whose experts get equal shares."""
+    """The dense model whose tokens are as much work as those of a mixture of experts whose experts get equal shares;
+    leading dense layers count as the others."""
     if not shape.experts:
         return shape
-    return replace(shape, experts=0, ffn=shape.experts_per_token * shape.expert_ffn)
+    width = shape.experts_per_token * shape.expert_ffn + shape.shared_ffn
+    return replace(shape, experts=0, ffn=width, dense_layers=0, shared_ffn=0)
 
 
-def layer_matrices(shape: ModelShape) -> int:
-    """Entries of the matrices of a layer that a token is multiplied with: projections, router, feed-forward."""
+def body_matrices(shape: ModelShape) -> int:
+    """Entries of the matrices of all layers that a token is multiplied with: projections, router, feed-forward."""
     attention = 2 * shape.hidden * (shape.heads + shape.kv_heads) * shape.head_dim
-    return attention + 3 * shape.hidden * balanced(shape).ffn + shape.hidden * shape.experts
+    layer = attention + 3 * shape.hidden * balanced(shape).ffn + shape.hidden * shape.experts
+    dense = attention + 3 * shape.hidden * shape.ffn
+    return shape.dense_layers * dense + (shape.layers - shape.dense_layers) * layer
 
 
 def forward_flops(shape: ModelShape, prompt: float, response: float) -> float:
     """Operations of one sequence: its layers, causal attention over a mean of half of its tokens, and the output layer
     at the positions of the response alone."""
     length = prompt + response
-    matrices = 2 * shape.layers * layer_matrices(shape) * length
+    matrices = 2 * body_matrices(shape) * length
     attention = 2 * shape.layers * shape.heads * shape.head_dim * length * length  # scores and values, half masked
     return matrices + attention + 2 * shape.hidden * shape.vocab_size * response
 
@@ -158,7 +162,7 @@ def parameters(shape: ModelShape) -> int:
     """Entries of the matrices of the whole model, all experts included."""
     experts = 3 * shape.hidden * shape.expert_ffn * (shape.experts - shape.experts_per_token)
     ends = shape.hidden * shape.vocab_size * (1 if shape.tied else 2)
-    return shape.layers * (layer_matrices(shape) + experts) + ends
+    return body_matrices(shape) + (shape.layers - shape.dense_layers) * experts + ends
 
 
 def forwards(run: ResolvedRun) -> int:
@@ -266,7 +270,7 @@ def _read_weights(shape: ModelShape, at_once: float) -> float:
         return parameters(shape)
     missed = (1 - shape.experts_per_token / shape.experts) ** at_once
     expert = 3 * shape.hidden * shape.expert_ffn
-    return parameters(shape) - shape.layers * shape.experts * expert * missed
+    return parameters(shape) - (shape.layers - shape.dense_layers) * shape.experts * expert * missed
 
 
 def _bubble(config: Config, lengths: Lengths, prompts: int) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import FAMILIES, PARITY, random_batch, save_model
+from support.models import FAMILIES, MIXTURES, PARITY, random_batch, save_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -290,7 +290,7 @@ def test_other_families(ranks, tmp_path: Path, family: str, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["one", "tp2", "tp4-shared-kv", "pp2", "tp2-pp2"])
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"qwen3_moe"}))
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(MIXTURES)))
 def test_every_family_in_every_layout(ranks, tmp_path: Path, family: str, name: str) -> None:
     save_model(tmp_path, family)
     check(ranks, tmp_path, *LAYOUTS[name], packed=True)
@@ -332,6 +332,33 @@ def test_distributed_optimizer(ranks, tmp_path: Path, name: str) -> None:
 def test_distributed_optimizer_of_experts(ranks, tmp_path: Path, name: str) -> None:
     save_model(tmp_path, "qwen3_moe")
     check(ranks, tmp_path, EXPERTS[name], 30, packed=True, distributed=True)
+
+
+@pytest.mark.wide
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("glm4_moe_air", "one"),
+        ("glm4_moe", "one"),
+        ("glm4_moe", "ep2"),
+        ("glm4_moe", "pp2-ep2"),  # a stage with a dense layer and one without
+        ("glm4_moe", "tp2-sp-ep2"),
+        ("glm4_moe", "pp2-cp2-ep2"),
+        *(pytest.param("glm4_moe", name, marks=pytest.mark.slow) for name in sorted({*SLOW, "dp4-ep2", "cp2-ep2"})),
+        *(pytest.param("glm4_moe_air", name, marks=pytest.mark.slow) for name in EXPERTS if name != "one"),
+    ],
+)
+def test_mixtures_with_dense_layers(ranks, tmp_path: Path, family: str, name: str) -> None:
+    save_model(tmp_path, family)
+    check(ranks, tmp_path, EXPERTS[name], 40, packed=True)
+
+
+@pytest.mark.wide
+@pytest.mark.distributed
+def test_mixture_with_dense_layers_padded_and_with_the_distributed_optimizer(ranks, tmp_path: Path) -> None:
+    save_model(tmp_path, "glm4_moe")
+    check(ranks, tmp_path, EXPERTS["tp2-sp-ep2"], 40, packed=False, distributed=True)
 
 
 @pytest.mark.wide

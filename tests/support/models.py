@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -51,6 +52,31 @@ FAMILIES: dict[str, Any] = {
     "qwen2_tied": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False),
     "qwen3_tied": lambda: Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
+    "glm4_moe": lambda: Glm4MoeConfig(  # every feature on, also those that are never on together
+        **SIZES,
+        head_dim=16,
+        partial_rotary_factor=0.5,
+        attention_bias=True,
+        use_qk_norm=True,
+        n_routed_experts=8,
+        num_experts_per_tok=4,
+        moe_intermediate_size=24,
+        n_shared_experts=2,
+        first_k_dense_replace=1,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        tie_word_embeddings=False,
+    ),
+    "glm4_moe_air": lambda: Glm4MoeConfig(  # as GLM-4.5-Air has them
+        **SIZES,
+        attention_bias=True,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        first_k_dense_replace=2,
+        tie_word_embeddings=False,
+    ),
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **SIZES,
         head_dim=8,
@@ -61,6 +87,8 @@ FAMILIES: dict[str, Any] = {
         tie_word_embeddings=False,
     ),
 }
+
+MIXTURES = ("qwen3_moe", "glm4_moe", "glm4_moe_air")
 
 # layouts of tests/megatron/test_parity.py in which a family is held against transformers in every run of the
 # tests; the slow ones hold every family in more of them
@@ -137,6 +165,9 @@ def save_model(path: Path, family: str, seed: int = 0, **changed: int) -> Any:
             torch.nn.init.normal_(parameter, mean=float(name.endswith("norm.weight")), std=0.3)
         else:
             torch.nn.init.normal_(parameter, std=0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.3)  # as far apart as the scores
     model.save_pretrained(path)
     return model.eval()
 

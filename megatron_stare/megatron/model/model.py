@@ -22,6 +22,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
 from megatron_stare.config.performance import megatron_fields
@@ -131,8 +132,24 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
     activation and attention."""
     if has_transformer_engine():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    places = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    alike = {routed: _local_layer(config, routed) for routed in {_has_experts(config, place) for place in places}}
+    layers = [alike[_has_experts(config, place)] for place in places]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _has_experts(config: TransformerConfig, layer: int) -> bool:
+    """Whether a layer of the whole model, from 0, has experts."""
+    every = config.moe_layer_freq
+    return config.num_moe_experts is not None and (isinstance(every, int) or every[layer] == 1)
+
+
+def _local_layer(config: TransformerConfig, routed: bool) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
+        num_experts=config.num_moe_experts if routed else None,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
     )
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -143,8 +160,7 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
     if config.qk_layernorm:
         attention.submodules.q_layernorm = RMSNorm
         attention.submodules.k_layernorm = RMSNorm
-    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
+    return layer
 
 
 def build_policy(
@@ -202,6 +218,8 @@ def build_model(
             mark_cut_parameters(part, shape)
             if model.dtype != "float32":
                 part = Float16Module(config, part)
+                for _, bias in expert_biases([part]):
+                    bias.data = bias.data.float()  # Megatron would, but after what was loaded has been rounded
             parts.append(part)
         return parts
 
@@ -228,15 +246,33 @@ def mark_cut_parameters(part: nn.Module, shape: ModelShape) -> None:
 def named_parameters(model: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters with Megatron names whose layer and expert numbers are those of the whole model, wrappers stripped."""
     for chunk in model:
-        layers = unwrap(chunk).decoder.layers
         for name, parameter in unwrap(chunk).named_parameters():
-            if local := re.match(r"decoder\.layers\.(\d+)\.", name):
-                layer = layers[int(local.group(1))]
-                name = f"decoder.layers.{layer.layer_number - 1}.{name[local.end() :]}"
-                if expert := _EXPERT.search(name):
-                    number = layer.mlp.local_expert_indices[int(expert.group(1))]
-                    name = f"{name[: expert.start(1)]}{number}{name[expert.end(1) :]}"
-            yield name, parameter
+            yield _whole_name(chunk, name), parameter
+
+
+def expert_biases(model: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """The routers' biases of experts, [E] float32, by names like those of parameters. No optimizer moves them."""
+    for chunk in model:
+        for name, buffer in unwrap(chunk).named_buffers():
+            if name.endswith(".expert_bias"):
+                yield _whole_name(chunk, name), buffer
+
+
+def named_weights(model: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """All that a checkpoint holds of the model: parameters, and biases of experts."""
+    yield from named_parameters(model)
+    yield from expert_biases(model)
+
+
+def _whole_name(chunk: nn.Module, name: str) -> str:
+    """A name of this chunk with the layer and expert numbers of the whole model."""
+    if local := re.match(r"decoder\.layers\.(\d+)\.", name):
+        layer = unwrap(chunk).decoder.layers[int(local.group(1))]
+        name = f"decoder.layers.{layer.layer_number - 1}.{name[local.end() :]}"
+        if expert := _EXPERT.search(name):
+            number = layer.mlp.local_expert_indices[int(expert.group(1))]
+            name = f"{name[: expert.start(1)]}{number}{name[expert.end(1) :]}"
+    return name
 
 
 # an expert's number: of a module of its own, or of one of the weights of a grouped GEMM
@@ -278,12 +314,12 @@ def unwrap(chunk: Any) -> GPTModel:
 
 @torch.no_grad()
 def load_hf(model: list[nn.Module], folder: HfFolder, shape: ModelShape, layout: Layout) -> None:
-    """Fills every parameter with its slice of the folder's tensors; only that slice is read.
+    """Fills every parameter, and biases of experts, with its slice of the folder's tensors; only that is read.
 
     Raises:
         DataError: a tensor is missing or has the wrong shape.
     """
-    for name, parameter in named_parameters(model):
+    for name, parameter in named_weights(model):
         rule = rule_for(name, shape)
         cut = (0, 1) if is_expert(name) else (layout.tp_rank, layout.tp)
         part: Tensor = shard(rule, [folder.slice(hf) for hf in rule.hf], shape, *cut)

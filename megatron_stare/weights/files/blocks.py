@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+import torch
 from torch import Tensor
 
 from megatron_stare.models import rules as layouts
@@ -44,6 +46,10 @@ class Block:
     @property
     def elements(self) -> int:
         return (self.stop - self.start) * math.prod(self.size[1:])
+
+    def dtype(self, model: torch.dtype) -> torch.dtype:
+        """The dtype of the tensor in a checkpoint of a model whose weights are of dtype `model`."""
+        return torch.float32 if self.rule.float32 else model
 
 
 def cut(shape: ModelShape, block_bytes: int = BLOCK_BYTES) -> list[Block]:
@@ -134,10 +140,15 @@ def places(megatron: str) -> list[Place]:
 
 
 def written_places(megatron: str, shape: ModelShape) -> list[Place]:
-    """Where a converted checkpoint holds a parameter.
+    """Where a converted checkpoint holds a parameter: named one by one where layers are not alike, as Megatron does.
 
     The norm before experts has one name in local layers and another in Transformer Engine's: it is written under both,
     so that both load it.
     """
-    both = shape.experts > 0 and megatron.endswith(".pre_mlp_layernorm.weight")
-    return places(megatron)[: 2 if both else 1]
+    found = places(megatron)
+    if shape.dense_layers:
+        found = [place for place in found if "layers" not in place.dims]
+    in_layer = _LAYER.fullmatch(megatron)
+    of_experts = in_layer is not None and shape.dense_layers <= int(in_layer[1]) < shape.layers * bool(shape.experts)
+    both = of_experts and megatron.endswith(".pre_mlp_layernorm.weight")
+    return found[: 2 if both else 1]

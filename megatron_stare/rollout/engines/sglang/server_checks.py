@@ -143,12 +143,13 @@ def _check_cuts(config: Config, shape: ModelShape, options: ServerOptions) -> No
             where="sglang.tensor_parallel",
             fix="use a divisor",
         )
-    if shape.feed_forward * expert % tensor:
-        raise ConfigError(
-            f"{shape.feed_forward} columns of its feed-forward layers cannot be cut over {tensor} ranks of a server",
-            where="sglang.tensor_parallel",
-            fix="use a divisor",
-        )
+    for width, ranks in ((shape.feed_forward, tensor // math.gcd(tensor, expert)), *((w, tensor) for w in shape.whole_widths)):
+        if width % ranks:
+            raise ConfigError(
+                f"{width} columns of its feed-forward layers cannot be cut over {ranks} ranks of a server",
+                where="sglang.tensor_parallel",
+                fix="use a divisor",
+            )
     if shape.kv_heads % attending and attending % shape.kv_heads:
         raise ConfigError(
             f"{shape.kv_heads} key-value heads can be neither cut over nor shared by {attending} ranks of a server",
@@ -238,7 +239,7 @@ def _beyond_a_cpu(config: Config, shape: ModelShape, options: ServerOptions) -> 
         message = f"on a CPU SGLang pads {shape.kv_heads} key-value heads for {attending} ranks, so that weights "
         yield "sglang.tensor_parallel", message + "could not be compared", f"use a divisor of {shape.kv_heads}"
     widths = CPU_WIDTHS * options.tensor
-    if shape.feed_forward % widths:
-        message = f"SGLang pads feed-forward layers {shape.feed_forward} wide on a CPU, so their weights could not be "
+    if padded := [width for width in (shape.feed_forward, *shape.whole_widths) if width % widths]:
+        message = f"SGLang pads feed-forward layers {padded[0]} wide on a CPU, so their weights could not be "
         fix = f"a model whose feed-forward layers are a multiple of {widths} wide, or rollout.engine=local"
         yield "model.path", message + "compared", fix
