@@ -127,7 +127,11 @@ def check_recompute(model: ModelConfig, parallel: ParallelConfig, shape: ModelSh
     if model.recompute == "selective":
         for module, there, why in (
             ("moe", shape.experts > 0, "the model has no experts"),
-            ("mlp", shape.experts == 0 or shape.dense_layers > 0, "the model's feed-forward layers are nothing but experts"),
+            (
+                "mlp",
+                shape.experts == 0 or shape.dense_layers > 0,
+                "the model's feed-forward layers are nothing but experts",
+            ),
         ):
             if module in model.recompute_modules and not there:
                 raise ConfigError(why, where="model.recompute_modules", fix=f"leave {module} out")

@@ -56,7 +56,9 @@ class Glm4Moe(Qwen3Moe):
                 where=where,
             )
         if not config.get("n_shared_experts"):
-            raise DataError("a model without an expert for every token (n_shared_experts) is not supported", where=where)
+            raise DataError(
+                "a model without an expert for every token (n_shared_experts) is not supported", where=where
+            )
         each, chosen = config["num_experts_per_tok"], config.get("norm_topk_prob", True)
         if each > 1 and not chosen:
             raise DataError(

@@ -144,13 +144,16 @@ def force_experts(model: nn.Module, experts: Tensor) -> None:
 
     def forced(gate: nn.Module, given: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = torch.nn.functional.linear(hidden.reshape(len(given), -1), gate.weight)
-        scores = logits.softmax(-1)
-        chosen = torch.where(given == 255, scores.topk(gate.top_k).indices, given.long())
-        weights = scores.gather(1, chosen)
+        bias = getattr(gate, "e_score_correction_bias", None)
+        scores = logits.softmax(-1) if bias is None else logits.sigmoid()
+        best = (scores if bias is None else scores + bias).topk(gate.top_k).indices
+        chosen = torch.where(given == 255, best, given.long())
+        weights = scores.gather(1, chosen) * getattr(gate, "routed_scaling_factor", 1)
         return logits, weights / weights.sum(-1, keepdim=True) if gate.norm_topk_prob else weights, chosen
 
     for number, layer in enumerate(model.model.layers):
-        layer.mlp.gate.forward = partial(forced, layer.mlp.gate, experts[:, number])
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.forward = partial(forced, layer.mlp.gate, experts[:, number])
 
 
 def as_saved(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -86,6 +86,7 @@ def test_the_command_line_of_a_server_on_gpus():
         *("--cuda-graph-bs-decode", "1", "8", "64"),
         "--skip-tokenizer-init",
         "--skip-server-warmup",
+        "--disable-shared-experts-fusion",
         "--enable-deterministic-inference",
         "--enable-memory-saver",
         "--chunked-prefill-size=4096",

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 from support import sglang_servers as servers
-from support.models import FAMILIES, save_model
+from support.models import FAMILIES, MIXTURES, save_model
 from transformers import AutoModelForCausalLM
 
 from megatron_stare.models import read_shape
@@ -154,7 +154,7 @@ def test_groups_of_ranks_with_requests_of_their_own(tmp_path):
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama_tied_llama3"])  # that has one key head
 def test_ranks_of_every_family_hold_what_is_expected(tmp_path, family):
-    widths = {"intermediate_size": 64} | ({"moe_intermediate_size": 64} if family == "qwen3_moe" else {})
+    widths = {"intermediate_size": 64} | ({"moe_intermediate_size": 64} if family in MIXTURES else {})
     save_model(tmp_path, family, **widths)
     with servers.running(tmp_path, tensor_parallel=2) as engine:
         servers.sync(engine, 1, servers.weights(tmp_path))

@@ -127,6 +127,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"mlp_only_layers": [1]}, "mixtures of dense and expert layers are not supported"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "mixtures of dense and expert layers are not supported"),
     ("qwen3_moe", {"num_experts_per_tok": GONE}, "the field 'num_experts_per_tok' is missing"),
+    ("glm4_moe", {"n_shared_experts": 0}, "without an expert for every token (n_shared_experts) is not"),
+    ("glm4_moe", {"first_k_dense_replace": 4}, "4 leading dense layers (first_k_dense_replace) of 4 leave none"),
+    ("glm4_moe", {"norm_topk_prob": False}, "not renormalised (norm_topk_prob: false) are not supported"),
+    ("glm4_moe", {"topk_group": 3}, "4 experts a token from 3 of 4 groups (n_group, topk_group) are not supported"),
+    ("glm4_moe", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "RoPE scaling 'yarn' is not supported"),
+    ("glm4_moe", {"n_routed_experts": GONE}, "the field 'n_routed_experts' is missing"),
     ("qwen2", {"num_hidden_layers": GONE}, "the field 'num_hidden_layers' is missing"),
     ("mistral", {"sliding_window": 63}, "the last 63 of 64 positions (sliding_window) is not supported"),
     ("phi3", {"sliding_window": 63}, "the last 63 of 64 positions (sliding_window) is not supported"),
@@ -147,6 +153,8 @@ HARMLESS: list[tuple[str, dict[str, Any]]] = [
     ("phi3", {"sliding_window": 64}),
     ("mistral", {"sliding_window": None}),
     ("mistral", {"sliding_window": GONE}),  # 4096 of 64 positions
+    ("glm4_moe_air", {"n_group": 2, "topk_group": 2}),  # a token may choose from all
+    ("glm4_moe_air", {"partial_rotary_factor": 0.5, "rope_parameters": {"rope_theta": 1e4}}),
 ]
 
 

@@ -5,9 +5,9 @@ from another rank by symmetry.
 
 `stage_bytes` puts ranks of many layouts together from parts that `build_parts` built once. All layers of a model are
 alike, but for leading dense ones before layers with experts, and a rank has a number of them, with the embedding on the
-first stage and the norm and the output layer on the last. So the tensors of one layer, cut as the layout cuts them, say what every rank of every pipeline, data and context
-layout holds: one build for each way to cut a layer (tensor and expert ranks).
-tests/megatron/test_planned_parts.py holds the sums against whole ranks, to the byte.
+first stage and the norm and the output layer on the last. So the tensors of one layer of a kind, cut as the layout cuts
+them, say what every rank of every pipeline, data and context layout holds: one build for each way to cut a layer
+(tensor and expert ranks). tests/megatron/test_planned_parts.py holds the sums against whole ranks, to the byte.
 """
 
 from __future__ import annotations

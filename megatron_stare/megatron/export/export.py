@@ -28,17 +28,13 @@ def main_grad(parameter: nn.Parameter) -> Tensor:
     return parameter.main_grad.view_as(parameter)  # type: ignore[attr-defined]
 
 
-def shards(
-    model: list[nn.Module], layout: Layout, of: Callable[[nn.Parameter], Tensor] | None = None
-) -> list[Shard]:
+def shards(model: list[nn.Module], layout: Layout, of: Callable[[nn.Parameter], Tensor] | None = None) -> list[Shard]:
     """This rank's weights, without autograd; or what `of` gives for each parameter in its shape."""
     if of is None:
         held = [(name, weight.detach()) for name, weight in named_weights(model)]
     else:
         held = [(name, of(parameter)) for name, parameter in named_parameters(model)]
-    return [
-        Shard(name, tensor, *((0, 1) if is_expert(name) else (layout.tp_rank, layout.tp))) for name, tensor in held
-    ]
+    return [Shard(name, tensor, *((0, 1) if is_expert(name) else (layout.tp_rank, layout.tp))) for name, tensor in held]
 
 
 def export_hf(

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch
 from torch import Tensor
 
 from megatron_stare.models import rules as layouts

@@ -203,8 +203,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 def write_folder(
     path: str | Path, tensors: Mapping[str, Tensor], companions_from: str | Path, step: int | None = None
 ) -> None:
-    """Writes a folder that `transformers` loads: weights of one dtype or few in another, and config and tokenizer of `companions_from`;
-    config.json is made to say the dtype, which `transformers` loads them in. What was there is replaced in the end.
+    """Writes a folder that `transformers` loads: weights, most of them of one dtype, and config and tokenizer of
+    `companions_from`; config.json is made to say that dtype, which `transformers` loads them in. What was there is
+    replaced in the end.
 
     Raises:
         UserError: it cannot be written.

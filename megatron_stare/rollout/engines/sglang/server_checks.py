@@ -143,10 +143,11 @@ def _check_cuts(config: Config, shape: ModelShape, options: ServerOptions) -> No
             where="sglang.tensor_parallel",
             fix="use a divisor",
         )
-    for width, ranks in ((shape.feed_forward, tensor // math.gcd(tensor, expert)), *((w, tensor) for w in shape.whole_widths)):
-        if width % ranks:
+    # a group of ranks holds experts whole, between them
+    for width in (shape.feed_forward * expert, *shape.whole_widths):
+        if width % tensor:
             raise ConfigError(
-                f"{width} columns of its feed-forward layers cannot be cut over {ranks} ranks of a server",
+                f"{width} columns of its feed-forward layers cannot be cut over {tensor} ranks of a server",
                 where="sglang.tensor_parallel",
                 fix="use a divisor",
             )
