@@ -221,7 +221,7 @@ def test_servers_keep_every_tensor_somewhere_and_none_on_top_of_another(tmp_path
     save_model(tmp_path, name)
     shape = read_shape(tmp_path)
     family = family_of(shape)
-    places = [family.served(hf) for rule in rules(shape) for hf in rule.hf]
+    places = [family.served(hf, shape) for rule in rules(shape) for hf in rule.hf]
     for kept in {place.name for place in places}:
         parts = [place for place in places if place.name == kept]
         assert sorted(part.index for part in parts) == list(range(len(parts))), kept

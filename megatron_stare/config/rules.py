@@ -95,6 +95,14 @@ def check_tensor(parallel: ParallelConfig, shape: ModelShape) -> None:
                 where="parallel.tensor",
                 fix=f"use a divisor of {number}",
             )
+    latent = shape.latent
+    for what, number in (("query", latent.query_rank), ("key-value", latent.rank + latent.rotated)) if latent else ():
+        if number % tp:
+            raise ConfigError(
+                f"the {what} latent's {number} columns cannot be cut over {tp} tensor-parallel ranks",
+                where="parallel.tensor",
+                fix=f"use a divisor of {number}",
+            )
     if shape.kv_heads % tp and tp % shape.kv_heads:
         raise ConfigError(
             f"{shape.kv_heads} key-value heads cannot be cut over or shared by {tp} tensor-parallel ranks",

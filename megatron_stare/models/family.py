@@ -26,6 +26,8 @@ class Served:
 
     count: how many are stacked; None: as many as come, `an_expert` of every expert.
     dtype: of the parameter; None: the one that the server computes in.
+    whole: whether every rank of a server holds all of it, whatever its rule says.
+    at_once: whether the server takes what is stacked in one call alone.
     """
 
     name: str
@@ -33,6 +35,8 @@ class Served:
     count: int | None = 1
     an_expert: int = 1
     dtype: torch.dtype | None = None
+    whole: bool = False
+    at_once: bool = False
 
 
 class ModelFamily:
@@ -193,7 +197,7 @@ class ModelFamily:
         """A parameter of transformers' model as the tensors, or views of it, that a checkpoint holds instead."""
         return {name: parameter}
 
-    def served(self, name: str) -> Served:
+    def served(self, name: str, shape: ModelShape) -> Served:
         """Where the servers of engines keep the Hugging Face tensor of this name."""
         module, _, kind = name.rpartition(".")
         layer, _, projection = module.rpartition(".")

@@ -129,9 +129,9 @@ class Glm4Moe(Qwen3Moe):
     def megatron_model(self, shape: ModelShape) -> dict[str, Any]:
         return super().megatron_model(shape) | {"rotary_percent": shape.rotated}
 
-    def served(self, name: str) -> Served:
+    def served(self, name: str, shape: ModelShape) -> Served:
         """Servers keep the router in float32."""
-        place = super().served(name)
+        place = super().served(name, shape)
         return replace(place, dtype=torch.float32) if ".mlp.gate." in name else place
 
 

@@ -41,9 +41,22 @@ def balanced(shape: ModelShape) -> ModelShape:
     return replace(shape, experts=0, ffn=width, dense_layers=0, shared_ffn=0)
 
 
+def attention_matrices(shape: ModelShape) -> int:
+    """Entries of the projections of a layer's attention."""
+    if (latent := shape.latent) is None:
+        return 2 * shape.hidden * (shape.heads + shape.kv_heads) * shape.head_dim
+    queries = shape.heads * shape.head_dim
+    if latent.query_rank:
+        queries = latent.query_rank * (shape.hidden + queries)
+    else:
+        queries *= shape.hidden
+    into, out = shape.hidden * (latent.rank + latent.rotated), latent.rank * shape.heads * (latent.plain + latent.value)
+    return queries + into + out + shape.hidden * shape.heads * latent.value
+
+
 def body_matrices(shape: ModelShape) -> int:
     """Entries of the matrices of all layers that a token is multiplied with: projections, router, feed-forward."""
-    attention = 2 * shape.hidden * (shape.heads + shape.kv_heads) * shape.head_dim
+    attention = attention_matrices(shape)
     layer = attention + 3 * shape.hidden * balanced(shape).ffn + shape.hidden * shape.experts
     dense = attention + 3 * shape.hidden * shape.ffn
     return shape.dense_layers * dense + (shape.layers - shape.dense_layers) * layer
@@ -54,7 +67,8 @@ def forward_flops(shape: ModelShape, prompt: float, response: float) -> float:
     at the positions of the response alone."""
     length = prompt + response
     matrices = 2 * body_matrices(shape) * length
-    attention = 2 * shape.layers * shape.heads * shape.head_dim * length * length  # scores and values, half masked
+    # scores and values, half masked
+    attention = shape.layers * shape.heads * (shape.head_dim + shape.value_dim) * length * length
     return matrices + attention + 2 * shape.hidden * shape.vocab_size * response
 
 
@@ -213,7 +227,7 @@ def rollout_seconds(
     growing, context = responses, lengths.prompt + lengths.response
     if flow:
         growing, context = flow.growing / engines, lengths.prompt + flow.held / flow.growing
-    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * size
+    token = shape.layers * shape.cached * size
     at_once = min(growing, rollout.max_batch)
     if served:
         at_once = min(at_once, max(served.cache / served.token / context, 1))

@@ -348,6 +348,13 @@ def test_distributed_optimizer_of_experts(ranks, tmp_path: Path, name: str) -> N
         ("glm4_moe", "pp2-ep2"),  # a stage with a dense layer and one without
         ("glm4_moe", "tp2-sp-ep2"),
         ("glm4_moe", "pp2-cp2-ep2"),
+        ("deepseek_v3_no_query_latent", "one"),
+        ("deepseek_v3", "one"),
+        ("deepseek_v3", "pp2-ep2"),
+        ("deepseek_v3", "tp2-sp-ep2"),
+        ("deepseek_v3", "pp2-cp2-ep2"),
+        ("deepseek_v3_no_query_latent", "tp2-sp-ep2"),
+        *(pytest.param("deepseek_v3", name, marks=pytest.mark.slow) for name in sorted({*SLOW, "dp4-ep2", "cp2-ep2"})),
         *(pytest.param("glm4_moe", name, marks=pytest.mark.slow) for name in sorted({*SLOW, "dp4-ep2", "cp2-ep2"})),
         *(pytest.param("glm4_moe_air", name, marks=pytest.mark.slow) for name in EXPERTS if name != "one"),
     ],
@@ -359,9 +366,12 @@ def test_mixtures_with_dense_layers(ranks, tmp_path: Path, family: str, name: st
 
 @pytest.mark.wide
 @pytest.mark.distributed
-def test_mixture_with_dense_layers_padded_and_with_the_distributed_optimizer(ranks, tmp_path: Path) -> None:
-    save_model(tmp_path, "glm4_moe")
-    check(ranks, tmp_path, EXPERTS["tp2-sp-ep2"], 40, packed=False, distributed=True)
+@pytest.mark.parametrize(
+    ("family", "name"), [("glm4_moe", "tp2-sp-ep2"), ("deepseek_v3", "tp2-sp-ep2"), ("deepseek_v3", "cp2-ep2")]
+)
+def test_padded_and_with_the_distributed_optimizer(ranks, tmp_path: Path, family: str, name: str) -> None:
+    save_model(tmp_path, family)
+    check(ranks, tmp_path, EXPERTS[name], 40, packed=False, distributed=True)
 
 
 @pytest.mark.wide

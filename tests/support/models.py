@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
@@ -39,6 +40,19 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+
+LATENT: dict[str, Any] = SIZES | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",  # fields of published configurations that transformers does not know
+    "topk_method": "noaux_tc",
+}
 
 FAMILIES: dict[str, Any] = {
     "llama": lambda: LlamaConfig(**SIZES, tie_word_embeddings=False),
@@ -77,6 +91,25 @@ FAMILIES: dict[str, Any] = {
         first_k_dense_replace=2,
         tie_word_embeddings=False,
     ),
+    "deepseek_v3": lambda: DeepseekV3Config(
+        **LATENT,
+        q_lora_rank=20,
+        n_routed_experts=8,
+        num_experts_per_tok=4,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+        rope_parameters={**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "deepseek_v3_no_query_latent": lambda: DeepseekV3Config(  # as Moonlight has it
+        **LATENT,
+        q_lora_rank=None,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=2,
+    ),
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **SIZES,
         head_dim=8,
@@ -88,7 +121,7 @@ FAMILIES: dict[str, Any] = {
     ),
 }
 
-MIXTURES = ("qwen3_moe", "glm4_moe", "glm4_moe_air")
+MIXTURES = ("qwen3_moe", "glm4_moe", "glm4_moe_air", "deepseek_v3", "deepseek_v3_no_query_latent")
 
 # layouts of tests/megatron/test_parity.py in which a family is held against transformers in every run of the
 # tests; the slow ones hold every family in more of them

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron_stare.errors import UserError
 from megatron_stare.megatron.backend.layout import Layout
-from megatron_stare.megatron.model.model import is_expert, named_parameters, named_weights
+from megatron_stare.megatron.model.model import named_parameters, named_weights, part_of
 from megatron_stare.models import rule_for
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.files.hf_folder import fill
@@ -31,10 +31,10 @@ def main_grad(parameter: nn.Parameter) -> Tensor:
 def shards(model: list[nn.Module], layout: Layout, of: Callable[[nn.Parameter], Tensor] | None = None) -> list[Shard]:
     """This rank's weights, without autograd; or what `of` gives for each parameter in its shape."""
     if of is None:
-        held = [(name, weight.detach()) for name, weight in named_weights(model)]
-    else:
-        held = [(name, of(parameter)) for name, parameter in named_parameters(model)]
-    return [Shard(name, tensor, *((0, 1) if is_expert(name) else (layout.tp_rank, layout.tp))) for name, tensor in held]
+        return [Shard(name, weight.detach(), *part_of(name, weight, layout)) for name, weight in named_weights(model)]
+    return [
+        Shard(name, of(parameter), *part_of(name, parameter, layout)) for name, parameter in named_parameters(model)
+    ]
 
 
 def export_hf(

@@ -18,7 +18,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
 )
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -32,6 +32,7 @@ from megatron_stare.megatron.backend.cpu_backend import backend, device, has_tra
 from megatron_stare.megatron.backend.layout import Layout
 from megatron_stare.megatron.batching.packing import PackedSequences
 from megatron_stare.megatron.model.attention import SdpaCoreAttention
+from megatron_stare.megatron.model.latent_attention import LatentAttention
 from megatron_stare.megatron.model.local_layers import RMSNorm, SwiGlu
 from megatron_stare.megatron.upstream import mlp_submodules
 from megatron_stare.models import family_of, rule_for
@@ -52,6 +53,9 @@ class PolicyModel(GPTModel):
         made = super()._preprocess(input_ids, position_ids, *args, packed_seq_params=packed_seq_params, **kwargs)
         hidden, rotary, *others = made
         if packed_seq_params is None or packed_seq_params.cu_seqlens_q is not None:
+            return made
+        if rotary is None:  # latent attention makes its own
+            packed_seq_params.tokens = position_ids.flatten()
             return made
         return hidden, rotary.index_select(0, position_ids.flatten()).squeeze(1), *others
 
@@ -87,9 +91,10 @@ def transformer_config(
     """Megatron's description of the model. The loss is scaled by the method, not by Megatron."""
     dtype = getattr(torch, model.dtype)
     tuned = megatron_fields(performance, "model")
-    return TransformerConfig(
+    kind = MLATransformerConfig if shape.latent else TransformerConfig
+    return kind(
         **family_of(shape).megatron_config(shape),
-        softmax_scale=scaled_frequencies(shape)[1] if shape.rope_scaling else None,
+        softmax_scale=scaled_frequencies(shape)[1] if shape.rope_scaling and not shape.latent else None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor,
@@ -149,6 +154,7 @@ def _local_layer(config: TransformerConfig, routed: bool) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if routed else None,
         qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
         normalization=config.normalization,
     )
     layer.submodules.input_layernorm = RMSNorm
@@ -159,7 +165,9 @@ def _local_layer(config: TransformerConfig, routed: bool) -> ModuleSpec:
     attention.submodules.core_attention = SdpaCoreAttention
     if config.qk_layernorm:
         attention.submodules.q_layernorm = RMSNorm
-        attention.submodules.k_layernorm = RMSNorm
+        setattr(attention.submodules, "kv_layernorm" if config.multi_latent_attention else "k_layernorm", RMSNorm)
+    if config.multi_latent_attention:
+        attention.module = LatentAttention
     return layer
 
 
@@ -214,7 +222,9 @@ def build_model(
                 vp_stage=vp_stage,
             ).to(device())
             if shape.rope_scaling:  # megatron-core knows one setting of one scaling
-                unwrap(part).rotary_pos_emb.inv_freq = scaled_frequencies(shape)[0].to(device())
+                each = [layer.self_attention for layer in part.decoder.layers] if shape.latent else [part]
+                for module in each:
+                    module.rotary_pos_emb.inv_freq = scaled_frequencies(shape)[0].to(device())
             mark_cut_parameters(part, shape)
             if model.dtype != "float32":
                 part = Float16Module(config, part)
@@ -232,8 +242,12 @@ def mark_cut_parameters(part: nn.Module, shape: ModelShape) -> None:
     """
     tensor = unwrap(part).config.tensor_model_parallel_size
     for name, parameter in named_parameters([part]):
-        layout = rule_for(name, shape).layout
-        if layout != "replicated" and "tensor_model_parallel" not in vars(parameter):
+        rule = rule_for(name, shape)
+        layout = rule.layout
+        if layout == "column" and len(parameter) == family_of(shape).size(rule.hf[0], shape)[0]:
+            # Transformer Engine keeps projections into latents whole on every rank
+            parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
+        elif layout != "replicated" and "tensor_model_parallel" not in vars(parameter):
             for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
                 vars(parameter).pop(attribute, None)  # without data Transformer Engine's layers set the last one alone
             set_tensor_model_parallel_attributes(parameter, True, 1 if layout == "row" else 0, 1)
@@ -284,6 +298,12 @@ def is_expert(name: str) -> bool:
     return _EXPERT.search(name) is not None
 
 
+def part_of(name: str, weight: Tensor, layout: Layout) -> tuple[int, int]:
+    """Says which part of how many this rank holds of a weight, as `shard` and `Shard` take it."""
+    cut = getattr(weight, "tensor_model_parallel", False) and not is_expert(name)
+    return (layout.tp_rank, layout.tp) if cut else (0, 1)
+
+
 def hidden_states(chunk: nn.Module, tokens: Tensor, positions: Tensor, packing: PackedSequences | None) -> Tensor:
     """Runs a model chunk; in its own precision, where Float16Module would make the last stage's output float32."""
     inside = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
@@ -321,8 +341,8 @@ def load_hf(model: list[nn.Module], folder: HfFolder, shape: ModelShape, layout:
     """
     for name, parameter in named_weights(model):
         rule = rule_for(name, shape)
-        cut = (0, 1) if is_expert(name) else (layout.tp_rank, layout.tp)
-        part: Tensor = shard(rule, [folder.slice(hf) for hf in rule.hf], shape, *cut)
+        slices = [folder.slice(hf) for hf in rule.hf]
+        part: Tensor = shard(rule, slices, shape, *part_of(name, parameter, layout))
         if part.shape != parameter.shape:
             raise DataError(
                 f"{', '.join(rule.hf)} make a tensor of shape {tuple(part.shape)}, the model wants "

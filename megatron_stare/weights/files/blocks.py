@@ -111,10 +111,19 @@ class Place:
     dims: tuple[str, ...] = ()  # what the leading dimensions count: layers, experts
 
 
-# Megatron's local layers save their norms under the names of Transformer Engine's fused ones
-_FUSED = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+# the names of norms that Transformer Engine fuses into the next linear, and Megatron's local layers save either way; the
+# first is the one of most checkpoints
+_NORMS = {
+    "input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+    "pre_mlp_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    "self_attention.q_layernorm.weight": (
+        "self_attention.q_layernorm.weight",
+        "self_attention.linear_q_up_proj.layer_norm_weight",
+    ),
+    "self_attention.kv_layernorm.weight": (
+        "self_attention.kv_layernorm.weight",
+        "self_attention.linear_kv_up_proj.layer_norm_weight",
+    ),
 }
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
@@ -133,7 +142,7 @@ def places(megatron: str) -> list[Place]:
             Place(f"decoder.layers.{layer}.{inside}.{rest}", (expert,), ("experts",)),
             Place(f"decoder.layers.{layer}.{inside}.{expert}.{rest}"),
         ]
-    names = [_FUSED[rest], rest] if rest in _FUSED else [rest]
+    names = _NORMS.get(rest, (rest,))
     stacked = [Place(f"decoder.layers.{name}", (layer,), ("layers",)) for name in names]
     return stacked + [Place(f"decoder.layers.{layer}.{name}") for name in names]
 
@@ -141,13 +150,15 @@ def places(megatron: str) -> list[Place]:
 def written_places(megatron: str, shape: ModelShape) -> list[Place]:
     """Where a converted checkpoint holds a parameter: named one by one where layers are not alike, as Megatron does.
 
-    The norm before experts has one name in local layers and another in Transformer Engine's: it is written under both,
-    so that both load it.
+    The norm before experts, and those of latent attention, have one name in local layers and another in Transformer
+    Engine's: they are written under both, so that both load them.
     """
     found = places(megatron)
     if shape.dense_layers:
         found = [place for place in found if "layers" not in place.dims]
     in_layer = _LAYER.fullmatch(megatron)
-    of_experts = in_layer is not None and shape.dense_layers <= int(in_layer[1]) < shape.layers * bool(shape.experts)
-    both = of_experts and megatron.endswith(".pre_mlp_layernorm.weight")
+    if in_layer is None or in_layer[2] not in _NORMS:
+        return found[:1]
+    routed = shape.experts > 0 and int(in_layer[1]) >= shape.dense_layers
+    both = shape.latent is not None or (routed and in_layer[2] == "pre_mlp_layernorm.weight")
     return found[: 2 if both else 1]

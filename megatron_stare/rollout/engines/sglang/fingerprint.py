@@ -76,7 +76,7 @@ class Fingerprint:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """One tensor by its Hugging Face name, hashed where it lies. It may change afterwards."""
-        place = self._family.served(name)
+        place = self._family.served(name, self._shape)
         held = tensor.detach().to(place.dtype or self._dtype)
         for rank, stacks in enumerate(self._ranks):
             if not (parts := self._layout.parts(name, held, self._shape, rank)):
