@@ -26,7 +26,7 @@ class DeepseekV3(Glm4Moe):
     model_type = "deepseek_v3"
     served_by_groups = False
     rotates_parts = False
-    rope_scalings = ("yarn",)
+    rope_scalings: ClassVar[tuple[str, ...]] = ("yarn",)
     unsupported: ClassVar[Mapping[str, str]] = MappingProxyType(
         {**ModelFamily.unsupported, "attention_bias": "biases in the attention's projections"}
     )
@@ -37,7 +37,6 @@ class DeepseekV3(Glm4Moe):
             if "self_attention.linear_qkv." not in rule.megatron and "k_layernorm" not in rule.megatron
             if "q_layernorm" not in rule.megatron
         ),
-        Rule(_MINE + "linear_q_proj.weight", (ATTENTION + "q_proj.weight",), "column"),
         Rule(_MINE + "linear_q_down_proj.weight", (ATTENTION + "q_a_proj.weight",), "column"),
         Rule(_MINE + "q_layernorm.weight", (ATTENTION + "q_a_layernorm.weight",), "replicated"),
         Rule(_MINE + "linear_q_up_proj.layer_norm_weight", (ATTENTION + "q_a_layernorm.weight",), "replicated"),
@@ -50,6 +49,12 @@ class DeepseekV3(Glm4Moe):
 
     def check(self, config: Mapping[str, Any], where: str) -> None:
         super().check(config, where)
+        if config["q_lora_rank"] is None:
+            raise DataError(
+                "queries without a latent (q_lora_rank: null) are not supported: megatron-core 0.19 norms what they "
+                "are projected from once more",
+                where=where,
+            )
         if not config.get("rope_interleave", True):
             raise DataError("rotating halves of a head (rope_interleave: false) is not supported", where=where)
         if config["rms_norm_eps"] != _NORM_EPS:
@@ -72,7 +77,7 @@ class DeepseekV3(Glm4Moe):
 
     def shape(self, config: Mapping[str, Any]) -> ModelShape:
         latent = Latent(
-            query_rank=config.get("q_lora_rank") or 0,
+            query_rank=config["q_lora_rank"],
             rank=config["kv_lora_rank"],
             plain=config["qk_nope_head_dim"],
             rotated=config["qk_rope_head_dim"],
@@ -82,17 +87,10 @@ class DeepseekV3(Glm4Moe):
         heads = {"num_key_value_heads": None, "head_dim": latent.plain + latent.rotated}
         return replace(super().shape({**config, **heads}), rotated=1.0, latent=latent)
 
-    def has(self, name: str, shape: ModelShape) -> bool:
-        if ".self_attn.q_" in name:
-            assert shape.latent is not None
-            return (".q_proj." in name) == (shape.latent.query_rank == 0)
-        return super().has(name, shape)
-
     def matrices(self, shape: ModelShape) -> dict[str, tuple[int, int | None]]:
         latent = shape.latent
         assert latent is not None
         return super().matrices(shape) | {
-            "q_proj": (shape.heads * shape.head_dim, shape.hidden),
             "q_a_proj": (latent.query_rank, shape.hidden),
             "q_a_layernorm": (latent.query_rank, None),
             "q_b_proj": (shape.heads * shape.head_dim, latent.query_rank),
@@ -107,7 +105,7 @@ class DeepseekV3(Glm4Moe):
         assert latent is not None
         return super().megatron_config(shape) | {
             "qk_layernorm": True,
-            "q_lora_rank": latent.query_rank or None,
+            "q_lora_rank": latent.query_rank,
             "kv_lora_rank": latent.rank,
             "qk_head_dim": latent.plain,
             "qk_pos_emb_head_dim": latent.rotated,
@@ -122,13 +120,8 @@ class DeepseekV3(Glm4Moe):
         """Servers join the projections into both latents; the router is of the server's dtype, its bias is not."""
         layer, _, module = name.rpartition(".self_attn.")
         if module in _INTO_LATENTS:
-            assert shape.latent is not None
-            if not shape.latent.query_rank:
-                return Served(name, whole=True)
             joined = f"{layer}.self_attn.fused_qkv_a_proj_with_mqa.weight"
             return Served(joined, _INTO_LATENTS.index(module), 2, whole=True, at_once=True)
-        if module == "q_proj.weight":
-            return Served(name)
         place = super().served(name, shape)
         return replace(place, dtype=None) if name.endswith(".mlp.gate.weight") else place
 

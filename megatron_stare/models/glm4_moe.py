@@ -31,7 +31,7 @@ class Glm4Moe(Qwen3Moe):
     model_type = "glm4_moe"
     served_by_groups = True
     rotates_parts = True
-    rope_scalings = ()
+    rope_scalings: ClassVar[tuple[str, ...]] = ()
     unsupported: ClassVar[Mapping[str, str]] = {
         key: what for key, what in ModelFamily.unsupported.items() if key != "attention_bias"
     }

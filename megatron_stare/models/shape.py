@@ -9,9 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Latent:
-    """Sizes of multi-head latent attention. query_rank: of the queries' latent; 0: they have none."""
+    """Sizes of multi-head latent attention."""
 
-    query_rank: int
+    query_rank: int  # of the queries' latent
     rank: int  # of the latent of keys and values
     plain: int  # of a head, the part that positions do not rotate
     rotated: int

@@ -45,11 +45,7 @@ def attention_matrices(shape: ModelShape) -> int:
     """Entries of the projections of a layer's attention."""
     if (latent := shape.latent) is None:
         return 2 * shape.hidden * (shape.heads + shape.kv_heads) * shape.head_dim
-    queries = shape.heads * shape.head_dim
-    if latent.query_rank:
-        queries = latent.query_rank * (shape.hidden + queries)
-    else:
-        queries *= shape.hidden
+    queries = latent.query_rank * (shape.hidden + shape.heads * shape.head_dim)
     into, out = shape.hidden * (latent.rank + latent.rotated), latent.rank * shape.heads * (latent.plain + latent.value)
     return queries + into + out + shape.hidden * shape.heads * latent.value
 

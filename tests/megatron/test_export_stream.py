@@ -72,6 +72,7 @@ def stream_of(rank: int, init: str, path: str, parallel: ParallelConfig, dtype: 
         ("qwen3_moe", {"tensor": 2, "sequence": True, "data": 2, "expert": 2}, "bfloat16"),
         ("qwen3_moe", {"pipeline": 2, "data": 2, "expert": 2}, "float32"),
         ("glm4_moe", {"tensor": 2, "sequence": True, "pipeline": 2, "expert": 2}, "bfloat16"),
+        ("deepseek_v3", {"tensor": 2, "sequence": True, "pipeline": 2, "expert": 2}, "float32"),
         *(
             pytest.param(family, {"tensor": 2, "sequence": True, "pipeline": 2}, "float32", marks=pytest.mark.slow)
             for family in FAMILIES

@@ -37,6 +37,8 @@ def compare(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, opt
         ("glm4_moe", {"data": 3}, "bfloat16", True),
         ("glm4_moe_air", {"data": 2, "pipeline": 2, "virtual_pipeline": 2}, "bfloat16", True),
         ("glm4_moe_air", {"data": 2, "pipeline": 3, "first_stage_layers": 2, "expert": 2}, "float32", True),
+        ("deepseek_v3", {"tensor": 2, "sequence": True, "pipeline": 2, "data": 2, "expert": 2}, "bfloat16", True),
+        ("deepseek_v3_short", {"data": 2}, "bfloat16", True),
         ("glm4_moe_air", {"data": 2, "pipeline": 2, "first_stage_layers": 1}, "bfloat16", True),  # a dense one on each
     ],
 )

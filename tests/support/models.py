@@ -101,9 +101,9 @@ FAMILIES: dict[str, Any] = {
         first_k_dense_replace=1,
         rope_parameters={**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0},
     ),
-    "deepseek_v3_no_query_latent": lambda: DeepseekV3Config(  # as Moonlight has it
+    "deepseek_v3_short": lambda: DeepseekV3Config(  # a context that was not extended, experts without groups
         **LATENT,
-        q_lora_rank=None,
+        q_lora_rank=12,
         n_routed_experts=4,
         num_experts_per_tok=2,
         n_group=1,
@@ -121,7 +121,7 @@ FAMILIES: dict[str, Any] = {
     ),
 }
 
-MIXTURES = ("qwen3_moe", "glm4_moe", "glm4_moe_air", "deepseek_v3", "deepseek_v3_no_query_latent")
+MIXTURES = ("qwen3_moe", "glm4_moe", "glm4_moe_air", "deepseek_v3", "deepseek_v3_short")
 
 # layouts of tests/megatron/test_parity.py in which a family is held against transformers in every run of the
 # tests; the slow ones hold every family in more of them
@@ -166,6 +166,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("glm4_moe", {"topk_group": 3}, "4 experts a token from 3 of 4 groups (n_group, topk_group) are not supported"),
     ("glm4_moe", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "RoPE scaling 'yarn' is not supported"),
     ("glm4_moe", {"n_routed_experts": GONE}, "the field 'n_routed_experts' is missing"),
+    ("deepseek_v3", {"rope_interleave": False}, "rotating halves of a head (rope_interleave: false) is not"),
+    ("deepseek_v3", {"rms_norm_eps": 1e-5}, "an rms_norm_eps of 1e-05 is not supported"),
+    ("deepseek_v3", {"attention_bias": True}, "biases in the attention's projections (attention_bias) is not"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "experts chosen by softmax (scoring_func) are not supported"),
+    ("deepseek_v3", {"topk_method": "greedy"}, "experts chosen by greedy (topk_method) are not supported"),
+    ("deepseek_v3", {"rope_parameters": {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 1.0}}, "(mscale 0.7, mscale_"),
+    ("deepseek_v3", {"rope_parameters": YARN_ROPE}, "the rotated part of a head alone (mscale None, mscale_all"),
+    ("deepseek_v3", {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "RoPE scaling 'llama3' is not"),
+    ("deepseek_v3", {"q_lora_rank": None}, "queries without a latent (q_lora_rank: null) are not supported"),
+    ("deepseek_v3", {"kv_lora_rank": GONE}, "the field 'kv_lora_rank' is missing"),
     ("qwen2", {"num_hidden_layers": GONE}, "the field 'num_hidden_layers' is missing"),
     ("mistral", {"sliding_window": 63}, "the last 63 of 64 positions (sliding_window) is not supported"),
     ("phi3", {"sliding_window": 63}, "the last 63 of 64 positions (sliding_window) is not supported"),

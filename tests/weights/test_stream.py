@@ -67,6 +67,18 @@ def test_blocks_are_views_where_query_groups_are_whole(tmp_path: Path) -> None:
             assert block.untyped_storage().data_ptr() == one.tensor.untyped_storage().data_ptr()
 
 
+def test_what_servers_take_in_one_call_is_in_one_bucket(tmp_path: Path) -> None:
+    """Projections into both latents, between which other tensors lie, whatever a bucket's bound."""
+    save_model(tmp_path, "deepseek_v3")
+    for bound in (1, 2000, 5000, BOUND):
+        plan = plan_stream(cut(tmp_path), read_shape(tmp_path), bound)
+        buckets = [{slot.name for slot in layout.slots} for layout in plan.layouts]
+        assert sum(map(len, buckets)) == len(set().union(*buckets)) == len(HfFolder(tmp_path).names())
+        for layer in range(4):
+            pair = {f"model.layers.{layer}.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")}
+            assert sum(pair <= names for names in buckets) == 1
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_process_streams_every_tensor_once(tmp_path: Path, family: str) -> None:
     save_model(tmp_path, family)

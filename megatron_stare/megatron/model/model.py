@@ -163,11 +163,13 @@ def _local_layer(config: TransformerConfig, routed: bool) -> ModuleSpec:
         mlp_submodules(layer).activation_func = SwiGlu
     attention: ModuleSpec = layer.submodules.self_attention
     attention.submodules.core_attention = SdpaCoreAttention
-    if config.qk_layernorm:
-        attention.submodules.q_layernorm = RMSNorm
-        setattr(attention.submodules, "kv_layernorm" if config.multi_latent_attention else "k_layernorm", RMSNorm)
     if config.multi_latent_attention:
         attention.module = LatentAttention
+        attention.submodules.q_layernorm = RMSNorm
+        attention.submodules.kv_layernorm = RMSNorm
+    elif config.qk_layernorm:
+        attention.submodules.q_layernorm = RMSNorm
+        attention.submodules.k_layernorm = RMSNorm
     return layer
 
 
@@ -222,7 +224,8 @@ def build_model(
                 vp_stage=vp_stage,
             ).to(device())
             if shape.rope_scaling:  # megatron-core knows one setting of one scaling
-                each = [layer.self_attention for layer in part.decoder.layers] if shape.latent else [part]
+                whole = unwrap(part)
+                each = [layer.self_attention for layer in whole.decoder.layers] if shape.latent else [whole]
                 for module in each:
                     module.rotary_pos_emb.inv_freq = scaled_frequencies(shape)[0].to(device())
             mark_cut_parameters(part, shape)

@@ -111,8 +111,8 @@ class Place:
     dims: tuple[str, ...] = ()  # what the leading dimensions count: layers, experts
 
 
-# the names of norms that Transformer Engine fuses into the next linear, and Megatron's local layers save either way; the
-# first is the one of most checkpoints
+# the names of norms that Transformer Engine fuses into the next linear, and Megatron's local layers save either way;
+# the first is the one of most checkpoints
 _NORMS = {
     "input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
     "pre_mlp_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
