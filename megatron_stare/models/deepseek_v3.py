@@ -55,6 +55,8 @@ class DeepseekV3(Glm4Moe):
                 "are projected from once more",
                 where=where,
             )
+        if (every := config.get("moe_layer_freq", 1)) != 1:
+            raise DataError(f"experts in one layer of {every} (moe_layer_freq) are not supported", where=where)
         if not config.get("rope_interleave", True):
             raise DataError("rotating halves of a head (rope_interleave: false) is not supported", where=where)
         if config["rms_norm_eps"] != _NORM_EPS:

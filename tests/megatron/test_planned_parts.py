@@ -57,6 +57,10 @@ def test_tiny_models(tmp_path: Path, family: str, layout: dict, dtype: str, dist
         ("qwen2.5-32b", {"tensor": 4, "sequence": True, "pipeline": 2, "context": 2, "data": 3}),
         ("llama-3-70b", {"tensor": 8, "sequence": True, "pipeline": 8, "data": 2}),
         ("qwen3-30b-a3b", {"tensor": 4, "sequence": True, "pipeline": 4, "data": 8, "expert": 32}),
+        (
+            "deepseek-v3",
+            {"tensor": 8, "sequence": True, "pipeline": 2, "first_stage_layers": 31, "data": 8, "expert": 64},
+        ),
         ("glm-4.5-air", {"tensor": 4, "sequence": True, "pipeline": 2, "data": 8, "expert": 32}),
     ],
 )

@@ -52,6 +52,7 @@ LATENT: dict[str, Any] = SIZES | {
     "routed_scaling_factor": 2.5,
     "scoring_func": "sigmoid",  # fields of published configurations that transformers does not know
     "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
 }
 
 FAMILIES: dict[str, Any] = {
@@ -142,6 +143,9 @@ GONE: Any = object()  # for a field that config.json does not have
 # changes of a tiny model's config.json, and what the refusal says
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"model_type": "mamba"}, "model family 'mamba' is unknown"),
+    ("llama", {"model_type": "gpt_oss"}, "gpt-oss (model family 'gpt_oss') is not supported; missing: attention with"),
+    ("llama", {"model_type": "qwen3_next"}, "Qwen3-Next (model family 'qwen3_next') is not supported; missing: most"),
+    ("llama", {"model_type": "kimi_k2"}, "Kimi-K2 (model family 'kimi_k2') is not supported; missing: weights in 8"),
     ("llama", {"model_type": GONE}, "model family None is unknown"),
     ("llama", {"attention_bias": True}, "output projection (attention_bias) is not supported"),
     ("llama", {"mlp_bias": True}, "feed-forward layers (mlp_bias) is not supported"),
@@ -174,6 +178,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"rope_parameters": {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 1.0}}, "(mscale 0.7, mscale_"),
     ("deepseek_v3", {"rope_parameters": YARN_ROPE}, "the rotated part of a head alone (mscale None, mscale_all"),
     ("deepseek_v3", {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "RoPE scaling 'llama3' is not"),
+    ("deepseek_v3", {"moe_layer_freq": 2}, "experts in one layer of 2 (moe_layer_freq) are not supported"),
     ("deepseek_v3", {"q_lora_rank": None}, "queries without a latent (q_lora_rank: null) are not supported"),
     ("deepseek_v3", {"kv_lora_rank": GONE}, "the field 'kv_lora_rank' is missing"),
     ("qwen2", {"num_hidden_layers": GONE}, "the field 'num_hidden_layers' is missing"),

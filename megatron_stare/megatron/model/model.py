@@ -91,6 +91,8 @@ def transformer_config(
     """Megatron's description of the model. The loss is scaled by the method, not by Megatron."""
     dtype = getattr(torch, model.dtype)
     tuned = megatron_fields(performance, "model")
+    if shape.latent:
+        tuned.pop("apply_rope_fusion", None)  # Megatron's kernel for latent attention knows one setting of YaRN alone
     kind = MLATransformerConfig if shape.latent else TransformerConfig
     return kind(
         **family_of(shape).megatron_config(shape),

@@ -233,6 +233,9 @@ def _beyond_a_cpu(config: Config, shape: ModelShape, options: ServerOptions) -> 
         yield "sglang.memory_fraction", "it is a share of a GPU's memory, and servers run on the CPU", leave
     if set_here.cuda_graph_batch_sizes:
         yield "sglang.cuda_graph_batch_sizes", "a CPU has no CUDA graphs", leave
+    if shape.latent:
+        message = f"SGLang's attention for CPUs ({CPU_ATTENTION}) cannot compute latent attention"
+        yield "model.path", message, "servers on GPUs, or rollout.engine=local"
     if options.expert > 1:
         message = "on a CPU SGLang's layer of experts cannot take a token whose expert another rank holds"
         yield "sglang.expert_parallel", message, "leave it out: experts are cut over the ranks then"
