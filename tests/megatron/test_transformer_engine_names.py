@@ -128,11 +128,22 @@ def test_local_layers_load_what_transformer_engines_saved(found: dict, folder: P
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_both_specs_save_the_same_tensors(found: dict, folder: Path, name: str) -> None:
-    """But for the norm before experts, which the local spec saves under the name that it has where there are none."""
+    """But for the norm before experts, which the local spec saves under the name that it has where there are none, and
+    norms of latent attention and of what follows it, which it saves under the names that they have unfused."""
     shape = read_shape(folder / name)
     local = plan_rank(shape, ModelConfig(path="."), ParallelConfig(), OptimizerConfig(), 0).state
     keys = {part.key for part in local if part.dtype}
-    if shape.experts:
+    if shape.latent:
+        for layer in range(shape.layers):
+            fused = {
+                "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+                "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+            }
+            if layer < shape.dense_layers:
+                fused["pre_mlp_layernorm.weight"] = "mlp.linear_fc1.layer_norm_weight"
+            keys -= {f"decoder.layers.{layer}.{own}" for own in fused}
+            keys |= {f"decoder.layers.{layer}.{other}" for other in fused.values()}
+    elif shape.experts:
         # named one by one where layers are not alike
         routed = [f"{layer}." for layer in range(shape.dense_layers, shape.layers)] if shape.dense_layers else [""]
         keys -= {f"decoder.layers.{layer}mlp.linear_fc1.layer_norm_weight" for layer in routed}
