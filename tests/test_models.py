@@ -98,6 +98,17 @@ def test_a_package_brings_a_family_that_is_loaded_when_a_model_needs_it(
     assert rule_for("decoder.layers.3.self_attention.linear_qkv.bias", shape).layout == "qkv"
 
 
+def test_a_package_may_bring_a_family_that_is_missing_here(
+    tmp_path: Path, installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not models.MISSING.keys() & FAMILIES.keys()
+    monkeypatch.setitem(models.MISSING, "mine", ("Mine", "everything"))
+    with pytest.raises(DataError, match=r"Mine \(model family 'mine'\) is not supported; missing: everything"):
+        read_shape(folder(tmp_path / "model", "llama", model_type="mine"))
+    installed("brought:FAMILY")
+    assert read_shape(folder(tmp_path / "model", "llama", model_type="mine")).family == "mine"
+
+
 def test_a_family_of_ours_is_not_replaced(tmp_path: Path, installed: Callable[..., None]) -> None:
     installed("brought:FAMILY", "raise RuntimeError('imported')\n")
     file = tmp_path / "site/brought-1.0.dist-info/entry_points.txt"
@@ -221,7 +232,7 @@ def test_servers_keep_every_tensor_somewhere_and_none_on_top_of_another(tmp_path
     save_model(tmp_path, name)
     shape = read_shape(tmp_path)
     family = family_of(shape)
-    places = [family.served(hf) for rule in rules(shape) for hf in rule.hf]
+    places = [family.served(hf, shape) for rule in rules(shape) for hf in rule.hf]
     for kept in {place.name for place in places}:
         parts = [place for place in places if place.name == kept]
         assert sorted(part.index for part in parts) == list(range(len(parts))), kept

@@ -116,6 +116,14 @@ def test_a_run_needs_its_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(Path.cwd().iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("folder", "shipped"),
+    [("models/DeepSeek-V3", "deepseek-v3"), ("DeepSeek-R1-Distill-Qwen-1.5B", "r1-distill-qwen-1.5b")],
+)
+def test_a_shape_ships_with_its_makers_name_or_without(folder: str, shipped: str) -> None:
+    assert published_shape(folder) == read_shape(ROOT / "assets/architectures" / shipped)
+
+
 def test_a_folder_that_is_there_is_the_model() -> None:
     """Half a download is no reason to take another's word for what it holds."""
     folder = Path("models/Qwen2.5-32B")

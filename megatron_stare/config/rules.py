@@ -18,9 +18,9 @@ REFUSED = {
     "aux_loss": _OF_THE_LAYOUT + "of the shares of experts in a micro-batch, padding included",
     "seq_aux_loss": _OF_THE_LAYOUT + "of a row of the micro-batch, which packed is all of its sequences together",
     "global_aux_loss": _OF_THE_LAYOUT + "of the shares in the micro-batches so far, in whatever order they come",
-    "expert_bias": "no supported family's checkpoints or servers hold such a bias, so engines would choose experts "
-    "without it (those of DeepSeek V3 and GLM 4.5 do, as e_score_correction_bias); and Megatron adds it to sigmoid "
-    "scores alone, where Qwen3-MoE's are a softmax",
+    "expert_bias": "Megatron would move the bias by how often each expert was chosen, which changes the policy between "
+    "the responses and the gradients that they are for. A bias that a checkpoint holds (e_score_correction_bias of "
+    "GLM-4.5 and DeepSeek V3) stays as it was loaded; other families have none",
 }
 
 
@@ -87,10 +87,19 @@ def check_experts(parallel: ParallelConfig, shape: ModelShape) -> None:
 def check_tensor(parallel: ParallelConfig, shape: ModelShape) -> None:
     """Raises ConfigError where heads or feed-forward columns cannot be cut over the tensor-parallel ranks."""
     tp = parallel.tensor
-    for what, number in (("attention heads", shape.heads), ("feed-forward columns", shape.ffn)):
+    widths = (shape.ffn, *shape.whole_widths)
+    for what, number in (("attention heads", shape.heads), *(("feed-forward columns", width) for width in widths)):
         if number % tp:
             raise ConfigError(
                 f"{number} {what} cannot be cut over {tp} tensor-parallel ranks",
+                where="parallel.tensor",
+                fix=f"use a divisor of {number}",
+            )
+    latent = shape.latent
+    for what, number in (("query", latent.query_rank), ("key-value", latent.rank + latent.rotated)) if latent else ():
+        if number % tp:
+            raise ConfigError(
+                f"the {what} latent's {number} columns cannot be cut over {tp} tensor-parallel ranks",
                 where="parallel.tensor",
                 fix=f"use a divisor of {number}",
             )
@@ -126,7 +135,11 @@ def check_recompute(model: ModelConfig, parallel: ParallelConfig, shape: ModelSh
     if model.recompute == "selective":
         for module, there, why in (
             ("moe", shape.experts > 0, "the model has no experts"),
-            ("mlp", shape.experts == 0, "the model's feed-forward layers are nothing but experts"),
+            (
+                "mlp",
+                shape.experts == 0 or shape.dense_layers > 0,
+                "the model's feed-forward layers are nothing but experts",
+            ),
         ):
             if module in model.recompute_modules and not there:
                 raise ConfigError(why, where="model.recompute_modules", fix=f"leave {module} out")

@@ -23,7 +23,7 @@ from megatron_stare.records.metric import Metric
 from megatron_stare.run_dir.json_lines import read_jsonl
 from megatron_stare.run_dir.run_files import EVAL_FILE, METRICS_FILE, evaluation_figures, read_metrics
 from megatron_stare.run_dir.run_state import RunDir, RunState, Staged, step_of
-from megatron_stare.weights.files.hf_folder import SHARD_BYTES, copy_companions, create_shards, dtype_name
+from megatron_stare.weights.files.hf_folder import SHARD_BYTES, copy_companions, create_shards, dtype_name, main_dtype
 from megatron_stare.weights.files.staging import staging
 
 METRICS = (
@@ -196,9 +196,9 @@ def export_policy(
         UserError: it cannot be written.
     """
     parts = [part for part in ranks.own_tensors() if part]
-    (dtype,) = {dtype for part in parts for _, dtype in part.values()}
+    dtype, others = main_dtype({name: dtype for part in parts for name, (_, dtype) in part.items()})
     shapes = [{name: shape for name, (shape, _) in part.items()} for part in parts]
-    nbytes = sum(prod(shape) for part in shapes for shape in part.values()) * dtype.itemsize
+    nbytes = sum(prod(shape) * dtype.itemsize for part in parts for shape, dtype in part.values())
     with staging(target.resolve(), nbytes, replace=True) as folder:
-        ranks.write_tensors(create_shards(folder, shapes, dtype, shard_bytes, step))
+        ranks.write_tensors(create_shards(folder, shapes, dtype, shard_bytes, step, others))
         copy_companions(companions_from, folder, dtype_name(dtype))

@@ -11,6 +11,7 @@ import importlib
 import json
 import pkgutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -31,6 +32,36 @@ def _found() -> dict[str, ModelFamily]:
 
 FAMILIES = _found()
 PLUG_INS = "megatron_stare.model_families"
+_DELTA = "most of its layers attend by a gated delta rule, of which there is no form for packed sequences here"
+_IMAGES = "it reads images, and nothing here feeds or trains an encoder of them"
+# families that are asked for by name, by model_type: how they are known, and what is missing
+MISSING = {
+    "gpt_oss": (
+        "gpt-oss",
+        "attention with sinks and, in every other layer, in windows; experts with biases and a clamped activation; "
+        "weights in MXFP4",
+    ),
+    "qwen3_next": ("Qwen3-Next", _DELTA),
+    "qwen3_5": ("Qwen3.5", _DELTA),
+    "qwen3_5_moe": ("Qwen3.5-MoE", _DELTA),
+    "kimi_linear": ("Kimi Linear", _DELTA),
+    "kimi_k2": (
+        "Kimi-K2",
+        "weights in 8 bits; the architecture is DeepSeek V3's, and was not held against transformers under this name",
+    ),
+    "kimi_k25": ("Kimi-K2.5", _IMAGES),
+    "deepseek_v2": ("DeepSeek V2", "groups of experts ranked by their best one, chosen by a softmax"),
+    "deepseek_v32": ("DeepSeek V3.2", "sparse attention, in which an indexer chooses the keys of every query"),
+    "glm_moe_dsa": ("GLM-5", "sparse attention, in which an indexer chooses the keys of every query"),
+    "glm4_moe_lite": ("GLM-4.7-Flash", "GLM-4.5's experts with latent attention were not held against transformers"),
+    "glm4v_moe": ("GLM-4.5V", _IMAGES),
+    "qwen2_5_vl": ("Qwen2.5-VL", _IMAGES),
+    "qwen3_vl": ("Qwen3-VL", _IMAGES),
+    "qwen3_vl_moe": ("Qwen3-VL-MoE", _IMAGES),
+    "qwen2_moe": ("Qwen1.5-MoE and Qwen2-MoE", "a gate on the experts that every token goes to"),
+    "mixtral": ("Mixtral", "experts under other names"),
+    "gemma3_text": ("Gemma 3", "attention in windows in most layers, four norms a layer, scaled embeddings"),
+}
 
 
 def family_named(model_type: Any, where: str) -> ModelFamily:
@@ -45,6 +76,13 @@ def family_named(model_type: Any, where: str) -> ModelFamily:
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     plug_ins = {entry.name: entry for entry in entry_points(group=PLUG_INS)}
+    if model_type in MISSING and model_type not in plug_ins:
+        name, missing = MISSING[model_type]
+        raise DataError(
+            f"{name} (model family {model_type!r}) is not supported; missing: {missing}",
+            where=where,
+            fix="docs/howto/model_family.md adds a family, from a package of yours too",
+        )
     if model_type not in plug_ins:
         known = f"known: {', '.join(sorted(FAMILIES.keys() | plug_ins.keys()))}; docs/howto/model_family.md adds one"
         raise DataError(f"model family {model_type!r} is unknown", where=where, fix=known)
@@ -112,9 +150,12 @@ def published_shape(path: str | Path) -> ModelShape | None:
 
     None: something is there, or no shape of this name ships.
     """
-    name = Path(path).name.lower().removeprefix("deepseek-")
-    folder = SHIPPED / "assets" / "architectures" / name
-    return read_shape(folder) if name and folder.is_dir() and not Path(path).exists() else None
+    whole = Path(path).name.lower()
+    for name in (whole, whole.removeprefix("deepseek-")):
+        folder = SHIPPED / "assets" / "architectures" / name
+        if name and folder.is_dir() and not Path(path).exists():
+            return read_shape(folder)
+    return None
 
 
 def rule_for(name: str, shape: ModelShape) -> Rule:
@@ -128,7 +169,7 @@ def rule_for(name: str, shape: ModelShape) -> Rule:
     numbers, pattern = numbered(name)
     for rule in family_of(shape).rules:
         if rule.megatron == pattern:
-            return Rule(name, tuple(hf.format(*numbers) for hf in rule.hf), rule.layout)
+            return replace(rule, megatron=name, hf=tuple(hf.format(*numbers) for hf in rule.hf))
     raise KeyError(f"{name} is not in the {shape.family} table")
 
 

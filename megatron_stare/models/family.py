@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_stare.errors import DataError
-from megatron_stare.models.rules import DENSE, Rule
+from megatron_stare.models.rules import DENSE, Rule, numbered
 from megatron_stare.models.shape import ModelShape
 
 
@@ -25,12 +25,18 @@ class Served:
     """Where an engine's server keeps a Hugging Face tensor: the `index`-th of those stacked into its parameter `name`.
 
     count: how many are stacked; None: as many as come, `an_expert` of every expert.
+    dtype: of the parameter; None: the one that the server computes in.
+    whole: whether every rank of a server holds all of it, whatever its rule says.
+    at_once: whether the server takes what is stacked in one call alone.
     """
 
     name: str
     index: int = 0
     count: int | None = 1
     an_expert: int = 1
+    dtype: torch.dtype | None = None
+    whole: bool = False
+    at_once: bool = False
 
 
 class ModelFamily:
@@ -40,6 +46,7 @@ class ModelFamily:
     rules: ClassVar[tuple[Rule, ...]] = DENSE
     # how positions beyond those of pretraining are reached, as far as it does not depend on the sequence at hand
     rope_scalings: ClassVar[tuple[str, ...]] = ("linear", "llama3", "yarn")
+    rotates_parts: ClassVar[bool] = False  # whether positions may rotate a part of each head
     qkv_bias: ClassVar[bool] = False
     qk_norm: ClassVar[bool] = False
     # settings that would change the model silently if they were overlooked
@@ -82,7 +89,7 @@ class ModelFamily:
             raise DataError(f"RoPE scaling {scaling!r} is not supported", where=where, fix=f"known: {known}")
         found = [f"{what} ({key})" for key, what in self.unsupported.items() if config.get(key)]
         rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-        if rotated not in (None, 1):
+        if rotated not in (None, 1) and not self.rotates_parts:
             found.append(f"rotating a part of each head (partial_rotary_factor {rotated})")
         if other := set(config.get("layer_types") or ()) - {"full_attention"}:
             found.append(f"{', '.join(sorted(other))} (layer_types)")
@@ -131,6 +138,10 @@ class ModelFamily:
         if name.endswith("_proj.bias"):
             return shape.qkv_bias
         return shape.qk_norm or not re.search(r"\.[qk]_norm\.", name)
+
+    def leaves_out(self, name: str, shape: ModelShape) -> bool:
+        """Whether a Hugging Face tensor is one that checkpoints of this family may hold and no model is given."""
+        return False
 
     def size(self, name: str, shape: ModelShape) -> tuple[int, ...]:
         """The size of a Hugging Face tensor: [out, in] of a matrix, [out] of its bias, [hidden] of a norm."""
@@ -186,7 +197,7 @@ class ModelFamily:
         """A parameter of transformers' model as the tensors, or views of it, that a checkpoint holds instead."""
         return {name: parameter}
 
-    def served(self, name: str) -> Served:
+    def served(self, name: str, shape: ModelShape) -> Served:
         """Where the servers of engines keep the Hugging Face tensor of this name."""
         module, _, kind = name.rpartition(".")
         layer, _, projection = module.rpartition(".")
@@ -194,6 +205,11 @@ class ModelFamily:
             stacked, index, count = self.stacked[projection]
             return Served(f"{layer}.{stacked}.{kind}", index, count)
         return Served(name)
+
+    def float32(self, name: str) -> bool:
+        """Whether a Hugging Face tensor is float32 whatever the dtype of the model."""
+        pattern = numbered(name)[1]
+        return any(pattern in rule.hf for rule in self.rules if rule.float32)
 
     @property
     def vocabulary(self) -> frozenset[str]:

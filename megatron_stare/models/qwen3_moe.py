@@ -83,10 +83,10 @@ class Qwen3Moe(Qwen3):
                 views |= {f"{layer}.{number}.gate_proj.weight": gate, f"{layer}.{number}.up_proj.weight": up}
         return views
 
-    def served(self, name: str) -> Served:
+    def served(self, name: str, shape: ModelShape) -> Served:
         expert = _SERVED_EXPERT.fullmatch(name)
         if not expert:
-            return super().served(name)
+            return super().served(name, shape)
         layer, number, part = expert[1], int(expert[2]), expert[3]
         if part == "down":
             return Served(f"{layer}.w2_weight", number, None)

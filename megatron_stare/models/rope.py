@@ -14,8 +14,9 @@ def scaled_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
     """Inverse frequencies and attention scale of a model with RoPE scaling.
 
     Returns:
-        [head_dim / 2] float32 radians a position, and what queries times keys are multiplied by before the softmax:
-        YaRN's factor on cosines and sines, which meets queries and keys alike, squared, over sqrt(head_dim).
+        [half of what is rotated of a head] float32 radians a position, and what queries times keys are multiplied by
+        before the softmax: YaRN's factor on cosines and sines, which meets queries and keys alike, squared, over
+        sqrt(head_dim). Latent attention has a scale of its own.
     """
     if shape.rope_scaling is None:
         raise ValueError("the model's RoPE is not scaled")
@@ -27,7 +28,7 @@ def scaled_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
     config = LlamaConfig(
         hidden_size=shape.hidden,
         num_attention_heads=shape.heads,
-        head_dim=shape.head_dim,
+        head_dim=shape.rotated_dim,
         max_position_embeddings=shape.max_positions,
         rope_parameters={**shape.rope_scaling, "rope_theta": shape.rope_theta},
     )

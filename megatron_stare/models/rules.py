@@ -35,6 +35,7 @@ class Rule:
     megatron: str
     hf: tuple[str, ...]
     layout: Layout
+    float32: bool = False  # whatever the dtype of the model
 
     @property
     def sources(self) -> tuple[str, ...]:

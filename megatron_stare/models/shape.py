@@ -8,6 +8,17 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Sizes of multi-head latent attention."""
+
+    query_rank: int  # of the queries' latent
+    rank: int  # of the latent of keys and values
+    plain: int  # of a head, the part that positions do not rotate
+    rotated: int
+    value: int
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Sizes of a decoder-only model. `vocab_size` is config.vocab_size: the columns the policy really has."""
 
@@ -29,12 +40,42 @@ class ModelShape:
     experts_per_token: int = 0
     expert_ffn: int = 0
     renormalise_experts: bool = True  # whether the chosen experts' weights sum to 1
+    dense_layers: int = 0  # the first ones of a mixture of experts, which have a dense feed-forward layer
+    shared_ffn: int = 0  # columns of the experts that every token goes to, side by side
+    router_scale: float = 1.0  # of the chosen experts' weights
+    expert_groups: int = 1  # that experts are cut into
+    groups_per_token: int = 1  # of them, those that a token's experts are chosen from
+    rotated: float = 1.0  # share of each head that positions rotate
+    prediction_layers: int = 0  # behind the last one, for multi-token prediction, which are left out
+    latent: Latent | None = None
     rope_scaling: Mapping[str, Any] | None = None  # parameters of one of the family's scalings, as config.json has them
 
     @property
     def feed_forward(self) -> int:
         """Columns of the feed-forward matrices that the model holds: of an expert's, where there are experts."""
         return self.expert_ffn if self.experts else self.ffn
+
+    @property
+    def whole_widths(self) -> tuple[int, ...]:
+        """Columns of the feed-forward matrices that every token goes through."""
+        if not self.experts:
+            return (self.ffn,)
+        return tuple(width for width in (self.ffn if self.dense_layers else 0, self.shared_ffn) if width)
+
+    @property
+    def value_dim(self) -> int:
+        """Columns of a head's values."""
+        return self.latent.value if self.latent else self.head_dim
+
+    @property
+    def rotated_dim(self) -> int:
+        """Columns of a head that positions rotate."""
+        return self.latent.rotated if self.latent else int(self.head_dim * self.rotated)
+
+    @property
+    def cached(self) -> int:
+        """Numbers that a server's layer keeps of a token: keys and values of all heads, or their latent."""
+        return self.latent.rank + self.latent.rotated if self.latent else 2 * self.kv_heads * self.head_dim
 
     def padded_vocab(self, tp: int, multiple: int = 128) -> int:
         """Vocabulary rows that Megatron holds over `tp` ranks: a multiple of `multiple` a rank."""

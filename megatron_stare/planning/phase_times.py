@@ -33,24 +33,38 @@ ASSUMPTIONS = (
 
 
 def balanced(shape: ModelShape) -> ModelShape:
-    """The dense model whose tokens are as much work as those of a mixture of experts whose experts get equal shares."""
+    """The dense model whose tokens are as much work as those of a mixture of experts whose experts get equal shares;
+    leading dense layers count as the others."""
     if not shape.experts:
         return shape
-    return replace(shape, experts=0, ffn=shape.experts_per_token * shape.expert_ffn)
+    width = shape.experts_per_token * shape.expert_ffn + shape.shared_ffn
+    return replace(shape, experts=0, ffn=width, dense_layers=0, shared_ffn=0)
 
 
-def layer_matrices(shape: ModelShape) -> int:
-    """Entries of the matrices of a layer that a token is multiplied with: projections, router, feed-forward."""
-    attention = 2 * shape.hidden * (shape.heads + shape.kv_heads) * shape.head_dim
-    return attention + 3 * shape.hidden * balanced(shape).ffn + shape.hidden * shape.experts
+def attention_matrices(shape: ModelShape) -> int:
+    """Entries of the projections of a layer's attention."""
+    if (latent := shape.latent) is None:
+        return 2 * shape.hidden * (shape.heads + shape.kv_heads) * shape.head_dim
+    queries = latent.query_rank * (shape.hidden + shape.heads * shape.head_dim)
+    into, out = shape.hidden * (latent.rank + latent.rotated), latent.rank * shape.heads * (latent.plain + latent.value)
+    return queries + into + out + shape.hidden * shape.heads * latent.value
+
+
+def body_matrices(shape: ModelShape) -> int:
+    """Entries of the matrices of all layers that a token is multiplied with: projections, router, feed-forward."""
+    attention = attention_matrices(shape)
+    layer = attention + 3 * shape.hidden * balanced(shape).ffn + shape.hidden * shape.experts
+    dense = attention + 3 * shape.hidden * shape.ffn
+    return shape.dense_layers * dense + (shape.layers - shape.dense_layers) * layer
 
 
 def forward_flops(shape: ModelShape, prompt: float, response: float) -> float:
     """Operations of one sequence: its layers, causal attention over a mean of half of its tokens, and the output layer
     at the positions of the response alone."""
     length = prompt + response
-    matrices = 2 * shape.layers * layer_matrices(shape) * length
-    attention = 2 * shape.layers * shape.heads * shape.head_dim * length * length  # scores and values, half masked
+    matrices = 2 * body_matrices(shape) * length
+    # scores and values, half masked
+    attention = shape.layers * shape.heads * (shape.head_dim + shape.value_dim) * length * length
     return matrices + attention + 2 * shape.hidden * shape.vocab_size * response
 
 
@@ -158,7 +172,7 @@ def parameters(shape: ModelShape) -> int:
     """Entries of the matrices of the whole model, all experts included."""
     experts = 3 * shape.hidden * shape.expert_ffn * (shape.experts - shape.experts_per_token)
     ends = shape.hidden * shape.vocab_size * (1 if shape.tied else 2)
-    return shape.layers * (layer_matrices(shape) + experts) + ends
+    return body_matrices(shape) + (shape.layers - shape.dense_layers) * experts + ends
 
 
 def forwards(run: ResolvedRun) -> int:
@@ -209,7 +223,7 @@ def rollout_seconds(
     growing, context = responses, lengths.prompt + lengths.response
     if flow:
         growing, context = flow.growing / engines, lengths.prompt + flow.held / flow.growing
-    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * size
+    token = shape.layers * shape.cached * size
     at_once = min(growing, rollout.max_batch)
     if served:
         at_once = min(at_once, max(served.cache / served.token / context, 1))
@@ -266,7 +280,7 @@ def _read_weights(shape: ModelShape, at_once: float) -> float:
         return parameters(shape)
     missed = (1 - shape.experts_per_token / shape.experts) ** at_once
     expert = 3 * shape.hidden * shape.expert_ffn
-    return parameters(shape) - shape.layers * shape.experts * expert * missed
+    return parameters(shape) - (shape.layers - shape.dense_layers) * shape.experts * expert * missed
 
 
 def _bubble(config: Config, lengths: Lengths, prompts: int) -> float:

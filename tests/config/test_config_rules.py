@@ -49,7 +49,7 @@ def config(path: Path, **sections: Any) -> Config:
         ("qwen3_moe", {"moe": {"balance": "aux_loss"}}, "moe.balance", "in a micro-batch"),
         ("qwen3_moe", {"moe": {"balance": "seq_aux_loss"}}, "moe.balance", "a row of the micro-batch"),
         ("qwen3_moe", {"moe": {"balance": "global_aux_loss"}}, "moe.balance", "micro-batches so far"),
-        ("qwen3_moe", {"moe": {"balance": "expert_bias"}}, "moe.balance", "engines would choose experts without it"),
+        ("qwen3_moe", {"moe": {"balance": "expert_bias"}}, "moe.balance", "stays as it was loaded"),
     ],
 )
 def test_refused(tmp_path: Path, family: str, sections: dict[str, Any], where: str, message: str) -> None:

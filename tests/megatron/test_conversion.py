@@ -62,6 +62,9 @@ CASES += [
     ("qwen3_moe", "one", {}),
     ("qwen3_moe", "ep2", {"data": 2, "expert": 2}),
     ("qwen3_moe", "pp2-ep2", {"pipeline": 2, "data": 2, "expert": 2}),
+    ("glm4_moe", "one", {}),
+    ("deepseek_v3", "tp2-ep2", {"tensor": 2, "sequence": True, "expert": 2}),
+    ("glm4_moe", "pp2-ep2", {"pipeline": 2, "data": 2, "expert": 2}),
 ]
 
 
@@ -100,6 +103,8 @@ def save_run(rank: int, init: str, config: Config, folder: str) -> None:
         pytest.param("qwen2_tied", {"tensor": 2, "pipeline": 2}, id="tp2-pp2"),
         pytest.param("qwen3", {"tensor": 4}, id="tp4-shared-kv"),
         pytest.param("qwen3_moe", {"data": 2, "expert": 2}, id="ep2"),
+        pytest.param("glm4_moe", {"pipeline": 2, "data": 2, "expert": 2}, id="dense-layers-pp2-ep2"),
+        pytest.param("deepseek_v3", {"tensor": 2, "sequence": True, "expert": 2}, id="latents-tp2-ep2"),
         *SLOW,
     ],
 )

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import FAMILIES, PARITY, random_batch, save_model
+from support.models import FAMILIES, MIXTURES, PARITY, random_batch, save_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -144,13 +144,16 @@ def force_experts(model: nn.Module, experts: Tensor) -> None:
 
     def forced(gate: nn.Module, given: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = torch.nn.functional.linear(hidden.reshape(len(given), -1), gate.weight)
-        scores = logits.softmax(-1)
-        chosen = torch.where(given == 255, scores.topk(gate.top_k).indices, given.long())
-        weights = scores.gather(1, chosen)
+        bias = getattr(gate, "e_score_correction_bias", None)
+        scores = logits.softmax(-1) if bias is None else logits.sigmoid()
+        best = (scores if bias is None else scores + bias).topk(gate.top_k).indices
+        chosen = torch.where(given == 255, best, given.long())
+        weights = scores.gather(1, chosen) * getattr(gate, "routed_scaling_factor", 1)
         return logits, weights / weights.sum(-1, keepdim=True) if gate.norm_topk_prob else weights, chosen
 
     for number, layer in enumerate(model.model.layers):
-        layer.mlp.gate.forward = partial(forced, layer.mlp.gate, experts[:, number])
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.forward = partial(forced, layer.mlp.gate, experts[:, number])
 
 
 def as_saved(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -290,7 +293,7 @@ def test_other_families(ranks, tmp_path: Path, family: str, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["one", "tp2", "tp4-shared-kv", "pp2", "tp2-pp2"])
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"qwen3_moe"}))
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(MIXTURES)))
 def test_every_family_in_every_layout(ranks, tmp_path: Path, family: str, name: str) -> None:
     save_model(tmp_path, family)
     check(ranks, tmp_path, *LAYOUTS[name], packed=True)
@@ -332,6 +335,43 @@ def test_distributed_optimizer(ranks, tmp_path: Path, name: str) -> None:
 def test_distributed_optimizer_of_experts(ranks, tmp_path: Path, name: str) -> None:
     save_model(tmp_path, "qwen3_moe")
     check(ranks, tmp_path, EXPERTS[name], 30, packed=True, distributed=True)
+
+
+@pytest.mark.wide
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("glm4_moe_air", "one"),
+        ("glm4_moe", "one"),
+        ("glm4_moe", "ep2"),
+        ("glm4_moe", "pp2-ep2"),  # a stage with a dense layer and one without
+        ("glm4_moe", "tp2-sp-ep2"),
+        ("glm4_moe", "pp2-cp2-ep2"),
+        ("deepseek_v3_short", "one"),
+        ("deepseek_v3", "one"),
+        ("deepseek_v3", "pp2-ep2"),
+        ("deepseek_v3", "tp2-sp-ep2"),
+        ("deepseek_v3", "pp2-cp2-ep2"),
+        ("deepseek_v3_short", "tp2-sp-ep2"),
+        *(pytest.param("deepseek_v3", name, marks=pytest.mark.slow) for name in sorted({*SLOW, "dp4-ep2", "cp2-ep2"})),
+        *(pytest.param("glm4_moe", name, marks=pytest.mark.slow) for name in sorted({*SLOW, "dp4-ep2", "cp2-ep2"})),
+        *(pytest.param("glm4_moe_air", name, marks=pytest.mark.slow) for name in EXPERTS if name != "one"),
+    ],
+)
+def test_mixtures_with_dense_layers(ranks, tmp_path: Path, family: str, name: str) -> None:
+    save_model(tmp_path, family)
+    check(ranks, tmp_path, EXPERTS[name], 40, packed=True)
+
+
+@pytest.mark.wide
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("family", "name"), [("glm4_moe", "tp2-sp-ep2"), ("deepseek_v3", "tp2-sp-ep2"), ("deepseek_v3", "cp2-ep2")]
+)
+def test_padded_and_with_the_distributed_optimizer(ranks, tmp_path: Path, family: str, name: str) -> None:
+    save_model(tmp_path, family)
+    check(ranks, tmp_path, EXPERTS[name], 40, packed=False, distributed=True)
 
 
 @pytest.mark.wide

@@ -51,6 +51,9 @@ def plan(
         ("qwen3_tied", {"pipeline": 2, "virtual_pipeline": 2}),
         ("phi3", {"tensor": 2, "sequence": True, "pipeline": 3, "first_stage_layers": 2}),
         ("qwen3_moe", {"tensor": 2, "sequence": True, "pipeline": 2, "data": 4, "expert": 4}),
+        ("glm4_moe", {"tensor": 2, "sequence": True, "pipeline": 2, "data": 4, "expert": 4}),
+        ("deepseek_v3", {"tensor": 2, "sequence": True, "pipeline": 2, "data": 2, "expert": 2}),
+        ("glm4_moe_air", {"pipeline": 2, "virtual_pipeline": 2, "data": 2, "expert": 2}),
     ],
 )
 def test_all_ranks_hold_the_model_between_them(tmp_path: Path, family: str, layout: dict) -> None:

@@ -33,6 +33,13 @@ def compare(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, opt
         ("qwen3_moe", {"tensor": 2, "sequence": True, "pipeline": 2, "data": 4, "expert": 4}, "bfloat16", True),
         ("qwen3_moe", {"data": 2}, "bfloat16", False),
         ("qwen3_moe", {"data": 2, "pipeline": 2}, "bfloat16", True),  # experts among all other parameters
+        ("glm4_moe", {"tensor": 2, "sequence": True, "pipeline": 2, "data": 4, "expert": 4}, "bfloat16", True),
+        ("glm4_moe", {"data": 3}, "bfloat16", True),
+        ("glm4_moe_air", {"data": 2, "pipeline": 2, "virtual_pipeline": 2}, "bfloat16", True),
+        ("glm4_moe_air", {"data": 2, "pipeline": 3, "first_stage_layers": 2, "expert": 2}, "float32", True),
+        ("deepseek_v3", {"tensor": 2, "sequence": True, "pipeline": 2, "data": 2, "expert": 2}, "bfloat16", True),
+        ("deepseek_v3_short", {"data": 2}, "bfloat16", True),
+        ("glm4_moe_air", {"data": 2, "pipeline": 2, "first_stage_layers": 1}, "bfloat16", True),  # a dense one on each
     ],
 )
 def test_tiny_models(tmp_path: Path, family: str, layout: dict, dtype: str, distributed: bool) -> None:
@@ -50,6 +57,11 @@ def test_tiny_models(tmp_path: Path, family: str, layout: dict, dtype: str, dist
         ("qwen2.5-32b", {"tensor": 4, "sequence": True, "pipeline": 2, "context": 2, "data": 3}),
         ("llama-3-70b", {"tensor": 8, "sequence": True, "pipeline": 8, "data": 2}),
         ("qwen3-30b-a3b", {"tensor": 4, "sequence": True, "pipeline": 4, "data": 8, "expert": 32}),
+        (
+            "deepseek-v3",
+            {"tensor": 8, "sequence": True, "pipeline": 2, "first_stage_layers": 31, "data": 8, "expert": 64},
+        ),
+        ("glm-4.5-air", {"tensor": 4, "sequence": True, "pipeline": 2, "data": 8, "expert": 32}),
     ],
 )
 def test_published_sizes(name: str, layout: dict) -> None:

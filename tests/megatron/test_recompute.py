@@ -105,8 +105,10 @@ def gradients_of(
         ("qwen2_tied", {"pipeline": 2}, True, ("full", "full-two", "selective")),
         ("qwen2", {"pipeline": 2, "virtual_pipeline": 2}, False, ("full", "selective")),
         ("qwen3_moe", {"data": 2, "expert": 2}, True, ("full", "experts")),
+        ("glm4_moe", {}, True, ("full", "experts", "mlp")),
+        ("deepseek_v3", {}, True, ("full", "selective")),
     ],
-    ids=["packed", "padded", "tp2", "tp2-sp", "pp2", "vpp2", "experts"],
+    ids=["packed", "padded", "tp2", "tp2-sp", "pp2", "vpp2", "experts", "dense-and-experts", "latents"],
 )
 def test_gradients_are_those_without(
     ranks, tmp_path: Path, family: str, layout: dict[str, Any], packed: bool, modes: tuple[str, ...]

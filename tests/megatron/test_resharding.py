@@ -91,8 +91,14 @@ def merged(results: list[tuple[dict, dict, dict]]) -> list[dict[str, Tensor]]:
         ("qwen3", {"context": 2}, {"pipeline": 2}),
         ("qwen3_moe", {"data": 2, "expert": 2}, {}),
         ("qwen3_moe", {}, {"pipeline": 2, "data": 2, "expert": 2}),
+        ("glm4_moe", {"pipeline": 2, "data": 2, "expert": 2}, {"tensor": 2, "sequence": True, "expert": 2}),
+        ("deepseek_v3", {"tensor": 2, "sequence": True, "expert": 2}, {"pipeline": 2}),
     ],
-    ids=["tp2-one", "tp2-pp2", "pp2-dp2", "tp2pp2-pp2vpp2", "dp2-tp4", "cp2-pp2", "ep2-one", "one-pp2ep2"],
+    ids=[
+        *("tp2-one", "tp2-pp2", "pp2-dp2", "tp2pp2-pp2vpp2", "dp2-tp4", "cp2-pp2", "ep2-one", "one-pp2ep2"),
+        "dense-layers-pp2ep2-tp2ep2",
+        "latents-tp2ep2-pp2",
+    ],
 )
 def test_loads_in_another_layout(writers: RankPool, tmp_path: Path, family: str, saved: dict, loaded: dict) -> None:
     save_model(tmp_path / "model", family)

@@ -22,7 +22,7 @@ from megatron_stare.megatron.backend.layout import join, leave
 from megatron_stare.megatron.checkpoint import checkpoint
 from megatron_stare.megatron.dry.planned_rank import plan_rank
 from megatron_stare.megatron.export.export import export_hf
-from megatron_stare.megatron.model.model import build_policy, load_hf, named_parameters
+from megatron_stare.megatron.model.model import build_policy, load_hf, named_weights
 from megatron_stare.megatron.optimizer.optimizer import build_optimizer
 from megatron_stare.models import read_shape
 from megatron_stare.weights.files.convert import Options, convert
@@ -50,8 +50,8 @@ def load_what_the_other_saved(rank: int, init: str, folder: Path) -> dict[str, d
         shape, layout = read_shape(path), join(ParallelConfig(), rank, f"{init}-{name}", 1, 60)
         model = build_policy(shape, ModelConfig(path=str(path)), ParallelConfig(), layout, False)
         with torch.no_grad():
-            for _, parameter in named_parameters(model):
-                parameter.zero_()
+            for _, weight in named_weights(model):
+                weight.zero_()
         checkpoint.load_weights(f"{path}-saved", model)
         exported[name] = export_hf(model, shape, layout)
         leave()
@@ -128,12 +128,25 @@ def test_local_layers_load_what_transformer_engines_saved(found: dict, folder: P
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_both_specs_save_the_same_tensors(found: dict, folder: Path, name: str) -> None:
-    """But for the norm before experts, which the local spec saves under the name that it has where there are none."""
+    """But for the norm before experts, which the local spec saves under the name that it has where there are none, and
+    norms of latent attention and of what follows it, which it saves under the names that they have unfused."""
     shape = read_shape(folder / name)
     local = plan_rank(shape, ModelConfig(path="."), ParallelConfig(), OptimizerConfig(), 0).state
     keys = {part.key for part in local if part.dtype}
-    if shape.experts:
-        keys.remove("decoder.layers.mlp.linear_fc1.layer_norm_weight")
-        keys.add("decoder.layers.pre_mlp_layernorm.weight")
+    if shape.latent:
+        for layer in range(shape.layers):
+            fused = {
+                "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+                "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+            }
+            if layer < shape.dense_layers:
+                fused["pre_mlp_layernorm.weight"] = "mlp.linear_fc1.layer_norm_weight"
+            keys -= {f"decoder.layers.{layer}.{own}" for own in fused}
+            keys |= {f"decoder.layers.{layer}.{other}" for other in fused.values()}
+    elif shape.experts:
+        # named one by one where layers are not alike
+        routed = [f"{layer}." for layer in range(shape.dense_layers, shape.layers)] if shape.dense_layers else [""]
+        keys -= {f"decoder.layers.{layer}mlp.linear_fc1.layer_norm_weight" for layer in routed}
+        keys |= {f"decoder.layers.{layer}pre_mlp_layernorm.weight" for layer in routed}
     assert keys == found[name]["tensors"].keys()
     assert {part.key for part in local if not part.dtype} < found[name]["objects"]  # more modules have extra states

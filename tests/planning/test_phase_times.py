@@ -19,8 +19,8 @@ from megatron_stare.planning.phase_times import (
     Lengths,
     Step,
     body_flops,
+    body_matrices,
     forward_flops,
-    layer_matrices,
     parameters,
     rollout_seconds,
     step_time,
@@ -67,7 +67,10 @@ def test_matrices_are_those_of_the_model(name: str) -> None:
 
 def test_a_token_goes_through_its_own_experts() -> None:
     mixture = replace(TINY, experts=4, experts_per_token=2, expert_ffn=5)
-    assert layer_matrices(mixture) == LAYER - 3 * 4 * 8 + 3 * 4 * 10 + 4 * 4  # two experts, and the router
+    routed = LAYER - 3 * 4 * 8 + 3 * 4 * 10 + 4 * 4  # two experts, and the router
+    assert body_matrices(mixture) == 2 * routed
+    with_shared = replace(mixture, dense_layers=1, shared_ffn=7)
+    assert body_matrices(with_shared) == LAYER + routed + 3 * 4 * 7
 
 
 def test_operations_of_a_forward() -> None:

@@ -21,6 +21,7 @@ from support import sglang_servers as servers
 from megatron_stare.config.schema import Config, MoeConfig, RuntimeConfig, SGLangConfig
 from megatron_stare.errors import ConfigError
 from megatron_stare.models import read_shape
+from megatron_stare.models.shape import Latent
 from megatron_stare.rollout.engines.sglang.client import SGLangClient
 from megatron_stare.rollout.engines.sglang.cpu_platform import ATTENTION, copied_rows
 from megatron_stare.rollout.engines.sglang.flag_check import refused_flag
@@ -86,6 +87,7 @@ def test_the_command_line_of_a_server_on_gpus():
         *("--cuda-graph-bs-decode", "1", "8", "64"),
         "--skip-tokenizer-init",
         "--skip-server-warmup",
+        "--disable-shared-experts-fusion",
         "--enable-deterministic-inference",
         "--enable-memory-saver",
         "--chunked-prefill-size=4096",
@@ -211,6 +213,14 @@ def test_rows_are_copied_between_the_tokens_of_a_group_and_those_of_all():
     assert torch.equal(back, torch.cat([own[:3], torch.zeros(1, 2)]))
     copied_rows(short := torch.zeros(2, 2), own, 0, torch.tensor(0), rows, True)
     assert torch.equal(short, own[:2])
+
+
+def test_latent_attention_is_for_gpus() -> None:
+    latent = replace(SHAPE, family="deepseek_v3", kv_heads=4, latent=Latent(16, 16, 16, 8, 16))
+    with pytest.raises(ConfigError, match=r"attention for CPUs \(torch_native\) cannot compute latent") as error:
+        check_servers(config(device="cpu"), latent)
+    assert error.value.where == "model.path"
+    check_servers(config(device="cuda"), latent)
 
 
 def test_experts_of_a_rank_alone_are_for_gpus():

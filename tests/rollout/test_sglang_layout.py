@@ -121,7 +121,7 @@ def test_groups_with_requests_of_their_own_are_for_families_that_sglang_cuts_so(
     it there."""
     shape, layout = replace(SHAPE, family=family), ServerLayout("cuda", 4, 1, 2)
     ServerLayout("cuda", 4).require_family(shape, "sglang.attention_data_parallel")
-    if family in ("qwen3", "qwen3_moe"):
+    if family in ("qwen3", "qwen3_moe", "glm4_moe"):
         layout.require_family(shape, "sglang.attention_data_parallel")
         return
     with pytest.raises(ConfigError, match=f"cuts the attention of {family} over all ranks") as error:

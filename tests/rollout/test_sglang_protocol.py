@@ -225,7 +225,7 @@ def test_only_releases_of_the_known_protocol_are_used():
     ],
 )
 def test_tensors_go_where_sglang_stacks_them(name, stacked, index):
-    place = QWEN3_MOE.served(name)
+    place = QWEN3_MOE.served(name, SHAPE)
     assert (place.name, place.index) == (stacked, index)
 
 

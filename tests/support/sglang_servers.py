@@ -114,10 +114,10 @@ def buckets(tensors: dict[str, Tensor], count: int = 3) -> list[list[tuple[str, 
     return found
 
 
-def sync(engine: SGLangEngine, version: int, tensors: dict[str, Tensor]) -> dict[str, str]:
-    """A whole weight update."""
+def sync(engine: SGLangEngine, version: int, tensors: dict[str, Tensor], count: int = 3) -> dict[str, str]:
+    """A whole weight update, in `count` buckets."""
     engine.begin_weight_update(version)
-    for bucket in buckets(tensors):
+    for bucket in buckets(tensors, count):
         engine.update_weights(bucket)
     return engine.end_weight_update()
 

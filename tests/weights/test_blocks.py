@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from support.models import FAMILIES, save_model
+from support.runs import ROOT
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_stare.models import read_shape
+from megatron_stare.models import family_of, read_shape
 from megatron_stare.models.rules import shard
 from megatron_stare.weights.files.blocks import Place, cut, places, to_hf, to_megatron, written_places
 from megatron_stare.weights.files.check import expected, rules
@@ -22,6 +24,20 @@ def test_expected_tensors_are_those_that_transformers_saves(tmp_path: Path, fami
     folder = HfFolder(tmp_path)
     saved = {name: tuple(folder.slice(name).get_shape()) for name in folder.names()}
     assert expected(read_shape(tmp_path)) == saved
+
+
+@pytest.mark.parametrize("name", ["glm-4.5-air", "deepseek-v3"])
+def test_published_mixtures_hold_what_transformers_model_does(name: str) -> None:
+    """Names and shapes of every tensor, of a model without data."""
+    path = ROOT / "assets/architectures" / name
+    shape, config = read_shape(path), AutoConfig.from_pretrained(path)
+    family = family_of(shape)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    held = {n: b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")}
+    for parameter_name, parameter in model.named_parameters():
+        held |= family.checkpoint_views(parameter_name, parameter)
+    assert {n: tuple(tensor.shape) for n, tensor in held.items()} == expected(shape)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

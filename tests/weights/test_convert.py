@@ -99,6 +99,37 @@ def test_dtypes(tmp_path: Path) -> None:
     assert_same(rounded, tensors(tmp_path / "narrow-hf"))
 
 
+def test_biases_of_experts_stay_in_float32(tmp_path: Path) -> None:
+    save_model(tmp_path / "hf", "glm4_moe")
+    original = tensors(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "half", None, Options(dtype=torch.bfloat16, check=True))
+    options = Options(shard_bytes=SHARD_BYTES, check=True)
+    convert(tmp_path / "half", tmp_path / "half-hf", None, options)
+    rounded = {
+        name: tensor if name.endswith(".e_score_correction_bias") else tensor.bfloat16()
+        for name, tensor in original.items()
+    }
+    assert_same(rounded, tensors(tmp_path / "half-hf"))
+    convert(tmp_path / "half-hf", tmp_path / "again", None, options)  # of two dtypes, which is no error
+    convert(tmp_path / "again", tmp_path / "again-hf", None, options)
+    assert_same(rounded, tensors(tmp_path / "again-hf"))
+
+
+def test_layers_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
+    save_model(tmp_path / "hf", "glm4_moe")
+    original = tensors(tmp_path / "hf")
+    predicts = {
+        f"model.layers.4.{name}.weight": torch.ones(32) for name in ("enorm", "self_attn.q_proj", "embed_tokens")
+    }
+    save_file(original | predicts, tmp_path / "hf" / "model.safetensors")
+    convert(tmp_path / "hf", tmp_path / "megatron", None, Options(check=True))
+    convert(tmp_path / "megatron", tmp_path / "back", None, Options(check=True))
+    assert_same(original, tensors(tmp_path / "back"))
+    save_file(original | {"model.layers.5.enorm.weight": torch.ones(32)}, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(DataError, match=r"'model\.layers\.5\.enorm\.weight' is not one of a glm4_moe model"):
+        convert(tmp_path / "hf", tmp_path / "other", None, Options())
+
+
 def test_several_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_model(tmp_path / "hf", "qwen2")
     assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "megatron"), "--processes", "2", "--check"]) == 0

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from support.models import FAMILIES, save_model
+from support.models import FAMILIES, MIXTURES, save_model
 from torch import Tensor
 
 from megatron_stare.models import read_shape, rule_for
@@ -41,7 +41,7 @@ def cut(path: Path, tp_rank: int = 0, tp: int = 1, of_layers: int | None = None,
 
 @pytest.mark.parametrize(
     ("family", "tp"),
-    [(name, tp) for name in FAMILIES for tp in (1, 2, 4, 8) if tp == 1 or name != "qwen3_moe"],  # experts stay whole
+    [(name, tp) for name in FAMILIES for tp in (1, 2, 4, 8) if tp == 1 or name not in MIXTURES],  # experts stay whole
 )
 def test_blocks_put_together_are_the_whole_tensors(tmp_path: Path, family: str, tp: int) -> None:
     save_model(tmp_path, family)
@@ -65,6 +65,18 @@ def test_blocks_are_views_where_query_groups_are_whole(tmp_path: Path) -> None:
     for one in cut(tmp_path, 1, 2):
         for block in blocks(rule_for(one.name, shape), one.tensor, shape, 1, 2):
             assert block.untyped_storage().data_ptr() == one.tensor.untyped_storage().data_ptr()
+
+
+def test_what_servers_take_in_one_call_is_in_one_bucket(tmp_path: Path) -> None:
+    """Projections into both latents, between which other tensors lie, whatever a bucket's bound."""
+    save_model(tmp_path, "deepseek_v3")
+    for bound in (1, 2000, 5000, BOUND):
+        plan = plan_stream(cut(tmp_path), read_shape(tmp_path), bound)
+        buckets = [{slot.name for slot in layout.slots} for layout in plan.layouts]
+        assert sum(map(len, buckets)) == len(set().union(*buckets)) == len(HfFolder(tmp_path).names())
+        for layer in range(4):
+            pair = {f"model.layers.{layer}.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")}
+            assert sum(pair <= names for names in buckets) == 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -154,6 +154,7 @@ class PackedSequences(PackedSeqParams):
 
     queries: Spread | None = None
     keys: Spread | None = None  # of the tokens of all ranks, laid end to end in order of rank
+    tokens: Tensor | None = None  # [t] int64, where each of them stands in its sequence; for latent attention
     positions: tuple[Tensor, ...] = ()  # each [b, m] int64 on the host: where a group's queries stand in their sequence
 
     def pinned(self) -> PackedSequences:

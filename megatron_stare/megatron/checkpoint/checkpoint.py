@@ -162,16 +162,20 @@ def _parameters(chunk: nn.Module) -> dict[str, Any]:
 _EXTRA_STATE = re.compile(r"_extra_state\d*$")  # of the numbered experts of a grouped GEMM, each has its own
 
 
-# of one norm, before experts: Transformer Engine's layers save it as it is called, and local ones as if it were fused
-# into the next linear, as it is where there are no experts
-_NORM_BEFORE_EXPERTS = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+# of one norm each: before experts Transformer Engine's layers save it as it is called, and local ones as if it were
+# fused into the next linear, as it is where there are no experts; in latent attention it is the other way round
+_NORMS = (
+    ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+    ("q_layernorm.weight", "linear_q_up_proj.layer_norm_weight"),
+    ("kv_layernorm.weight", "linear_kv_up_proj.layer_norm_weight"),
+)
 
 
 def _ask_for_saved_names(wanted: dict[str, Any], folder: str | Path) -> None:
-    """Where layers of the other kind saved the checkpoint, asks for the norm before experts as they named it."""
+    """Where layers of the other kind saved the checkpoint, asks for norms as they named them."""
     saved = TorchDist(folder).sizes
     for part in nested_values(wanted):
-        for mine, others in (_NORM_BEFORE_EXPERTS, _NORM_BEFORE_EXPERTS[::-1]):
+        for mine, others in (*_NORMS, *(names[::-1] for names in _NORMS)):
             other = part.key.removesuffix(mine) + others if isinstance(part, ShardedTensor) else ""
             if other in saved and part.key.endswith(mine) and part.key not in saved:
                 part.key = other

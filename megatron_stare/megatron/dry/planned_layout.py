@@ -130,7 +130,10 @@ def _faults_of_replicas(plans: Sequence[RankPlan], shape: ModelShape, parallel: 
     layouts = {name: rule.layout for rule in rules(shape) for name in rule.hf}
     for name, size in wanted.items():
         for replica in range(replicas[name in expert_tensors]):
-            made = _made(found.pop((name, replica), []), _copies(layouts[name], shape, parallel))
+            held_here = found.pop((name, replica), [])
+            # Transformer Engine keeps projections into latents whole on every rank
+            whole = layouts[name] == "column" and all(one.parts == 1 for one in held_here)
+            made = _made(held_here, _copies("replicated" if whole else layouts[name], shape, parallel))
             if made != size:
                 yield f"replica {replica} makes {name} {made}, not {size}"
     yield from (f"there is a replica {replica} of {name}" for name, replica in found if name in wanted)

@@ -4,10 +4,10 @@
 from another rank by symmetry.
 
 `stage_bytes` puts ranks of many layouts together from parts that `build_parts` built once. All layers of a model are
-alike, and a rank has a number of them, with the embedding on the first stage and the norm and the output layer on the
-last. So the tensors of one layer, cut as the layout cuts them, say what every rank of every pipeline, data and context
-layout holds: one build for each way to cut a layer (tensor and expert ranks).
-tests/megatron/test_planned_parts.py holds the sums against whole ranks, to the byte.
+alike, but for leading dense ones before layers with experts, and a rank has a number of them, with the embedding on the
+first stage and the norm and the output layer on the last. So the tensors of one layer of a kind, cut as the layout cuts
+them, say what every rank of every pipeline, data and context layout holds: one build for each way to cut a layer
+(tensor and expert ranks). tests/megatron/test_planned_parts.py holds the sums against whole ranks, to the byte.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -194,26 +194,35 @@ class Parts:
     """Elements of each tensor, on one rank.
 
     layer: of a layer without its experts; experts: of the experts of a layer that lie on the rank.
+    whole: of both, in the order of the layer.
+    dense: of a leading dense layer.
     head: the norm after the last layer and the output layer, which tied embeddings do not have on one stage.
     """
 
     embedding: tuple[int, ...]
     layer: tuple[int, ...]
     experts: tuple[int, ...]
+    whole: tuple[int, ...]
+    dense: tuple[int, ...]
     head: tuple[int, ...]
 
 
 def build_parts(shape: ModelShape, model: ModelConfig, tensor: int, expert: int) -> Parts:
-    """Builds one layer with all that is around it."""
+    """Builds one layer of each kind with all that is around them."""
     parallel = ParallelConfig(
         tensor=tensor, sequence=tensor > 1, expert=expert, data=expert // math.gcd(expert, tensor)
     )
-    sizes: dict[str, list[int]] = {"embedding": [], "layer": [], "experts": [], "head": []}
+    sizes: dict[str, list[int]] = {part.name: [] for part in fields(Parts)}
+    dense = 1 if shape.dense_layers else 0
     with pretend(parallel, 0) as layout:
-        chunks = build_model(replace(shape, layers=1), model, parallel, layout)
+        chunks = build_model(replace(shape, layers=1 + dense, dense_layers=dense), model, parallel, layout)
         for name, parameter in named_parameters(chunks):
-            layer = "experts" if is_expert(name) else "layer"
-            part = layer if name.startswith("decoder.layers.") else name.split(".")[0]
+            part = name.split(".")[0]
+            if name.startswith(f"decoder.layers.{dense}."):
+                part = "experts" if is_expert(name) else "layer"
+                sizes["whole"].append(parameter.numel())
+            elif name.startswith("decoder.layers."):
+                part = "dense"
             sizes[part if part in sizes else "head"].append(parameter.numel())
     return Parts(**{part: tuple(found) for part, found in sizes.items()})
 
@@ -249,10 +258,13 @@ def _chunk(
     """Tensors of a stage's chunk, by the bucket they lie in, and its experts."""
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     layers = shape.layers // (stages * chunks)
+    start = (chunk * stages + stage) * layers
     if (first := parallel.first_stage_layers) is not None:
         layers = first if stage == 0 else (shape.layers - first) // (stages - 1)
+        start = 0 if stage == 0 else first + (stage - 1) * layers
+    dense = min(max(shape.dense_layers - start, 0), layers)
     apart = parallel.tensor > 1 or parallel.expert > 1  # only then have experts replicas, and buffers, of their own
-    body = list((parts.layer if apart else parts.layer + parts.experts) * layers)
+    body = [*parts.dense * dense, *(parts.layer if apart else parts.whole) * (layers - dense)]
     shared: list[int] = []
     starts, ends = stage == 0 and chunk == 0, stage == stages - 1 and chunk == chunks - 1
     across = shape.tied and stages > 1  # both ends have the matrix then, in a bucket of its own
@@ -262,7 +274,7 @@ def _chunk(
         body = [*parts.embedding, *body]
     if ends:
         body += parts.head
-    return [tuple(body), tuple(shared)], parts.experts * layers if apart else ()
+    return [tuple(body), tuple(shared)], parts.experts * (layers - dense) if apart else ()
 
 
 def _buffer(tensors: Sequence[int], replicas: int | None) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron_stare.errors import UserError
 from megatron_stare.megatron.backend.layout import Layout
-from megatron_stare.megatron.model.model import is_expert, named_parameters
+from megatron_stare.megatron.model.model import named_parameters, named_weights, part_of
 from megatron_stare.models import rule_for
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.files.hf_folder import fill
@@ -22,34 +22,30 @@ from megatron_stare.weights.sync.stream_plan import SENDER, BucketLayout, Shard,
 EXPORT_BUCKET_BYTES = 64 * 2**20
 
 
-def own(parameter: nn.Parameter) -> Tensor:
-    """A parameter's values, without autograd."""
-    return parameter.detach()
-
-
 def main_grad(parameter: nn.Parameter) -> Tensor:
     """The gradient that Megatron's buffers hold for a parameter. Under the distributed optimizer only this rank's shard
     of the buffers is reduced over data ranks, until `gather_gradients`."""
     return parameter.main_grad.view_as(parameter)  # type: ignore[attr-defined]
 
 
-def shards(model: list[nn.Module], layout: Layout, of: Callable[[nn.Parameter], Tensor] = own) -> list[Shard]:
-    """This rank's parameters, or what `of` gives for each of them in its shape."""
+def shards(model: list[nn.Module], layout: Layout, of: Callable[[nn.Parameter], Tensor] | None = None) -> list[Shard]:
+    """This rank's weights, without autograd; or what `of` gives for each parameter in its shape."""
+    if of is None:
+        return [Shard(name, weight.detach(), *part_of(name, weight, layout)) for name, weight in named_weights(model)]
     return [
-        Shard(name, of(parameter), *((0, 1) if is_expert(name) else (layout.tp_rank, layout.tp)))
-        for name, parameter in named_parameters(model)
+        Shard(name, of(parameter), *part_of(name, parameter, layout)) for name, parameter in named_parameters(model)
     ]
 
 
 def export_hf(
-    model: list[nn.Module], shape: ModelShape, layout: Layout, of: Callable[[nn.Parameter], Tensor] = own
+    model: list[nn.Module], shape: ModelShape, layout: Layout, of: Callable[[nn.Parameter], Tensor] | None = None
 ) -> dict[str, Tensor]:
     """All tensors by Hugging Face name, in the first rank's host memory; nothing elsewhere. All ranks must call this.
 
     For models that one process can hold; PolicyStream is for all others.
 
     Args:
-        of: what is exported of a parameter: itself, or its gradient. Must have the parameter's shape.
+        of: what is exported of a parameter in the place of the weights: its gradient. Has the parameter's shape.
     """
     held, group = shards(model, layout, of), dist.group.WORLD
     buckets = stream(plan_stream(held, shape, EXPORT_BUCKET_BYTES, group), held, group)

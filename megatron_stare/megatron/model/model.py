@@ -18,10 +18,11 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
 )
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
 from megatron_stare.config.performance import megatron_fields
@@ -31,6 +32,7 @@ from megatron_stare.megatron.backend.cpu_backend import backend, device, has_tra
 from megatron_stare.megatron.backend.layout import Layout
 from megatron_stare.megatron.batching.packing import PackedSequences
 from megatron_stare.megatron.model.attention import SdpaCoreAttention
+from megatron_stare.megatron.model.latent_attention import LatentAttention
 from megatron_stare.megatron.model.local_layers import RMSNorm, SwiGlu
 from megatron_stare.megatron.upstream import mlp_submodules
 from megatron_stare.models import family_of, rule_for
@@ -51,6 +53,9 @@ class PolicyModel(GPTModel):
         made = super()._preprocess(input_ids, position_ids, *args, packed_seq_params=packed_seq_params, **kwargs)
         hidden, rotary, *others = made
         if packed_seq_params is None or packed_seq_params.cu_seqlens_q is not None:
+            return made
+        if rotary is None:  # latent attention makes its own
+            packed_seq_params.tokens = position_ids.flatten()
             return made
         return hidden, rotary.index_select(0, position_ids.flatten()).squeeze(1), *others
 
@@ -86,9 +91,12 @@ def transformer_config(
     """Megatron's description of the model. The loss is scaled by the method, not by Megatron."""
     dtype = getattr(torch, model.dtype)
     tuned = megatron_fields(performance, "model")
-    return TransformerConfig(
+    if shape.latent:
+        tuned.pop("apply_rope_fusion", None)  # Megatron's kernel for latent attention knows one setting of YaRN alone
+    kind = MLATransformerConfig if shape.latent else TransformerConfig
+    return kind(
         **family_of(shape).megatron_config(shape),
-        softmax_scale=scaled_frequencies(shape)[1] if shape.rope_scaling else None,
+        softmax_scale=scaled_frequencies(shape)[1] if shape.rope_scaling and not shape.latent else None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor,
@@ -131,8 +139,25 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
     activation and attention."""
     if has_transformer_engine():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    places = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    alike = {routed: _local_layer(config, routed) for routed in {_has_experts(config, place) for place in places}}
+    layers = [alike[_has_experts(config, place)] for place in places]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _has_experts(config: TransformerConfig, layer: int) -> bool:
+    """Whether a layer of the whole model, from 0, has experts."""
+    every = config.moe_layer_freq
+    return config.num_moe_experts is not None and (isinstance(every, int) or every[layer] == 1)
+
+
+def _local_layer(config: TransformerConfig, routed: bool) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
+        num_experts=config.num_moe_experts if routed else None,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization=config.normalization,
     )
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -140,11 +165,14 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
         mlp_submodules(layer).activation_func = SwiGlu
     attention: ModuleSpec = layer.submodules.self_attention
     attention.submodules.core_attention = SdpaCoreAttention
-    if config.qk_layernorm:
+    if config.multi_latent_attention:
+        attention.module = LatentAttention
+        attention.submodules.q_layernorm = RMSNorm
+        attention.submodules.kv_layernorm = RMSNorm
+    elif config.qk_layernorm:
         attention.submodules.q_layernorm = RMSNorm
         attention.submodules.k_layernorm = RMSNorm
-    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
+    return layer
 
 
 def build_policy(
@@ -198,10 +226,15 @@ def build_model(
                 vp_stage=vp_stage,
             ).to(device())
             if shape.rope_scaling:  # megatron-core knows one setting of one scaling
-                unwrap(part).rotary_pos_emb.inv_freq = scaled_frequencies(shape)[0].to(device())
+                whole = unwrap(part)
+                each = [layer.self_attention for layer in whole.decoder.layers] if shape.latent else [whole]
+                for module in each:
+                    module.rotary_pos_emb.inv_freq = scaled_frequencies(shape)[0].to(device())
             mark_cut_parameters(part, shape)
             if model.dtype != "float32":
                 part = Float16Module(config, part)
+                for _, bias in expert_biases([part]):
+                    bias.data = bias.data.float()  # Megatron would, but after what was loaded has been rounded
             parts.append(part)
         return parts
 
@@ -214,8 +247,12 @@ def mark_cut_parameters(part: nn.Module, shape: ModelShape) -> None:
     """
     tensor = unwrap(part).config.tensor_model_parallel_size
     for name, parameter in named_parameters([part]):
-        layout = rule_for(name, shape).layout
-        if layout != "replicated" and "tensor_model_parallel" not in vars(parameter):
+        rule = rule_for(name, shape)
+        layout = rule.layout
+        if layout == "column" and len(parameter) == family_of(shape).size(rule.hf[0], shape)[0]:
+            # Transformer Engine keeps projections into latents whole on every rank
+            parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
+        elif layout != "replicated" and "tensor_model_parallel" not in vars(parameter):
             for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
                 vars(parameter).pop(attribute, None)  # without data Transformer Engine's layers set the last one alone
             set_tensor_model_parallel_attributes(parameter, True, 1 if layout == "row" else 0, 1)
@@ -228,15 +265,33 @@ def mark_cut_parameters(part: nn.Module, shape: ModelShape) -> None:
 def named_parameters(model: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters with Megatron names whose layer and expert numbers are those of the whole model, wrappers stripped."""
     for chunk in model:
-        layers = unwrap(chunk).decoder.layers
         for name, parameter in unwrap(chunk).named_parameters():
-            if local := re.match(r"decoder\.layers\.(\d+)\.", name):
-                layer = layers[int(local.group(1))]
-                name = f"decoder.layers.{layer.layer_number - 1}.{name[local.end() :]}"
-                if expert := _EXPERT.search(name):
-                    number = layer.mlp.local_expert_indices[int(expert.group(1))]
-                    name = f"{name[: expert.start(1)]}{number}{name[expert.end(1) :]}"
-            yield name, parameter
+            yield _whole_name(chunk, name), parameter
+
+
+def expert_biases(model: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """The routers' biases of experts, [E] float32, by names like those of parameters. No optimizer moves them."""
+    for chunk in model:
+        for name, buffer in unwrap(chunk).named_buffers():
+            if name.endswith(".expert_bias"):
+                yield _whole_name(chunk, name), buffer
+
+
+def named_weights(model: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """All that a checkpoint holds of the model: parameters, and biases of experts."""
+    yield from named_parameters(model)
+    yield from expert_biases(model)
+
+
+def _whole_name(chunk: nn.Module, name: str) -> str:
+    """A name of this chunk with the layer and expert numbers of the whole model."""
+    if local := re.match(r"decoder\.layers\.(\d+)\.", name):
+        layer = unwrap(chunk).decoder.layers[int(local.group(1))]
+        name = f"decoder.layers.{layer.layer_number - 1}.{name[local.end() :]}"
+        if expert := _EXPERT.search(name):
+            number = layer.mlp.local_expert_indices[int(expert.group(1))]
+            name = f"{name[: expert.start(1)]}{number}{name[expert.end(1) :]}"
+    return name
 
 
 # an expert's number: of a module of its own, or of one of the weights of a grouped GEMM
@@ -246,6 +301,12 @@ _EXPERT = re.compile(r"(?<=\.experts\.)(?:local_experts\.|linear_fc[12]\.weight)
 def is_expert(name: str) -> bool:
     """Whether a parameter belongs to one expert; experts are never cut over tensor-parallel ranks."""
     return _EXPERT.search(name) is not None
+
+
+def part_of(name: str, weight: Tensor, layout: Layout) -> tuple[int, int]:
+    """Says which part of how many this rank holds of a weight, as `shard` and `Shard` take it."""
+    cut = getattr(weight, "tensor_model_parallel", False) and not is_expert(name)
+    return (layout.tp_rank, layout.tp) if cut else (0, 1)
 
 
 def hidden_states(chunk: nn.Module, tokens: Tensor, positions: Tensor, packing: PackedSequences | None) -> Tensor:
@@ -278,15 +339,15 @@ def unwrap(chunk: Any) -> GPTModel:
 
 @torch.no_grad()
 def load_hf(model: list[nn.Module], folder: HfFolder, shape: ModelShape, layout: Layout) -> None:
-    """Fills every parameter with its slice of the folder's tensors; only that slice is read.
+    """Fills every parameter, and biases of experts, with its slice of the folder's tensors; only that is read.
 
     Raises:
         DataError: a tensor is missing or has the wrong shape.
     """
-    for name, parameter in named_parameters(model):
+    for name, parameter in named_weights(model):
         rule = rule_for(name, shape)
-        cut = (0, 1) if is_expert(name) else (layout.tp_rank, layout.tp)
-        part: Tensor = shard(rule, [folder.slice(hf) for hf in rule.hf], shape, *cut)
+        slices = [folder.slice(hf) for hf in rule.hf]
+        part: Tensor = shard(rule, slices, shape, *part_of(name, parameter, layout))
         if part.shape != parameter.shape:
             raise DataError(
                 f"{', '.join(rule.hf)} make a tensor of shape {tuple(part.shape)}, the model wants "

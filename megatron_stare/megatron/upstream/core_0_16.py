@@ -15,14 +15,15 @@ from megatron.core.dist_checkpointing.strategies.common import (
     COMMON_STATE_FNAME,
     TorchCommonLoadStrategy,
 )
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 # The module, and its function that makes the queue of what a checkpoint's writers report.
 REPORTS = (filesystem_async, "_get_write_results_queue")
-# Names that are read without being defined where Transformer Engine is absent.
-UNDEFINED = ((moe_utils, "te_general_gemm"),)
+# Names that are read without being defined where Transformer Engine is absent, or say that it is there.
+UNDEFINED = ((moe_utils, "te_general_gemm"), (multi_latent_attention, "HAVE_TE"))
 _COMMON = "common_state/shard_0_1"  # the object that 0.19 saves in the place of a file
 
 

@@ -68,6 +68,8 @@ class LocalEngine(Engine):
         self._parameters: dict[str, Tensor] = {}  # under the names, and in the shapes, that a checkpoint gives them
         for name, parameter in self._model.named_parameters():  # tied weights once, as the embedding
             self._parameters |= family.checkpoint_views(name, parameter)
+        # biases of experts are no parameters, but checkpoints hold them
+        self._parameters |= {name: buffer for name, buffer in self._model.named_buffers() if family.float32(name)}
         self._state = EngineState.DIRTY
         self._version: int | None = None
         self._ledger: WeightLedger | None = None

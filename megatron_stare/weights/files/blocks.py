@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from megatron_stare.models import rules as layouts
@@ -44,6 +45,10 @@ class Block:
     @property
     def elements(self) -> int:
         return (self.stop - self.start) * math.prod(self.size[1:])
+
+    def dtype(self, model: torch.dtype) -> torch.dtype:
+        """The dtype of the tensor in a checkpoint of a model whose weights are of dtype `model`."""
+        return torch.float32 if self.rule.float32 else model
 
 
 def cut(shape: ModelShape, block_bytes: int = BLOCK_BYTES) -> list[Block]:
@@ -106,10 +111,19 @@ class Place:
     dims: tuple[str, ...] = ()  # what the leading dimensions count: layers, experts
 
 
-# Megatron's local layers save their norms under the names of Transformer Engine's fused ones
-_FUSED = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+# the names of norms that Transformer Engine fuses into the next linear, and Megatron's local layers save either way;
+# the first is the one of most checkpoints
+_NORMS = {
+    "input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+    "pre_mlp_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    "self_attention.q_layernorm.weight": (
+        "self_attention.q_layernorm.weight",
+        "self_attention.linear_q_up_proj.layer_norm_weight",
+    ),
+    "self_attention.kv_layernorm.weight": (
+        "self_attention.kv_layernorm.weight",
+        "self_attention.linear_kv_up_proj.layer_norm_weight",
+    ),
 }
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
@@ -128,16 +142,23 @@ def places(megatron: str) -> list[Place]:
             Place(f"decoder.layers.{layer}.{inside}.{rest}", (expert,), ("experts",)),
             Place(f"decoder.layers.{layer}.{inside}.{expert}.{rest}"),
         ]
-    names = [_FUSED[rest], rest] if rest in _FUSED else [rest]
+    names = _NORMS.get(rest, (rest,))
     stacked = [Place(f"decoder.layers.{name}", (layer,), ("layers",)) for name in names]
     return stacked + [Place(f"decoder.layers.{layer}.{name}") for name in names]
 
 
 def written_places(megatron: str, shape: ModelShape) -> list[Place]:
-    """Where a converted checkpoint holds a parameter.
+    """Where a converted checkpoint holds a parameter: named one by one where layers are not alike, as Megatron does.
 
-    The norm before experts has one name in local layers and another in Transformer Engine's: it is written under both,
-    so that both load it.
+    The norm before experts, and those of latent attention, have one name in local layers and another in Transformer
+    Engine's: they are written under both, so that both load them.
     """
-    both = shape.experts > 0 and megatron.endswith(".pre_mlp_layernorm.weight")
-    return places(megatron)[: 2 if both else 1]
+    found = places(megatron)
+    if shape.dense_layers:
+        found = [place for place in found if "layers" not in place.dims]
+    in_layer = _LAYER.fullmatch(megatron)
+    if in_layer is None or in_layer[2] not in _NORMS:
+        return found[:1]
+    routed = shape.experts > 0 and int(in_layer[1]) >= shape.dense_layers
+    both = shape.latent is not None or (routed and in_layer[2] == "pre_mlp_layernorm.weight")
+    return found[: 2 if both else 1]

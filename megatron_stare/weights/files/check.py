@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_stare.errors import DataError
@@ -29,7 +30,7 @@ def rules(shape: ModelShape) -> list[Rule]:
         for at in itertools.product(*counts):
             hf = tuple(name.format(*at) for name in rule.hf)
             if all(family.has(name, shape) for name in hf):
-                found.setdefault(hf, Rule(rule.megatron.format(*at), hf, rule.layout))
+                found.setdefault(hf, replace(rule, megatron=rule.megatron.format(*at), hf=hf))
     return list(found.values())
 
 
@@ -39,9 +40,14 @@ def expected(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def left_out(names: Iterable[str], shape: ModelShape) -> set[str]:
-    """The names of tensors that a folder may hold and no model is given: what follows from config.json, and a tied
-    head, which is the embedding."""
-    return {name for name in names if name.endswith(_DERIVED) or (shape.tied and name == _HEAD)}
+    """The names of tensors that a folder may hold and no model is given: what follows from config.json, a tied head,
+    which is the embedding, and what the family leaves out."""
+    family = family_of(shape)
+    return {
+        name
+        for name in names
+        if name.endswith(_DERIVED) or (shape.tied and name == _HEAD) or family.leaves_out(name, shape)
+    }
 
 
 def check_folder(path: str | Path, shape: ModelShape) -> dict[str, Entry]:

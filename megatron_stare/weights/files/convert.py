@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_stare.config.layers import read_yaml
 from megatron_stare.errors import ConfigError, DataError
-from megatron_stare.models import read_shape
+from megatron_stare.models import family_of, read_shape
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.weights.files import torch_dist
 from megatron_stare.weights.files.blocks import Block, Place, cut, places, to_hf, to_megatron
@@ -93,7 +93,9 @@ def hf_to_megatron(source: Path, target: Path, options: Options) -> None:
     """Writes a folder's weights as a distributed checkpoint, with config.json and tokenizer beside them."""
     shape = read_shape(source)
     entries = check_folder(source, shape)
-    dtype = options.dtype or _only((DTYPES[entry.dtype] for entry in entries.values()), source)
+    family = family_of(shape)
+    moving = (DTYPES[entry.dtype] for name, entry in entries.items() if not family.float32(name))
+    dtype = options.dtype or _only(moving, source)
 
     def position(block: Block) -> tuple[str, int]:
         entry = entries[block.hf[0].name]
@@ -121,12 +123,13 @@ def megatron_to_hf(checkpoint: Path, target: Path, model: Path, options: Options
     with TorchDist(checkpoint) as opened:
         blocks = cut(shape)
         check_checkpoint(opened, shape, blocks)
-        held = (opened.dtypes[opened.place(block.rule.megatron).key] for block in blocks)
+        held = (opened.dtypes[opened.place(b.rule.megatron).key] for b in blocks if not b.rule.float32)
         dtype = options.dtype or _only(held, checkpoint)
         blocks = sorted(blocks, key=opened.position)
     total = _bytes(blocks, dtype)
+    others = {at.name: torch.float32 for block in blocks if block.rule.float32 for at in block.hf}
     with staging(target, total) as folder:
-        entries = create_shards(folder, [expected(shape)], dtype, options.shard_bytes)
+        entries = create_shards(folder, [expected(shape)], dtype, options.shard_bytes, others=others)
         parts = [HfPart(checkpoint, entries, shape, part) for part in _split(blocks, options.processes)]
         with Progress("convert", total) as progress:
             run_parts(write_part, parts, progress.advance)
@@ -144,7 +147,7 @@ def _only(dtypes: Iterable[torch.dtype], where: Path) -> torch.dtype:
 
 
 def _bytes(blocks: Iterable[Block], dtype: torch.dtype) -> int:
-    return sum(block.elements for block in blocks) * dtype.itemsize
+    return sum(block.elements * block.dtype(dtype).itemsize for block in blocks)
 
 
 def _split(blocks: Sequence[Block], processes: int) -> list[list[Block]]:
@@ -225,9 +228,9 @@ def compare(
     Raises:
         DataError: naming the tensors that differ.
     """
-    total = sum(block.elements for part in parts for block in part)
+    total = sum(_bytes(part, dtype) for part in parts)
     jobs = [ComparedPart(entries, checkpoint, shape, part, dtype) for part in parts]
-    with Progress("check", total * dtype.itemsize) as progress:
+    with Progress("check", total) as progress:
         different = [name for found in run_parts(compare_part, jobs, progress.advance) for name in found]
     if different:
         more = f" and {len(different) - 1} more" if len(different) > 1 else ""
@@ -249,9 +252,9 @@ def compare_part(part: ComparedPart, advance: Advance) -> list[str]:
             for place in places(block.rule.megatron):
                 if place.key in checkpoint.sizes:
                     megatron = checkpoint.rows(place, block.start, block.stop)
-                    if not same_bits(hf, megatron, part.dtype):
+                    if not same_bits(hf, megatron, block.dtype(part.dtype)):
                         different[block.rule.megatron] = None
-            advance(block.elements * part.dtype.itemsize)
+            advance(_bytes([block], part.dtype))
     return list(different)
 
 

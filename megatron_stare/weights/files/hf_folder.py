@@ -10,8 +10,10 @@ import json
 import math
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -126,22 +128,28 @@ def copy_companions(source: Path, target: Path, dtype: str | None = None) -> Non
 
 
 def create_shards(
-    folder: Path, parts: Sequence[Shapes], dtype: torch.dtype, shard_bytes: int = SHARD_BYTES, step: int | None = None
+    folder: Path,
+    parts: Sequence[Shapes],
+    dtype: torch.dtype,
+    shard_bytes: int = SHARD_BYTES,
+    step: int | None = None,
+    others: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> dict[str, Entry]:
     """Creates the folder's weight files with headers and index, and reserves the disk space of all tensors.
 
     Args:
         parts: the tensors of each of those who fill the files; no file is of two of them.
         step: of the run whose policy it is, for `exported_step`.
+        others: the dtypes of tensors that are not of `dtype`.
 
     Returns where each tensor goes. Raises OSError where the disk is full.
     """
-    shards = [shard for part in parts for shard in _cut(part, dtype, shard_bytes)]
+    shards = [shard for part in parts for shard in _cut(part, dtype, shard_bytes, others)]
     entries: dict[str, Entry] = {}
     for number, tensors in enumerate(shards, 1):
         single = len(shards) == 1
         file = folder / ("model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors")
-        header, placed = lay_out(file, tensors, dtype, {} if step is None else {"step": str(step)})
+        header, placed = lay_out(file, tensors, dtype, {} if step is None else {"step": str(step)}, others)
         end = max(entry.start + entry.nbytes for entry in placed.values())
         with file.open("wb") as stream:
             stream.write(header)
@@ -157,11 +165,13 @@ def create_shards(
     return entries
 
 
-def _cut(tensors: Shapes, dtype: torch.dtype, shard_bytes: int) -> list[dict[str, tuple[int, ...]]]:
+def _cut(
+    tensors: Shapes, dtype: torch.dtype, shard_bytes: int, others: Mapping[str, torch.dtype]
+) -> list[dict[str, tuple[int, ...]]]:
     shards: list[dict[str, tuple[int, ...]]] = []
     size = 0
     for name, shape in tensors.items():
-        nbytes = math.prod(shape) * dtype.itemsize
+        nbytes = math.prod(shape) * others.get(name, dtype).itemsize
         if not shards or size + nbytes > shard_bytes:
             shards.append({})
             size = 0
@@ -179,6 +189,12 @@ def fill(entries: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) ->
         files.sync()
 
 
+def main_dtype(dtypes: Mapping[str, torch.dtype]) -> tuple[torch.dtype, dict[str, torch.dtype]]:
+    """Finds the dtype of most of a model's tensors, and those of the others by name."""
+    main = Counter(dtypes.values()).most_common(1)[0][0]
+    return main, {name: dtype for name, dtype in dtypes.items() if dtype != main}
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Names a dtype as config.json does."""
     return str(dtype).removeprefix("torch.")
@@ -187,15 +203,16 @@ def dtype_name(dtype: torch.dtype) -> str:
 def write_folder(
     path: str | Path, tensors: Mapping[str, Tensor], companions_from: str | Path, step: int | None = None
 ) -> None:
-    """Writes a folder that `transformers` loads: weights of one dtype, and config and tokenizer of `companions_from`;
-    config.json is made to say the dtype, which `transformers` loads them in. What was there is replaced in the end.
+    """Writes a folder that `transformers` loads: weights, most of them of one dtype, and config and tokenizer of
+    `companions_from`; config.json is made to say that dtype, which `transformers` loads them in. What was there is
+    replaced in the end.
 
     Raises:
         UserError: it cannot be written.
     """
-    (dtype,) = {tensor.dtype for tensor in tensors.values()}
+    dtype, others = main_dtype({name: tensor.dtype for name, tensor in tensors.items()})
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     with staging(Path(path), nbytes, replace=True) as folder:
-        fill(create_shards(folder, [shapes], dtype, step=step), tensors.items())
+        fill(create_shards(folder, [shapes], dtype, step=step, others=others), tensors.items())
         copy_companions(Path(companions_from), folder, dtype_name(dtype))

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -97,24 +98,30 @@ _FIX = "download or copy the file again"
 
 
 def lay_out(
-    file: Path, tensors: dict[str, tuple[int, ...]], dtype: torch.dtype, metadata: Mapping[str, str]
+    file: Path,
+    tensors: dict[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    metadata: Mapping[str, str],
+    others: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> tuple[bytes, dict[str, Entry]]:
     """The first bytes of a file that is to hold tensors of these shapes, and where each of them goes.
 
     Args:
         metadata: text that goes into the header.
+        others: the dtypes of tensors that are not of `dtype`.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     position, places = 0, {}
     for name, shape in tensors.items():
-        nbytes = math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [position, position + nbytes]}
+        own = others.get(name, dtype)
+        nbytes = math.prod(shape) * own.itemsize
+        header[name] = {"dtype": NAMES[own], "shape": shape, "data_offsets": [position, position + nbytes]}
         places[name] = (position, nbytes)
         position += nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors start at multiples of 8 bytes
     entries = {
-        name: Entry(file, NAMES[dtype], tensors[name], 8 + len(text) + start, nbytes)
+        name: Entry(file, NAMES[others.get(name, dtype)], tensors[name], 8 + len(text) + start, nbytes)
         for name, (start, nbytes) in places.items()
     }
     return len(text).to_bytes(8, "little") + text, entries

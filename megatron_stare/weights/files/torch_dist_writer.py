@@ -69,7 +69,7 @@ def _extra_states(blocks: Sequence[list[Block]], shape: ModelShape) -> list[str]
     for rule in (block.rule for part in blocks for block in part):
         if rule.layout in _LINEAR and rule.megatron.endswith(".weight"):
             place = written_places(rule.megatron, shape)[0]
-            at, of = (".".join(map(str, numbers)) for numbers in (place.lead, _counts(place, shape)))
+            at, of = (".".join(map(str, numbers)) for numbers in (place.lead or (0,), _counts(place, shape) or (1,)))
             keys[f"{place.key.removesuffix('weight')}_extra_state/shard_{at}_{of}"] = None
     return list(keys)
 
@@ -86,7 +86,7 @@ def _item(block: Block, place: Place, shape: ModelShape, dtype: torch.dtype) -> 
     offsets = torch.Size((*place.lead, block.start, *(0 for _ in columns)))
     sizes = torch.Size((*(1 for _ in counts), block.stop - block.start, *columns))
     chunk = ChunkStorageMetadata(offsets, sizes)
-    data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size((*counts, *block.size)))
+    data = TensorWriteData(chunk, TensorProperties(dtype=block.dtype(dtype)), torch.Size((*counts, *block.size)))
     return WriteItem(MetadataIndex(place.key, offsets), WriteItemType.SHARD, tensor_data=data)
 
 
@@ -106,7 +106,7 @@ class _Planner(DefaultSavePlanner):
             read_rows(self._files[part.entries[at.name].file], part.entries[at.name], at.start, at.stop)
             for at in block.hf
         ]
-        tensor = to_megatron(block, rows, part.shape).to(part.dtype)
+        tensor = to_megatron(block, rows, part.shape).to(block.dtype(part.dtype))
         self._advance(tensor.nbytes)
         assert write_item.tensor_data is not None
         return tensor.view(write_item.tensor_data.chunk.sizes)

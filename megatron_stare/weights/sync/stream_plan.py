@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_stare.models import rule_for
+from megatron_stare.models import family_of, rule_for
 from megatron_stare.models.rules import blocks
 from megatron_stare.models.shape import ModelShape
 
@@ -131,7 +131,8 @@ def plan_stream(
 
     Args:
         shards: this rank's; replicas of other ranks' are left out of the stream.
-        bucket_bytes: no bucket is larger, but one that holds a single tensor: engines take tensors whole.
+        bucket_bytes: no bucket is larger, but one that holds a single tensor, or those that a server takes in one call
+            alone: engines take tensors whole.
         group: ranks that hold the model between them; None: this process alone.
 
     Raises:
@@ -154,7 +155,7 @@ def plan_of(held_by_ranks: Sequence[Sequence[Held]], shape: ModelShape, bucket_b
     Raises:
         ValueError: no rank holds a part of a tensor.
     """
-    return StreamPlan(_buckets(_tensors(held_by_ranks), bucket_bytes), shape)
+    return StreamPlan(_buckets(_units(_tensors(held_by_ranks), shape), bucket_bytes), shape)
 
 
 @dataclass(frozen=True)
@@ -200,17 +201,28 @@ def _tensors(held_by_ranks: Sequence[Sequence[Held]]) -> list[PlannedTensor]:
     return tensors
 
 
-def _buckets(tensors: Sequence[PlannedTensor], bucket_bytes: int) -> tuple[PlannedBucket, ...]:
-    """In the order of the tensors, one dtype after the other: a bucket needs no padding between its tensors."""
+def _units(tensors: Sequence[PlannedTensor], shape: ModelShape) -> list[list[PlannedTensor]]:
+    """The tensors, in the order of the first of those that servers take in one call alone."""
+    family, units = family_of(shape), dict[str, list[PlannedTensor]]()
+    for tensor in tensors:
+        place = family.served(tensor.name, shape)
+        units.setdefault(place.name if place.at_once else tensor.name, []).append(tensor)
+    return list(units.values())
+
+
+def _buckets(units: Sequence[list[PlannedTensor]], bucket_bytes: int) -> tuple[PlannedBucket, ...]:
+    """In the order of the units, none of which is torn, one dtype after the other: a bucket needs no padding between
+    its tensors."""
     buckets: list[list[PlannedTensor]] = []
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+    for dtype in dict.fromkeys(unit[0].dtype for unit in units):
         filled = 0
-        for number, tensor in enumerate(t for t in tensors if t.dtype == dtype):
-            if number == 0 or filled + tensor.nbytes > bucket_bytes:
+        for number, unit in enumerate(u for u in units if u[0].dtype == dtype):
+            nbytes = sum(tensor.nbytes for tensor in unit)
+            if number == 0 or filled + nbytes > bucket_bytes:
                 buckets.append([])
                 filled = 0
-            buckets[-1].append(tensor)
-            filled += tensor.nbytes
+            buckets[-1] += unit
+            filled += nbytes
     return tuple(PlannedBucket(_layout(bucket), tuple(bucket)) for bucket in buckets)
 
 

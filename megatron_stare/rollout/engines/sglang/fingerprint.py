@@ -76,7 +76,8 @@ class Fingerprint:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """One tensor by its Hugging Face name, hashed where it lies. It may change afterwards."""
-        place, held = self._family.served(name), tensor.detach().to(self._dtype)
+        place = self._family.served(name, self._shape)
+        held = tensor.detach().to(place.dtype or self._dtype)
         for rank, stacks in enumerate(self._ranks):
             if not (parts := self._layout.parts(name, held, self._shape, rank)):
                 continue

@@ -271,7 +271,8 @@ def server_memory(config: Config, shape: ModelShape, capacity: int) -> ServedMem
         by_cut[layout.cut_over(name, shape)] += math.prod(sizes) * size
     weights = sum(whole // ranks for ranks, whole in by_cut.items())
     heads = max(-(-shape.kv_heads // layout.group), 1)  # heads that are fewer than ranks lie on several
-    token = 2 * shape.layers * heads * shape.head_dim * size
+    # every rank keeps a latent whole
+    token = shape.layers * (shape.cached if shape.latent else 2 * heads * shape.head_dim) * size
     room = max(int((asked.memory_fraction or ASSUMED_FRACTION) * capacity) - weights, 0)
     if asked.cache_tokens is not None and asked.cache_tokens * token <= room:
         return ServedMemory(weights, asked.cache_tokens * token, token, "sglang.cache_tokens", token)

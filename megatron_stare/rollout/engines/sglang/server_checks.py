@@ -143,12 +143,14 @@ def _check_cuts(config: Config, shape: ModelShape, options: ServerOptions) -> No
             where="sglang.tensor_parallel",
             fix="use a divisor",
         )
-    if shape.feed_forward * expert % tensor:
-        raise ConfigError(
-            f"{shape.feed_forward} columns of its feed-forward layers cannot be cut over {tensor} ranks of a server",
-            where="sglang.tensor_parallel",
-            fix="use a divisor",
-        )
+    # a group of ranks holds experts whole, between them
+    for width in (shape.feed_forward * expert, *shape.whole_widths):
+        if width % tensor:
+            raise ConfigError(
+                f"{width} columns of its feed-forward layers cannot be cut over {tensor} ranks of a server",
+                where="sglang.tensor_parallel",
+                fix="use a divisor",
+            )
     if shape.kv_heads % attending and attending % shape.kv_heads:
         raise ConfigError(
             f"{shape.kv_heads} key-value heads can be neither cut over nor shared by {attending} ranks of a server",
@@ -231,6 +233,9 @@ def _beyond_a_cpu(config: Config, shape: ModelShape, options: ServerOptions) -> 
         yield "sglang.memory_fraction", "it is a share of a GPU's memory, and servers run on the CPU", leave
     if set_here.cuda_graph_batch_sizes:
         yield "sglang.cuda_graph_batch_sizes", "a CPU has no CUDA graphs", leave
+    if shape.latent:
+        message = f"SGLang's attention for CPUs ({CPU_ATTENTION}) cannot compute latent attention"
+        yield "model.path", message, "servers on GPUs, or rollout.engine=local"
     if options.expert > 1:
         message = "on a CPU SGLang's layer of experts cannot take a token whose expert another rank holds"
         yield "sglang.expert_parallel", message, "leave it out: experts are cut over the ranks then"
@@ -238,7 +243,7 @@ def _beyond_a_cpu(config: Config, shape: ModelShape, options: ServerOptions) -> 
         message = f"on a CPU SGLang pads {shape.kv_heads} key-value heads for {attending} ranks, so that weights "
         yield "sglang.tensor_parallel", message + "could not be compared", f"use a divisor of {shape.kv_heads}"
     widths = CPU_WIDTHS * options.tensor
-    if shape.feed_forward % widths:
-        message = f"SGLang pads feed-forward layers {shape.feed_forward} wide on a CPU, so their weights could not be "
+    if padded := [width for width in (shape.feed_forward, *shape.whole_widths) if width % widths]:
+        message = f"SGLang pads feed-forward layers {padded[0]} wide on a CPU, so their weights could not be "
         fix = f"a model whose feed-forward layers are a multiple of {widths} wide, or rollout.engine=local"
         yield "model.path", message + "compared", fix

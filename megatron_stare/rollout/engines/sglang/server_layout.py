@@ -84,6 +84,8 @@ class ServerLayout:
         """
         rule = _rule(name, shape)
         ranks = self.tensor
+        if family_of(shape).served(name, shape).whole:
+            return [tensor]
         if _is_expert(name):
             if rank // self._ranks_an_expert != _expert(name) // (shape.experts // self.expert):
                 return []

@@ -95,7 +95,8 @@ class ServerOptions:
         words = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
         if self.graph_batch_sizes:
             words += ["--cuda-graph-bs-decode", *map(str, self.graph_batch_sizes)]
-        words += ["--skip-tokenizer-init", "--skip-server-warmup"]
+        # shared experts keep names of their own; on a GPU they would be stacked behind the others
+        words += ["--skip-tokenizer-init", "--skip-server-warmup", "--disable-shared-experts-fusion"]
         switches = {
             "--sleep-on-idle": on_cpu,  # else an idle server spins on a core
             "--enable-dp-attention": self.data > 1,  # the spelling that all supported releases take

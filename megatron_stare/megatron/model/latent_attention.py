@@ -1,0 +1,64 @@
+"""Multi-head latent attention of the local layer spec: Megatron's, over packed sequences without bounds and over
+tensor-parallel ranks.
+
+Shape legend: s positions and b sequences of this rank's part, t packed tokens, d columns that positions rotate, K those
+of the latent of keys and values with them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.tensor_parallel import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer import MLATransformerConfig
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from torch import Tensor
+
+from megatron_stare.megatron.batching.packing import PackedSequences
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron cuts the columns of both latents over tensor-parallel ranks and gathers them. Of the columns that are
+    rotated, one for the keys of all heads, every rank then has the gradient of its own heads alone, which nothing sums:
+    gathered here and cut by positions, they go where Megatron gathers positions, whose gradients are summed."""
+
+    def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.rotary_pos_emb = TokenRotary(
+            config.qk_pos_emb_head_dim,
+            rotary_percent=1.0,
+            rotary_base=config.rotary_base,
+            use_cpu_initialization=config.use_cpu_initialization,
+            cp_group=self.pg_collection.cp,
+        )
+        if config.sequence_parallel:
+            self.linear_kv_down_proj.register_forward_hook(_cut_by_positions)
+
+
+def _cut_by_positions(_module: Any, _inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    """[s, b, K of this rank] -> [s of this rank, b, K]."""
+    columns, bias = output
+    return scatter_to_sequence_parallel_region(gather_from_tensor_model_parallel_region(columns)), bias
+
+
+class TokenRotary(RotaryEmbedding):
+    """Angles of each token's position in packed sequences without bounds; else Megatron's."""
+
+    def get_rotary_seq_len(self, *args: Any) -> Any:
+        """The positions [t] of packed tokens, else the length; `forward` takes either."""
+        packing = args[-1]
+        if isinstance(packing, PackedSequences) and packing.cu_seqlens_q is None:
+            return packing.tokens
+        return super().get_rotary_seq_len(*args)
+
+    def forward(self, places: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """[t, 1, d] radians of packed tokens; else [s, 1, 1, d]."""
+        if not isinstance(places, Tensor):
+            return super().forward(places, *args, **kwargs)
+        angles = torch.outer(places.to(self.inv_freq.dtype), self.inv_freq)
+        return torch.cat([angles, angles], dim=-1)[:, None]
