@@ -22,8 +22,8 @@ class RequestFaults(Section):
     request_s: float | None = Field(
         None,
         gt=0,
-        description="limit of one request for a response, of its tokens all together, seconds; a later one is lost. "
-        "null: runtime.timeout_s / attempts",
+        description="limit of one request for a response, of its tokens all together, seconds from when its server "
+        "has room for it; a later one is lost. null: runtime.timeout_s / attempts",
     )
     attempts: int = Field(
         3, ge=1, description="times that a response is asked for, of another replica where there is one; 1: once"
