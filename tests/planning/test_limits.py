@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from megatron_stare.config.load import load_config
 from megatron_stare.config.recipes import recipes
 from megatron_stare.config.resolved import ResolvedRun, resolve_run
 from megatron_stare.config.schema import Config
-from megatron_stare.errors import ConfigError
+from megatron_stare.errors import ConfigError, DataError
 from megatron_stare.planning import forecast
 from megatron_stare.planning.gpus import GPUS, Coefficients
 from megatron_stare.planning.limits import Held, check_limits, held, limits_not_checked
@@ -95,6 +96,15 @@ def test_nothing_is_held_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(forecast, "name_here", lambda: "NVIDIA H100 80GB HBM3")
     with pytest.raises(ConfigError, match=r"faults\.requests\.request_s allows 1\n"):
         check_limits(short)
+
+
+def test_a_run_that_cannot_be_planned_is_held_to_nothing(tmp_path: Path) -> None:
+    """What keeps it from that is said where it is planned."""
+    (tmp_path / "own.json").write_text("no json")
+    run = of(RECIPE, f"plan.coefficients={tmp_path / 'own.json'}", "faults.requests.request_s=1")
+    with pytest.raises(DataError):
+        list(held(run))
+    check_limits(run)
 
 
 def test_without_the_black_box_no_phase_has_to_get_on() -> None:
