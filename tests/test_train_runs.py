@@ -13,11 +13,12 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 from support.interrupts import uninterruptible
+from support.ranks_sink import FILE
 from support.runs import command, environment, metrics, model, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_stare.rollout.agreement.limits import BOUNDS
-from megatron_stare.run_dir.heartbeat import read_heartbeat
+from megatron_stare.run_dir.heartbeat import IDLE, read_heartbeat
 from megatron_stare.run_dir.json_lines import read_jsonl
 from megatron_stare.run_dir.rollout_files import read_rollouts
 
@@ -78,6 +79,23 @@ def test_a_run_leaves_everything_it_promises(tmp_path: Path) -> None:
     again = train(model(), f"run.dir={run_dir}", cwd=tmp_path)
     assert again.returncode == 2
     assert "there is a run in this directory already" in again.stderr
+
+
+@pytest.mark.wide
+def test_no_rank_is_in_a_call_while_responses_are_sampled(tmp_path: Path) -> None:
+    """So no collective of the trainer waits for a rollout, and the limit of one need not be as long
+    (faults.requests.collective_s)."""
+    run = tmp_path / "run"
+    done = train(
+        model(),
+        f"run.dir={run}",
+        "observability.sinks=[jsonl, support.ranks_sink.RanksAt]",
+        "parallel.tensor=2",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    seen = json.loads((run / FILE).read_text())
+    assert seen["rollout"] == {f"trainer rank {rank}": [IDLE] for rank in range(2)}
 
 
 def test_a_run_says_which_weights_are_proven(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from megatron_stare.config.section import Section
 
 Action = Literal["off", "alert", "stop", "rollback"]
+COLLECTIVE_S = 1200.0  # of a collective where none is set; no collective waits for a rollout, see docs/cluster.md
 SLOW = 5.0  # a phase may take so many times as long as usual, whatever the cap
 
 
@@ -21,8 +22,8 @@ class RequestFaults(Section):
     request_s: float | None = Field(
         None,
         gt=0,
-        description="limit of one request for a response, of its tokens all together, seconds; a later one is lost. "
-        "null: runtime.timeout_s / attempts",
+        description="limit of one request for a response, of its tokens all together, seconds from when its server "
+        "has room for it; a later one is lost. null: runtime.timeout_s / attempts",
     )
     attempts: int = Field(
         3, ge=1, description="times that a response is asked for, of another replica where there is one; 1: once"
@@ -40,7 +41,7 @@ class RequestFaults(Section):
         None,
         gt=0,
         description="limit of one collective of the trainer's ranks, in all of Megatron's groups, seconds; null: "
-        "runtime.timeout_s",
+        f"{COLLECTIVE_S:g}, or runtime.timeout_s where that is less",
     )
 
     def request_limit(self, remote_call_s: float) -> float:
@@ -49,7 +50,7 @@ class RequestFaults(Section):
 
     def collective_limit(self, remote_call_s: float) -> float:
         """Seconds of one collective; `remote_call_s` is runtime.timeout_s."""
-        return remote_call_s if self.collective_s is None else self.collective_s
+        return min(COLLECTIVE_S, remote_call_s) if self.collective_s is None else self.collective_s
 
     def check(self, remote_call_s: float) -> None:
         """Raises ValueError where one limit leaves another no time; `remote_call_s` is runtime.timeout_s."""

@@ -249,6 +249,15 @@ class Config(Section):
         return self
 
     @property
+    def expected_lengths(self) -> tuple[float, float]:
+        """Mean tokens of a prompt and of a response: those of `plan`, else what is assumed of every run."""
+        rollout, plan = self.rollout, self.plan
+        return (
+            plan.prompt_tokens or rollout.max_prompt_tokens / 4,
+            plan.response_tokens or rollout.max_new_tokens / 2,
+        )
+
+    @property
     def skips_log_prob_pass(self) -> bool:
         """Whether the training pass does without a log-prob pass before it; preflight refuses where it cannot."""
         return self.statistics.gate == "lagged"

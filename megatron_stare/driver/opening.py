@@ -19,6 +19,7 @@ from megatron_stare.errors import ConfigError
 from megatron_stare.models import published_shape
 from megatron_stare.observability.metrics.own_metrics import OwnMetric, load_metrics
 from megatron_stare.observability.sink import Sink, make_sinks
+from megatron_stare.planning.limits import limits_not_checked
 from megatron_stare.planning.memory import activation_memory
 from megatron_stare.planning.preflight import check_run, not_checked, prompt_files
 from megatron_stare.process.interruption import poll
@@ -190,7 +191,7 @@ def remarks(config: Config) -> list[str]:
             f"activations: a rank keeps about {memory.kept / 1e9:.3g} GB of a micro-batch for backward"
             + (f", and computes up to {memory.again / 1e9:.3g} GB of it again" if memory.again else "")
         )
-    return found + hints(config.performance) + not_checked(config)
+    return found + hints(config.performance) + not_checked(config) + limits_not_checked(config)
 
 
 def placement(config: Config) -> list[str]:

@@ -29,10 +29,19 @@ from megatron_stare.hangs.nodes import LISTENING, LOCK, TOKEN, WATCHER, ensure
 from megatron_stare.hangs.watcher import SETTINGS, TICK_S, Settings
 from megatron_stare.observability.sink import RunOutline, Sink
 from megatron_stare.records.rollout_batch import RolloutBatch
-from megatron_stare.run_dir.heartbeat import BETWEEN, DRIVER, FOLDER_VARIABLE, Beat, CallBeats, beat_file, write_beat
+from megatron_stare.run_dir.heartbeat import (
+    BETWEEN,
+    DRIVER,
+    FOLDER_VARIABLE,
+    PROGRESS_S,
+    Beat,
+    CallBeats,
+    beat_file,
+    watch_progress,
+    write_beat,
+)
 
 KEPT = 20  # durations of each phase, and steps
-PROGRESS_S = 0.2  # progress is put down this often at most: responses may end by the thousand
 MEMORY = Path("/dev/shm")  # a folder there no disk can stall
 PREFIX = "megatron-stare-beats-"
 OLD_S = 60.0  # from which on a folder's watcher has begun, or never will
@@ -116,6 +125,13 @@ class DriverBeats(Sink):
             self._phases[-1].moved = now
             self._put(done=done, total=total)
 
+    def progress_here(self) -> None:
+        """The phase gets on in this process, where the ranks are in it too: a micro-batch is done."""
+        now = self._clock()
+        if now - self._phases[-1].moved >= PROGRESS_S:
+            self._phases[-1].moved = now
+            self._put()
+
     def last_phase(self, name: str) -> None:
         """The run's end begins, which is part of no step: its export, or that everything is closed."""
         self._phases = [self._new(name)]
@@ -175,6 +191,7 @@ class BlackBox:
             start_new_session=True,  # out of Ctrl-C's reach
         )
         os.environ[FOLDER_VARIABLE] = str(self._folder)
+        watch_progress(self.beats.progress_here)
         if self._joined:
             try:
                 os.environ[WATCHER], os.environ[TOKEN] = self._port(), settings.token
@@ -193,6 +210,7 @@ class BlackBox:
 
     def close(self) -> None:
         """Ends the watcher."""
+        watch_progress(None)
         for name in CARRIED:
             os.environ.pop(name, None)
         assert self._process.stdin is not None

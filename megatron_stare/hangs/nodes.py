@@ -28,13 +28,14 @@ from typing import Any
 from megatron_stare.hangs import node_facts, proc_files
 from megatron_stare.hangs.node_facts import LIMIT_S
 from megatron_stare.process.network import free_port
-from megatron_stare.run_dir.heartbeat import beats_of
+from megatron_stare.run_dir.heartbeat import beats_of, newest_progress
 
 LISTENING = "listening"  # in the folder of beats: the port
 LOCK = "agent.lock"  # likewise; held as long as somebody sees to the folder
 HELLO_S = 10.0
 ANSWER_S = LIMIT_S + 15.0  # stacks, and NCCL's dumps beside them
 LONGEST_LINE = 2**28
+TELL_S = 2.0  # between two looks of an agent at whether a rank of its node has got on
 CALL_S = 20.0  # until the watcher must have answered a call
 TOKEN, WATCHER = "MEGATRON_STARE_WATCHER_TOKEN", "MEGATRON_STARE_WATCHER"  # environment variables of workers
 
@@ -51,6 +52,7 @@ class Nodes:
         self._token = token
         self._lines: dict[str, socket.socket] = {}
         self._answers: dict[str, Any] = {}
+        self.moved: float | None = None  # when a rank of any node last got on, seconds of this node's CLOCK_MONOTONIC
         self._changed = threading.Condition()
         self._listener = socket.create_server(("", free_port("0.0.0.0", ports) if ports else 0))
         (folder / LISTENING).write_text(str(self._listener.getsockname()[1]))
@@ -77,12 +79,20 @@ class Nodes:
                 self._changed.notify_all()
             while content := said.readline(LONGEST_LINE):
                 answer = json.loads(content)
+                if "moved_s" in answer:
+                    self._take_progress(time.monotonic() - float(answer["moved_s"]))
+                    continue
                 with self._changed:
                     self._answers[node] = answer
                     self._changed.notify_all()
         with self._changed:
             if node and self._answers.get(node) is None:
                 self._answers[node] = "its agent has ended"
+            self._changed.notify_all()
+
+    def _take_progress(self, moved: float) -> None:
+        with self._changed:
+            self.moved = moved if self.moved is None else max(self.moved, moved)
             self._changed.notify_all()
 
     def ask(self) -> Callable[[], tuple[list[dict[str, Any]], dict[str, str]]]:
@@ -152,11 +162,14 @@ _APART = "import os, sys; os.fork() and os._exit(0); os.setsid(); os.execv(sys.a
 
 
 def serve(folder: Path, node: str, address: str, token: str) -> None:
-    """Answers the watcher until it is gone. Raises OSError where it cannot be reached."""
+    """Answers the watcher until it is gone, and tells it when a rank of this node gets on. Raises OSError where it
+    cannot be reached."""
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), CALL_S) as line, line.makefile("rb") as said:
         line.settimeout(None)
         line.sendall(json.dumps({"token": token, "node": node}).encode() + b"\n")
+        sending, gone = threading.Lock(), threading.Event()
+        threading.Thread(target=_tell_progress, args=(folder, line, sending, gone), daemon=True).start()
         while content := said.readline():
             order = json.loads(content)
             if "kill" in order:
@@ -165,7 +178,21 @@ def serve(folder: Path, node: str, address: str, token: str) -> None:
             dumps, _ = node_facts.dump_flights(folder)
             processes = node_facts.look(folder, None, leave_out=[os.getpid()], node=node)
             answer = {"processes": processes, "dumps": {name: part.hex() for name, part in dumps.items()}}
-            line.sendall(json.dumps(answer).encode() + b"\n")
+            with sending:
+                line.sendall(json.dumps(answer).encode() + b"\n")
+        gone.set()
+
+
+def _tell_progress(folder: Path, line: socket.socket, sending: threading.Lock, gone: threading.Event) -> None:
+    """Tells how long ago a rank of this node last got on, whenever one has: the nodes' clocks have no common zero."""
+    told: float | None = None
+    with contextlib.suppress(OSError):  # the watcher is gone
+        while not gone.wait(TELL_S):
+            moved = newest_progress(folder)
+            if moved is not None and moved != told:
+                told = moved
+                with sending:
+                    line.sendall(json.dumps({"moved_s": time.monotonic() - moved}).encode() + b"\n")
 
 
 def _kill(folder: Path, pid: int) -> None:

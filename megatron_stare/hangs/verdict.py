@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from megatron_stare.hangs.hang_facts import NODE_PARTS, VERIFIER, Facts, Frame, ProcessFacts, Thread
 from megatron_stare.process.interruption import DRIVER as DRIVER_THREAD
-from megatron_stare.run_dir.heartbeat import DRIVER, IDLE
+from megatron_stare.run_dir.heartbeat import DRIVER, IDLE, RANK
 
-RANK, ENGINE = "trainer rank ", "rollout engine "
+ENGINE = "rollout engine "
 COLLECTIVES = "torch/distributed/distributed_c10d.py"  # and what Megatron's pipeline stages send each other:
 STAGES = "pipeline_parallel/p2p_communication.py"
 TO_SERVERS = ("send_weights", "send_own_weights")  # calls whose collectives are with servers too

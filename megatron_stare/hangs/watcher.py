@@ -39,6 +39,7 @@ from megatron_stare.run_dir.heartbeat import (
     REQUESTS,
     Beat,
     beat_file,
+    newest_progress,
     read_beat,
     write_beat,
 )
@@ -87,17 +88,27 @@ class Watcher:
     def run(self) -> None:
         """Returns when the driver has ended."""
         while not self._driver_ended():
-            beat = read_beat(beat_file(self._folder, DRIVER))
+            beat = self._read()
             if beat is None:
                 continue
             if time.monotonic() - self._copied >= COPY_S:
                 self._copy(beat)
             if self._vigil.hangs(beat, time.monotonic(), self._starved(beat)):
                 self._tell(beat)
-        beat = read_beat(beat_file(self._folder, DRIVER))
+        beat = self._read()
         if beat is not None:
             self._copy(replace(beat, process="ended"))
         self._copier.last()
+
+    def _read(self) -> Beat | None:
+        """The driver's beat. It gets on where any rank does: the driver itself says nothing while it waits for a call
+        of theirs, and an update may take longer than a phase may go without a word."""
+        beat = read_beat(beat_file(self._folder, DRIVER))
+        if beat is None:
+            return None
+        elsewhere = None if self._nodes is None else self._nodes.moved
+        known = (beat.moved, newest_progress(self._folder), elsewhere)
+        return replace(beat, moved=max(moved for moved in known if moved is not None))
 
     def _driver_ended(self) -> bool:
         """Waits for one tick at most."""
@@ -128,7 +139,7 @@ class Watcher:
         shutil.rmtree(flights, ignore_errors=True)
         shown = shown.replace(str(wanted), str(written))
         self._bundle = str(written)
-        now = read_beat(beat_file(self._folder, DRIVER))
+        now = self._read()
         if now is not None and now.moved != beat.moved:
             shown += "\n  it went on while this was written"
         say(shown)
@@ -186,7 +197,7 @@ class Watcher:
             while time.monotonic() < deadline:
                 if self._driver_ended():
                     return
-                now = read_beat(beat_file(self._folder, DRIVER))
+                now = self._read()
                 if now is not None and now.moved != beat.moved:
                     return
             say(f"faults.hangs.end_run: {number.name} to the driver, process {self._settings.driver}")

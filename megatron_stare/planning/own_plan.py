@@ -6,23 +6,19 @@ from being predicted is told, and ends nothing.
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from megatron_stare.config.resolved import ResolvedRun
-from megatron_stare.config.schema import Config
-from megatron_stare.errors import ConfigError, UserError
+from megatron_stare.errors import UserError
 from megatron_stare.observability.metrics.planned import MEMORY, PHASES
-from megatron_stare.planning.gpus import CPU, GPUS, Coefficients, Gpu, find_gpu, read_coefficients
+from megatron_stare.planning.forecast import capacity_of, gpu_of, step_of
+from megatron_stare.planning.gpus import Coefficients, read_coefficients
 from megatron_stare.planning.memory import Budget, PlannedFit
 from megatron_stare.planning.phase_times import Lengths, Step
-from megatron_stare.planning.run_plan import capacity_of, step_of
 from megatron_stare.records.metric import Metric
 
-TOOL_S = 60.0
 # what a calibration fits of each phase, whatever else it fits
 RATES = {
     "rollout": "decode_efficiency",
@@ -102,42 +98,6 @@ def _calibrated(step: Step, of: Coefficients) -> set[str]:
     found = {phase for phase, rate in RATES.items() if rate in fitted}
     needed = {phase for phase, seconds in step.phases.items() if seconds}
     return found | ({"step"} if needed <= found and "fixed_s" in fitted else set())
-
-
-def gpu_of(config: Config) -> Gpu:
-    """The kind of GPU that a run is on.
-
-    Raises:
-        ConfigError: it is in no table, or in a cluster that this machine only joins.
-    """
-    if config.plan.gpu:
-        return find_gpu(config.plan.gpu, "plan.gpu")
-    if name := name_here():
-        return named(name)
-    if config.runtime.ray_address:
-        raise ConfigError("this machine has no GPU, and those of the cluster are not known here", fix="set plan.gpu")
-    return CPU
-
-
-def named(name: str) -> Gpu:
-    """The GPU that its driver's tool calls so, such as `NVIDIA H100 80GB HBM3`. Raises ConfigError for another."""
-    words = name.replace("-", " ").split()
-    for gpu in GPUS.values():
-        kind, _, memory = gpu.name.upper().partition("-")
-        sizes = [word for word in words if word.endswith("GB")]
-        if kind in words and (not sizes or sizes == [f"{memory}B"]):
-            return gpu
-    raise ConfigError(f"nothing is known of {name}", fix=f"set plan.gpu to the nearest of {', '.join(GPUS)}")
-
-
-def name_here() -> str | None:
-    """The first GPU of this machine, as its driver's tool calls it, which leaves CUDA alone; None: there is none."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    asked = [tool, "--query-gpu=name", "--format=csv,noheader"]
-    said = subprocess.run(asked, capture_output=True, text=True, timeout=TOOL_S, check=False)
-    return next(iter(said.stdout.splitlines()), None) if said.returncode == 0 else None
 
 
 def _tensors(budget: Budget, phase: str) -> int:

@@ -82,12 +82,9 @@ class Lengths:
 
     @classmethod
     def of(cls, config: Config, prompt: float | None = None, response: float | None = None) -> Lengths:
-        """Takes those that are asked for, else the section `plan`'s, else what is assumed of every run."""
-        rollout, plan = config.rollout, config.plan
-        return cls(
-            prompt or plan.prompt_tokens or rollout.max_prompt_tokens / 4,
-            response or plan.response_tokens or rollout.max_new_tokens / 2,
-        )
+        """Takes those that are asked for, else those that the configuration expects."""
+        expected = config.expected_lengths
+        return cls(prompt or expected[0], response or expected[1])
 
 
 @dataclass(frozen=True)
@@ -223,10 +220,15 @@ def rollout_seconds(
     growing, context = responses, lengths.prompt + lengths.response
     if flow:
         growing, context = flow.growing / engines, lengths.prompt + flow.held / flow.growing
+<<<<<<< HEAD
     token = shape.layers * shape.cached * size
     at_once = min(growing, rollout.max_batch)
     if served:
         at_once = min(at_once, max(served.cache / served.token / context, 1))
+=======
+    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * size
+    at_once = _at_once(config, growing, context, served)
+>>>>>>> 773bdc305cf37be8f04a0359394d93c06dcaffa1
     again = 0.0
     if flow:  # in every round all that grow have their turns, and those of the first are waited for
         growth = responses * lengths.response / (flow.rounds * growing)
@@ -243,6 +245,46 @@ def rollout_seconds(
     arithmetic = responses * (forward_flops(shape, lengths.prompt, lengths.response) - prompt)
     computed, prefill = (flops / (gpus * gpu.flops * of.prefill_mfu) for flops in (arithmetic, groups * prompt + again))
     return max(read, computed) + prefill + steps * shape.layers * of.decode_layer_s
+
+
+@dataclass(frozen=True)
+class RequestTime:
+    """Times of requests at a server that has as many as it takes, seconds from when it has room for one.
+
+    beside: other requests that it has.
+    longest_s: of a response of the longest length. first_s: of one of the mean length.
+    """
+
+    beside: float
+    longest_s: float
+    first_s: float
+
+
+def request_time(
+    config: Config, shape: ModelShape, gpu: Gpu, of: Coefficients, lengths: Lengths, served: ServedMemory | None
+) -> RequestTime:
+    """Of one request, by the rates of `rollout_seconds`: a token step takes as long whichever request asks for it."""
+    engines, gpus = replica_count(config), max(replica_gpus(config), 1)
+    size = BYTES[config.sglang.dtype or config.model.dtype]
+    flow, context = flow_of(config, lengths), lengths.prompt + lengths.response
+    groups = (not flow and config.batch.generate_prompts) or config.batch.prompts
+    growing = (flow.growing if flow else groups * config.batch.samples_per_prompt) / engines
+    at_once = _at_once(config, growing, context, served)
+    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * size
+    read = _read_weights(shape, at_once) * size + at_once * (lengths.prompt + lengths.response / 2) * token
+    prompt = body_flops(shape, lengths.prompt, 0)
+    computed = at_once * (forward_flops(shape, lengths.prompt, lengths.response) - prompt) / lengths.response
+    step = max(read / (gpu.bandwidth * of.decode_efficiency), computed / (gpu.flops * of.prefill_mfu)) / gpus
+    step += shape.layers * of.decode_layer_s
+    prefill = at_once * prompt / (gpus * gpu.flops * of.prefill_mfu)  # of all that begin with it
+    longest = max(config.rollout.max_new_tokens, lengths.response)
+    return RequestTime(max(at_once - 1, 0), prefill + longest * step, prefill + lengths.response * step)
+
+
+def _at_once(config: Config, growing: float, context: float, served: ServedMemory | None) -> float:
+    """Responses that a server decodes together, of so many that grow in it."""
+    at_once = min(growing, config.rollout.max_batch)
+    return min(at_once, max(served.cache / served.token / context, 1)) if served else at_once
 
 
 def flow_of(config: Config, lengths: Lengths) -> PartialFlow | None:

@@ -21,6 +21,7 @@ from megatron_stare.config.schema import Config
 from megatron_stare.errors import ConfigError
 from megatron_stare.models import published_shape, read_shape
 from megatron_stare.models.shape import ModelShape
+from megatron_stare.planning.limits import check_limits
 from megatron_stare.planning.memory import check_memory
 from megatron_stare.rollout.engines.replicas import (
     check_engine,
@@ -101,6 +102,7 @@ RUN: dict[str, Callable[[Asked], None]] = {
     "best checkpoints": lambda asked: check_best(asked.config),
     "runner": lambda asked: check_runner(asked.config),
     "memory": lambda asked: check_memory(asked.run),
+    "limits": lambda asked: check_limits(asked.run),
 }
 
 

@@ -14,10 +14,11 @@ from megatron_stare.config.resolved import ResolvedRun, resolve_run
 from megatron_stare.config.rules import check_layout, check_recompute
 from megatron_stare.config.schema import Config, ParallelConfig
 from megatron_stare.errors import ConfigError
-from megatron_stare.planning.gpus import SOURCES, Coefficients, Fitted, Gpu
+from megatron_stare.planning.forecast import capacity_of, step_of
+from megatron_stare.planning.gpus import SOURCES, Fitted, Gpu
 from megatron_stare.planning.layout_search import Candidate, check_nodes, search
 from megatron_stare.planning.memory import ITEMS, Budget, PlannedFit
-from megatron_stare.planning.phase_times import ASSUMPTIONS, Lengths, Step, step_time
+from megatron_stare.planning.phase_times import ASSUMPTIONS, Lengths, Step
 from megatron_stare.planning.placement import Demand
 from megatron_stare.planning.preflight import check_lengths, not_checked
 from megatron_stare.rollout.engines.replicas import ServedMemory, replica_count, replica_gpus
@@ -299,14 +300,3 @@ def _over_nodes(config: Config, site: Site) -> Config:
     if colocated and engine:
         changes["rollout"] = config.rollout.model_copy(update={"engines": max(ranks // engine, 1)})
     return config.model_copy(update=changes)
-
-
-def capacity_of(config: Config, gpu: Gpu) -> int:
-    """Bytes of a GPU that a run is held against."""
-    return round(config.memory.device_gb * 1e9) if config.memory.device_gb else gpu.memory
-
-
-def step_of(run: ResolvedRun, gpu: Gpu, of: Coefficients, lengths: Lengths, fit: PlannedFit) -> Step:
-    """Times a step of the run."""
-    fullest = max(fit.stages(run), key=lambda each: sum(each.values()))
-    return step_time(run, gpu, of, lengths, fullest, fit.served(run))

@@ -107,3 +107,18 @@ def _pss_bytes(process: psutil.Process) -> int:
         return process.memory_full_info().pss
     except (psutil.Error, OSError):  # gone, a zombie, or not ours to read
         return 0
+
+
+class SharedMappings:
+    """Memory of this process that a fork shares instead of copying it on write: shared mappings, as the kernel lists
+    them now (proc_pid_maps(5))."""
+
+    def __init__(self) -> None:
+        with open("/proc/self/maps") as lines:
+            words = [line.split(maxsplit=2) for line in lines]
+        bounds = [where.split("-") for where, access, _ in words if access.endswith("s")]
+        self._bounds = [(int(first, 16), int(end, 16)) for first, end in bounds]
+
+    def overlap(self, address: int, nbytes: int) -> bool:
+        """Says whether any of so many bytes from this address on is shared."""
+        return any(address < end and first < address + nbytes for first, end in self._bounds)

@@ -14,7 +14,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,22 @@ BETWEEN = "between phases"  # the driver logs, looks after a checkpoint, or has 
 IDLE = ""  # the phase of a rank or engine that nothing is asked of
 FOLDER_VARIABLE = "MEGATRON_STARE_BEATS"  # the environment variable that tells a process of a run the folder
 REQUESTS = "requests.json"  # in that folder: what the driver has asked of engines; see rollout/fleet/dispatch.py
+RANK = "trainer rank "  # the role of a rank begins so
+PROGRESS_S = 0.2  # progress is put down this often at most: responses and micro-batches may come by the thousand
+
+_told: Callable[[], None] | None = None  # of this process's progress
+
+
+def watch_progress(told: Callable[[], None] | None) -> None:
+    """Sets who is told that the call under way in this process gets on; None: nobody."""
+    global _told
+    _told = told
+
+
+def tell_progress() -> None:
+    """Tells whoever watches this process that the call under way gets on, with a micro-batch for instance."""
+    if _told is not None:
+        _told()
 
 
 @dataclass(frozen=True)
@@ -36,7 +52,8 @@ class Beat:
         pid: on `host`.
         phase: of the driver, or the call that a rank or engine is in; IDLE: it is in none.
         since: when that began, seconds since 1970.
-        moved: when it last got on, seconds of the host's CLOCK_MONOTONIC: it began, or a response was finished in it.
+        moved: when it last got on, seconds of the host's CLOCK_MONOTONIC: it began, or a response or a micro-batch was
+            finished in it.
         limit_s: in which it must get on; None: it has no limit of its own.
         step: that is under way or was the last; 0: none yet.
         steps: that the run has; 0: not known.
@@ -107,34 +124,47 @@ def beats_of(folder: Path) -> list[Beat]:
     return sorted((beat for beat in found if beat is not None), key=lambda beat: (len(beat.role), beat.role))
 
 
+def newest_progress(folder: Path) -> float | None:
+    """When a rank of this node last got on with a call that it is in, seconds of CLOCK_MONOTONIC; None: no rank is in
+    one."""
+    return max((b.moved for b in beats_of(folder) if b.role.startswith(RANK) and b.phase != IDLE), default=None)
+
+
 def beat_file(folder: Path, role: str) -> Path:
     """Where the process of a role writes its own."""
     return folder / f"beat_{role.replace(' ', '_')}.json"
 
 
 class CallBeats:
-    """The beats of a worker: which call it is in.
+    """The beats of a worker: which call it is in, and when that call last got on.
 
     Args:
         folder: None: nobody watches, and nothing is written.
+        clock: that the watcher reads too.
     """
 
-    def __init__(self, folder: Path | None, role: str) -> None:
-        self._file = None if folder is None else beat_file(folder, role)
-        self._role, self._begun = role, time.time()
+    def __init__(self, folder: Path | None, role: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._file, self._clock = None if folder is None else beat_file(folder, role), clock
+        now = time.time()
+        self._beat = Beat(role, os.getpid(), IDLE, now, clock(), begun=now)
 
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
         """While open, the worker is in this call."""
-        self._write(name)
+        self._put(phase=name, since=time.time())
+        watch_progress(self._progress)
         try:
             yield
         finally:
-            self._write(IDLE)
+            watch_progress(None)
+            self._put(phase=IDLE, since=time.time())
 
-    def _write(self, phase: str) -> None:
-        if self._file is None:
-            return
-        beat = Beat(self._role, os.getpid(), phase, time.time(), time.monotonic(), begun=self._begun)
+    def _progress(self) -> None:
+        if self._clock() - self._beat.moved >= PROGRESS_S:
+            self._put()
+
+    def _put(self, **known: Any) -> None:
+        self._beat = dataclasses.replace(self._beat, moved=self._clock(), **known)
         with contextlib.suppress(OSError):  # the folder is gone: the run is over, and this process will be
-            write_beat(self._file, beat)
+            if self._file is not None:
+                write_beat(self._file, self._beat)

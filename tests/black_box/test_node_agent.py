@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import pytest
 from support.runs import ROOT
 
 from megatron_stare.hangs.nodes import LISTENING, TOKEN, WATCHER, Nodes, ensure
-from megatron_stare.run_dir.heartbeat import Beat, beat_file, write_beat
+from megatron_stare.run_dir.heartbeat import IDLE, Beat, beat_file, write_beat
 
 SECRET = "a-secret"
 
@@ -77,6 +78,23 @@ def test_an_agent_looks_at_its_node_and_kills_what_is_the_run_s_alone(nodes: Nod
     agent.kill()
     _, missing = nodes.ask()()
     assert list(missing) == ["host/b"]  # at once, and not when the limit has passed
+
+
+def test_an_agent_tells_when_a_rank_of_its_node_got_on_and_answers_all_the_same(nodes: Nodes, tmp_path: Path) -> None:
+    """In seconds ago: the clocks of two nodes have no common zero."""
+    folder = tmp_path / "beats-of-d"
+    ensure(folder, "host/d")
+    called(nodes, 1)
+    assert nodes.moved is None
+    idle, first, second = (time.monotonic() - ago for ago in (1.0, 500.0, 100.0))
+    write_beat(beat_file(folder, "trainer rank 4"), Beat("trainer rank 4", os.getpid(), IDLE, 0.0, idle))
+    for moved in (first, second):
+        write_beat(beat_file(folder, "trainer rank 3"), Beat("trainer rank 3", os.getpid(), "update", 0.0, moved))
+        with nodes._changed:
+            assert nodes._changed.wait_for(lambda moved=moved: nodes.moved is not None and nodes.moved >= moved, 60)
+        assert nodes.moved - moved < 50  # and not now
+    answers, missing = nodes.ask()()
+    assert len(answers) == 1 and missing == {}
 
 
 def test_an_agent_ends_with_the_watcher_and_leaves_nothing(nodes: Nodes, tmp_path: Path) -> None:

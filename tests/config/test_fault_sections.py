@@ -21,6 +21,7 @@ def config(timeout_s: float = 600.0, **limits: Any) -> Config:
 def test_what_is_not_set_follows_from_the_limit_of_a_remote_call() -> None:
     limits = config().faults.requests
     assert (limits.request_limit(600.0), limits.collective_limit(600.0)) == (200.0, 600.0)
+    assert [limits.collective_limit(remote) for remote in (1199.0, 1200.0, 7200.0)] == [1199.0, 1200.0, 1200.0]
     limits = config(request_s=7.0, collective_s=30.0, attempts=2).faults.requests
     assert (limits.request_limit(600.0), limits.collective_limit(600.0)) == (7.0, 30.0)
     assert RequestRule.of(config(attempts=5, back_off_s=0.25, rollout_s=6e3)) == RequestRule(5, 0.25, 6e3)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from support.killing import hold_children_at, kill_at
 from support.models import random_batch, save_model
 from support.ranks import RankPool, forking_context
@@ -26,9 +27,10 @@ from megatron_stare.config.schema import Config
 from megatron_stare.driver.checkpoints import Checkpoints
 from megatron_stare.errors import UserError
 from megatron_stare.megatron.backend.cpu_backend import substituted
-from megatron_stare.megatron.checkpoint import background_save
+from megatron_stare.megatron.checkpoint import background_save, checkpoint
 from megatron_stare.megatron.trainer import Trainer
 from megatron_stare.megatron.upstream import RELEASE
+from megatron_stare.process.memory import SharedMappings
 from megatron_stare.run_dir.run_state import RunDir, RunState
 from megatron_stare.weights.files.torch_dist import TorchDist
 
@@ -64,6 +66,19 @@ def test_a_writer_collects_no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     assert here.recv() == ((False, signal.SIG_IGN, "bucket"), {})
     writer.join()
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("how", ["private", "view", "shared", "pinned"])
+def test_what_a_fork_may_share_is_copied_and_nothing_else(how: str) -> None:
+    """Nobody can pin memory here: what says that it is pinned is put in its place."""
+    whole = torch.arange(64.0)
+    if how == "shared":
+        whole.untyped_storage().share_memory_()
+    part = whole if how == "private" else whole[8:40]
+    with substituted(Tensor, "is_pinned", lambda self: how == "pinned", absent=True):  # its base class has it
+        saved = checkpoint._as_its_own(SharedMappings(), ShardedTensor.from_rank_offsets("a", part)).data
+    assert torch.equal(saved, part) and saved.untyped_storage().nbytes() == part.numel() * 4
+    assert (saved.data_ptr() == part.data_ptr()) == (how in ("private", "view"))
 
 
 class Run:

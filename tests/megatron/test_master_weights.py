@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.adams import ADAMS, installed, offloading, precision_aware
+from support.killing import hold_children_at
 from support.models import save_model
 from support.ranks import RankPool
 from torch import Tensor
@@ -72,6 +74,11 @@ class Run:
         if ones[0].dtype == torch.float32:
             return [p.detach().clone() for p in ones]
         return [read_master(p, state).clone() for p, state in zip(ones, states, strict=True)]
+
+    def moments(self) -> list[Tensor]:
+        """Both of each, of this rank's stretches."""
+        ones = [p for group in self.inner.param_groups for p in group["params"]]
+        return [self.inner.state[p][name].float().clone() for p in ones for name in ("exp_avg", "exp_avg_sq")]
 
     def weights(self) -> list[Tensor]:
         return [p.detach().clone() for _, p in named_parameters(self.model)]
@@ -139,6 +146,48 @@ def test_masters_elsewhere(writers: RankPool, tmp_path: Path, kind: str, dtype: 
     """In float32 an offloaded optimizer is refused (tests/test_performance.py)."""
     save_model(tmp_path / "model", "qwen2_tied")
     for found in writers.run(differing, 2, str(tmp_path / "model"), str(tmp_path), kind, dtype):
+        assert [claim for claim, holds in found.items() if not holds] == []
+
+
+def saved_while_stepped(rank: int, init: str, path: str, folder: str, kind: str) -> dict[str, bool]:
+    """Each claim, of a save whose writers wait until the next step is over. The optimizer's tensors lie in memory that
+    a fork shares, as pinned memory may."""
+    layout = parallel_layout.join(LAYOUT, rank, init, seed=1, timeout_s=60)
+    run = Run(path, layout, "bfloat16", kind).steps(2)
+    for state in run.inner.state.values():
+        for value in state.values():
+            if torch.is_tensor(value):
+                value.untyped_storage().share_memory_()
+    if kind == "plain":
+        for group in run.inner.param_groups:
+            for master in group["params"]:
+                master.data.untyped_storage().share_memory_()
+    before, moments = run.masters(), run.moments()
+    release = hold_children_at("open", re.escape(folder) + r"/__\d_\d\.distcp$")
+    save = checkpoint.Saver(layout, writers=2).begin(*run.checkpoint(Path(folder))[:-1])
+    waits = not save.written()
+    run.steps(3)
+    stepped = not same(before, run.masters())
+    release()
+    save.finish()
+    after = Run(path, layout, "bfloat16", kind).steps(1)
+    checkpoint.load(*after.checkpoint(Path(folder)))
+    parallel_layout.leave()
+    return {
+        "its writers wait": waits,
+        "the step moves the masters": stepped,
+        "masters are of its moment": same(before, after.masters()),
+        "moments are of its moment": same(moments, after.moments()),
+        "count": read_step(after.inner) == 2,
+    }
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", ["plain", "offloaded"])
+def test_a_save_of_memory_that_a_fork_shares_is_of_one_step(writers: RankPool, tmp_path: Path, kind: str) -> None:
+    save_model(tmp_path / "model", "qwen2_tied")
+    (tmp_path / "saved").mkdir()
+    for found in writers.run(saved_while_stepped, 2, str(tmp_path / "model"), str(tmp_path / "saved"), kind):
         assert [claim for claim, holds in found.items() if not holds] == []
 
 

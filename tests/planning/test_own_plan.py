@@ -21,7 +21,8 @@ from megatron_stare.config.resolved import ResolvedRun, resolve_run
 from megatron_stare.errors import ConfigError
 from megatron_stare.megatron.step.rank_memory import SavedForBackward
 from megatron_stare.observability.metrics.planned import planned_and_measured
-from megatron_stare.planning.own_plan import named, own_plan
+from megatron_stare.planning.forecast import named
+from megatron_stare.planning.own_plan import own_plan
 
 TINY = str(ROOT / "assets/tiny-adder")
 

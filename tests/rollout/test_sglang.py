@@ -25,10 +25,11 @@ from transformers import AutoModelForCausalLM
 from megatron_stare.errors import DataError
 from megatron_stare.models import read_shape
 from megatron_stare.records.batch import SamplingParams
-from megatron_stare.rollout.engines.engine import GenerateRequest, WeightUpdateError
+from megatron_stare.rollout.engines.engine import GenerateRequest, GenerateResult, WeightUpdateError
 from megatron_stare.rollout.engines.sglang.client import SGLangClient, everywhere
 from megatron_stare.rollout.engines.sglang.protocol import SGLangError, generate_body, result_of
 from megatron_stare.rollout.engines.sglang.replica import SGLangReplica, make_sync
+from megatron_stare.rollout.engines.sglang.server_engine import CacheRoom
 from megatron_stare.rollout.engines.sglang.tensor_sync import TensorSync
 from megatron_stare.rollout.engines.sglang.update import WeightUpdate
 from megatron_stare.rollout.engines.state import EngineState, EngineStateError
@@ -375,6 +376,32 @@ def test_seeds_are_honoured_where_asked_for():
         assert len({tuple(ids) for ids in outputs(together)}) > 8
         servers.sync(engine, 2, servers.weights())
         assert outputs(engine.generate(wanted, PARAMS)) == outputs(together)
+
+
+@pytest.mark.slow
+def test_a_server_is_given_what_its_cache_holds_and_would_queue_the_rest():
+    """By the server's own count, beside one of as many requests as it decodes together."""
+    params = replace(PARAMS, max_new_tokens=100)
+
+    def most_with_a_queue(engine, client, loop):
+        engine.submit(requests(24), params)
+        most, done = 0, []
+        while len(done) < 24:
+            told = loop.run_until_complete(client.get("/v1/loads"))
+            (load,) = told["loads"]
+            if load["num_waiting_reqs"]:  # those that it was just given, too
+                most = max(most, load["num_running_reqs"] + load["num_waiting_reqs"])
+            done += engine.collect(0.02)
+        assert all(isinstance(each, GenerateResult) and len(each.output_ids) == 100 for each in done)
+        return most
+
+    with servers.running(cache_tokens=600) as engine, servers.attached(engine) as (loop, (client,)):
+        servers.sync(engine, 1, servers.says_only(A))
+        assert engine._room.size == 600 // (16 / 4 + 100 / 2)
+        engine._room = CacheRoom(600, 256, 106.0)  # as long as they are
+        assert most_with_a_queue(engine, client, loop) <= 5
+        engine._room = CacheRoom(10**9, 256, 106.0)
+        assert most_with_a_queue(engine, client, loop) > 8  # which lie where their limits pass
 
 
 @pytest.mark.slow

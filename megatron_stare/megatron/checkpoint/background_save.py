@@ -1,7 +1,7 @@
 """A checkpoint that is written while training goes on: staged and forked by `BackgroundSave`, completed by `finish`.
 
 A rank's writers are forked from it, so that they see its memory as it was then and nothing is copied that does not
-change meanwhile; what lies on a GPU is first copied to the host. They die with the rank that forked them.
+change meanwhile; what lies on a GPU, or in host memory that a fork shares, is copied first. They die with their rank.
 """
 
 from __future__ import annotations

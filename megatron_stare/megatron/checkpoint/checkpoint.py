@@ -12,6 +12,7 @@ import queue
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from megatron_stare.megatron.optimizer.optimizer_state import load_state, sharde
 from megatron_stare.megatron.upstream import REPORTS, begin_save, load_common, load_strategy
 from megatron_stare.megatron.upstream import load as load_tensors
 from megatron_stare.models.shape import ModelShape
+from megatron_stare.process.memory import SharedMappings
 from megatron_stare.weights.files.hf_folder import HfFolder
 from megatron_stare.weights.files.torch_dist import TorchDist, check_files, is_checkpoint
 
@@ -80,7 +82,7 @@ class Saver:
         with backend(), reports:
             state = _state(model, optimizer, scheduler, self._layout, reference, loading=False)
             apply_factories(state)
-            dict_list_map_inplace(_as_its_own, state)
+            dict_list_map_inplace(partial(_as_its_own, SharedMappings()), state)
             request = begin_save(state, folder, self._strategy, validate=self._first)
         self._first = False
         return BackgroundSave(request, folder)
@@ -146,11 +148,19 @@ def load_weights(folder: str | Path, model: Sequence[nn.Module]) -> None:
             unwrap(chunk).load_state_dict(state[f"model{i}"], strict=False)  # what is left out is extra states
 
 
-def _as_its_own(part: Any) -> Any:
-    """A part whose values lie on the host within a larger tensor, as a tensor over the same memory of just its size:
-    Megatron copies views before it returns, which the writers' fork makes needless."""
-    if isinstance(part, ShardedTensor) and part.data.device.type == "cpu" and part.data.is_contiguous():
-        return replace(part, data=torch.from_dlpack(part.data.detach()))  # numpy's way would fix the memory's size
+def _as_its_own(shared: SharedMappings, part: Any) -> Any:
+    """A part whose values lie on the host, as a tensor that the writers' fork sees as it is now.
+
+    Memory that a fork copies on write is used as it is, by a tensor of just the part's size: Megatron would copy views
+    before it returns. Memory that a fork shares is copied, and so is pinned memory, which is CUDA's to map: the writers
+    would see the next step in it."""
+    if not isinstance(part, ShardedTensor) or part.data.device.type != "cpu":
+        return part
+    data, storage = part.data.detach(), part.data.untyped_storage()
+    if shared.overlap(storage.data_ptr(), storage.nbytes()) or data.is_pinned():
+        return replace(part, data=data.clone())
+    if data.is_contiguous():
+        return replace(part, data=torch.from_dlpack(data))  # numpy's way would fix the memory's size
     return part
 
 

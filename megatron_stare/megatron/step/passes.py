@@ -22,6 +22,7 @@ from megatron_stare.megatron.model.head import Head, LossFunction
 from megatron_stare.megatron.model.model import build_model, hidden_states, unwrap
 from megatron_stare.megatron.model.routing_replay import begin_pass, give_experts
 from megatron_stare.models.shape import ModelShape
+from megatron_stare.run_dir.heartbeat import tell_progress
 
 
 def compute_log_probs(
@@ -103,6 +104,7 @@ def _run(
 
     def forward_step(micro_batches: Any, chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         micro: MicroBatch = next(micro_batches)
+        tell_progress()  # a pass over many may take longer than a phase may go without a word
         if kept:
             hidden = kept.pop(0)
         else:

@@ -103,6 +103,7 @@ class SGLangReplica(Replica):
                 ),
                 self._place,
                 config.faults.engines.probe_s,
+                sum(config.expected_lengths),
             )
             stack.pop_all()  # the engine's from here on
             return engine

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import secrets
+from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -68,8 +70,49 @@ T = TypeVar("T")
 # A server ends a response this many tokens short of its context, and says nothing but "length".
 NEVER_FILLED = 2
 PROBE_S = 20.0
+<<<<<<< HEAD
 IDLE_S = 30.0  # from when requests are ended until none is under way
+=======
+EXPECTED, REMEMBERED = 64, 1024  # requests that an expected length counts as, and whose lengths are known at most
+>>>>>>> 773bdc305cf37be8f04a0359394d93c06dcaffa1
 FORCING = 1e4  # a bias under which no other token is sampled
+
+
+class CacheRoom:
+    """Room for requests at a server: as many as its cache holds of the mean length, and `most` at most. One that waits
+    enters where another leaves.
+
+    A request that a server has no cache for waits in the server's queue, and its limit (faults.requests.request_s)
+    would pass meanwhile.
+
+    Args:
+        cache_tokens: that the server holds.
+        expected: tokens of a request, prompt and response; it counts as EXPECTED requests of those that came.
+    """
+
+    def __init__(self, cache_tokens: int, most: int, expected: float) -> None:
+        self._cache_tokens, self._most = cache_tokens, most
+        self._lengths = deque([expected] * EXPECTED, maxlen=REMEMBERED)
+        self._inside, self._changed = 0, asyncio.Condition()
+
+    @property
+    def size(self) -> int:
+        """Requests that may be at the server, at least one."""
+        return max(min(self._most, int(self._cache_tokens * len(self._lengths) / math.fsum(self._lengths))), 1)
+
+    def came(self, tokens: int) -> None:
+        """Takes down the length of a request that was answered."""
+        self._lengths.append(tokens)
+
+    async def __aenter__(self) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._inside < self.size)
+            self._inside += 1
+
+    async def __aexit__(self, *_: object) -> None:
+        async with self._changed:
+            self._inside -= 1
+            self._changed.notify_all()  # lengths that came may have made room for several
 
 
 class SGLangEngine(ServedEngine):
@@ -80,7 +123,7 @@ class SGLangEngine(ServedEngine):
         sync: brings weights to it.
         model_path: Hugging Face folder the server was started from; its config is read.
         dtype: that the server computes in.
-        max_running: requests it is given at a time; the rest wait here.
+        max_running: requests it is given at a time, where its cache holds so many; the rest wait here.
         loop: that runs the client; this engine closes it.
         process: of a server that ends with this engine; None: it is someone else's.
         flags: what the server must have been started with, and the settings that ask for it; see check_flags.
@@ -88,6 +131,7 @@ class SGLangEngine(ServedEngine):
             engine alone.
         place: where the server runs, as far as it is known.
         probe_s: in which the server must say that it is there.
+        request_tokens: prompt and response of a request, as long as none have come.
 
     Raises:
         SGLangError: the server runs an unsupported release, or does not return stop tokens as it must.
@@ -107,6 +151,7 @@ class SGLangEngine(ServedEngine):
         target: ServersTarget | None = None,
         place: Place | None = None,
         probe_s: float = PROBE_S,
+        request_tokens: float = 1.0,
     ) -> None:
         config = read_model_config(model_path)
         self._shape = family_named(config.model_type, model_path).shape(config.to_dict())
@@ -115,7 +160,7 @@ class SGLangEngine(ServedEngine):
         self._client, self._sync, self.process = client, sync, process
         self._target, self._place = target, place or Place()
         self._dtype, self._loop = DTYPES[dtype], loop
-        self._max_running, self._slots = max_running, asyncio.Semaphore(max_running)
+        self._max_running = max_running
         self._state, self._version = EngineState.DIRTY, -1
         self._released: frozenset[str] = frozenset()  # of MEMORY
         self._update: WeightUpdate | None = None  # the open one, or the last
@@ -129,7 +174,10 @@ class SGLangEngine(ServedEngine):
         check_version(str(info["version"]), client.url)
         check_flags(info, flags, client.url)
         check_precision(info, client.url)
-        ServerLayout.of(info, client.url).require_family(self._shape, client.url)
+        layout = ServerLayout.of(info, client.url)
+        layout.require_family(self._shape, client.url)
+        cache_tokens = int(info["max_total_num_tokens"]) * layout.data  # it names those of one group
+        self._room = CacheRoom(cache_tokens, max_running, request_tokens)
         if not on_loopback(client.url) and not self._at_first(client.asks_for_key):
             raise ConfigError(
                 "the server can be reached from other machines and asks nobody for a key: who can reach it could "
@@ -195,9 +243,9 @@ class SGLangEngine(ServedEngine):
             self._under_way[self._loop.create_task(answer)] = request.rid
 
     async def _answer(self, request: GenerateRequest, params: SamplingParams, rid: str) -> GenerateResult | LostRequest:
-        """Waits for a slot of the server, then for the response."""
+        """Waits until the server has room, then for the response, whose limit counts from here on."""
         routed = self._shape if params.return_experts else None
-        async with self._slots:
+        async with self._room:
             try:
                 result = await self._client.generate_as(
                     generate_body(request, params, rid),
@@ -211,6 +259,8 @@ class SGLangEngine(ServedEngine):
                 with contextlib.suppress(SGLangError, asyncio.TimeoutError):  # it may still be at work on it
                     await asyncio.wait_for(self._client.abort(rid), ABORT_S)
                 return LostRequest(request.rid, str(error), error.late)
+            else:
+                self._room.came(result.prompt_tokens + result.completion_tokens)
         if result.finish_reason == "abort":  # what is aborted here is forgotten, so this was the server's doing
             return LostRequest(request.rid, f"{self._client.asked}: the server gave the response up")
         return result

@@ -1,0 +1,101 @@
+"""Limits of a run held against what `megatron-stare plan` says of it, before anything is started.
+
+A limit below what the plan says is refused with both numbers: the run would lose its requests, or be given up, at its
+planned size. Nothing is held where no kind of GPU is known (`plan.gpu`), as the rates of a CPU are nominal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_stare.config.resolved import ResolvedRun
+from megatron_stare.config.schema import Config
+from megatron_stare.errors import ConfigError
+from megatron_stare.planning.forecast import capacity_of, gpu_of, step_of
+from megatron_stare.planning.gpus import CPU, Gpu, read_coefficients
+from megatron_stare.planning.memory import PlannedFit
+from megatron_stare.planning.phase_times import Lengths, request_time
+from megatron_stare.rollout.engines.replicas import replica_gpus
+
+
+@dataclass(frozen=True)
+class Held:
+    """A limit, and what it must leave time for, both in seconds.
+
+    where: setting that gives the limit. what: is planned to take `planned_s`.
+    """
+
+    where: str
+    limit_s: float
+    what: str
+    planned_s: float
+
+    def require(self) -> None:
+        """Raises ConfigError where the limit is shorter."""
+        if self.limit_s < self.planned_s:
+            raise ConfigError(
+                f"{self.what} takes {self.planned_s:,.0f} s by the plan, and {self.where} allows {self.limit_s:,.0f}",
+                where=self.where,
+                fix=f"at least {math.ceil(self.planned_s):,}, better twice as much; or correct the plan: "
+                "plan.response_tokens, plan.gpu, `megatron-stare plan --calibrate`",
+            )
+
+
+def check_limits(run: ResolvedRun) -> None:
+    """Raises ConfigError for the first limit of `held` that is shorter than what it must leave time for."""
+    try:
+        found = list(held(run))
+    except Exception:  # a run that cannot be planned can be trained all the same; its own plan says why (own_plan.py)
+        return
+    for each in found:
+        each.require()
+
+
+def limits_not_checked(config: Config) -> list[str]:
+    """Why limits of a run on GPUs are not held against a plan, a line; nothing where they are."""
+    if config.plan.enabled and replica_gpus(config) and _gpu(config) is None:
+        return ["not checked: limits against the plan, as the kind of GPU is not known here (plan.gpu)"]
+    return []
+
+
+def held(run: ResolvedRun) -> Iterator[Held]:
+    """Yields what is held of a run; nothing where it has no plan."""
+    config = run.config
+    gpu = _gpu(config) if config.plan.enabled else None
+    if gpu is None:
+        return
+    of, lengths = read_coefficients(Path(config.plan.coefficients), gpu.name).coefficients, Lengths.of(config)
+    fit = PlannedFit(capacity_of(config, gpu))
+    step, requests, call_s = step_of(run, gpu, of, lengths, fit), config.faults.requests, config.runtime.timeout_s
+    request = request_time(config, run.shape, gpu, of, lengths, fit.served(run))
+    yield Held(
+        "faults.requests.request_s",
+        requests.request_limit(call_s),
+        f"a response of {config.rollout.max_new_tokens:,} tokens beside {request.beside:,.0f} others at its server",
+        request.longest_s,
+    )
+    if requests.rollout_s is not None:
+        yield Held("faults.requests.rollout_s", requests.rollout_s, "a rollout", step.phases["rollout"])
+    calls = {
+        "the log-prob pass": step.phases["log_probs"],
+        "an update of a mini-batch": step.phases["update"] / config.batch.updates,
+        "a weight sync": step.phases["sync"],
+        "a checkpoint": step.checkpoint,
+    }
+    for what, seconds in calls.items():
+        yield Held("runtime.timeout_s", call_s, what, seconds)
+    if config.faults.hangs.enabled:  # in which a first phase must get on
+        first_s = config.faults.hangs.first_s
+        yield Held("faults.hangs.first_s", first_s, "the first response of a rollout", request.first_s)
+        yield Held("faults.hangs.first_s", first_s, "a weight sync", step.phases["sync"])
+
+
+def _gpu(config: Config) -> Gpu | None:
+    try:
+        gpu = gpu_of(config)
+    except ConfigError:
+        return None
+    return None if gpu is CPU else gpu
