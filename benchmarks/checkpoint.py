@@ -6,6 +6,11 @@ by turn, so that a change of the machine's speed meets both ways: in the backgro
 the slowest rank. The folder's bytes are held against those of one copy of weights and moments. Nothing is trained:
 memory that training changes while the writers read it is copied by the kernel then, at a cost that is not in here.
 
+Beside them Megatron's own background save (`megatron_begin`, `megatron_whole`: AsyncCallsQueue, as its training loop
+has it; it makes no checksums), and ours with the first data rank alone writing what several hold (`one_writes`).
+`first` is the turn before the others, in which every way starts what it keeps; `left_mb` the memory of the processes
+that Megatron's way keeps between saves, of all ranks, each page that is shared counted in parts.
+
     python benchmarks/checkpoint.py
 """
 
@@ -23,6 +28,7 @@ from typing import Any
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
+import psutil
 import torch
 import torch.distributed as dist
 from machine import machine
@@ -30,10 +36,13 @@ from ranks import measured, shape_of
 
 from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_stare.megatron.backend import layout as parallel_layout
+from megatron_stare.megatron.backend.cpu_backend import backend
+from megatron_stare.megatron.checkpoint import checkpoint
 from megatron_stare.megatron.checkpoint.background_save import BackgroundSave
 from megatron_stare.megatron.checkpoint.checkpoint import Saver
 from megatron_stare.megatron.model.model import build_policy, named_parameters
 from megatron_stare.megatron.optimizer.optimizer import build_optimizer
+from megatron_stare.megatron.upstream import begin_save
 
 RESULT = Path(__file__).parent / "results/checkpoint.json"
 PARALLEL = ParallelConfig(tensor=2, data=2)
@@ -54,6 +63,8 @@ def main() -> None:
 
 def one_rank(rank: int, folder: Path, args: argparse.Namespace, report: Any) -> None:
     """Measures on this rank; the first one reports."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
     torch.set_num_threads(1)
     shape = shape_of(args)
     layout = parallel_layout.join(PARALLEL, rank, f"file://{folder}/ranks", seed=1, timeout_s=1800)
@@ -70,9 +81,13 @@ def one_rank(rank: int, folder: Path, args: argparse.Namespace, report: Any) -> 
             state["exp_avg_sq"].normal_().abs_()
     saver, target = Saver(layout, writers=2), folder / "checkpoint"
     under_way: list[BackgroundSave] = []
+    alone = Saver(layout, writers=2)
+    alone._strategy = alone._strategy.base_strategy
+    plans = Saver(layout, writers=2)._strategy
+    calls = AsyncCallsQueue()
 
-    def begin() -> None:
-        under_way.append(saver.begin(str(target), model, optimizer, scheduler))
+    def begin(by: Saver = saver) -> None:
+        under_way.append(by.begin(str(target), model, optimizer, scheduler))
 
     def finish() -> None:
         under_way.pop().finish()
@@ -81,8 +96,21 @@ def one_rank(rank: int, folder: Path, args: argparse.Namespace, report: Any) -> 
         begin()
         finish()
 
+    def one_writes() -> None:
+        begin(alone)
+        finish()
+
+    def megatron_begin() -> None:
+        with backend():
+            state = checkpoint._state(model, optimizer, scheduler, layout, (), loading=False)
+            calls.schedule_async_request(begin_save(state, str(target), plans, validate=not times))
+
+    def megatron_finish() -> None:
+        with backend():
+            calls.maybe_finalize_async_calls(blocking=True)
+
     times = []
-    for number in range(args.repeats + 1):
+    for _ in range(args.repeats + 1):
         row = {}
         with Fresh(target, rank):
             row["begin"] = seconds(begin)
@@ -90,10 +118,17 @@ def one_rank(rank: int, folder: Path, args: argparse.Namespace, report: Any) -> 
             nbytes = sum(file.stat().st_size for file in target.iterdir())
         with Fresh(target, rank):
             row["waited"] = seconds(waited)
-        times += [row] * (number > 0)  # the first warms up
+        with Fresh(target, rank):
+            row["one_writes"] = seconds(one_writes)
+        with Fresh(target, rank):
+            row["megatron_begin"] = seconds(megatron_begin)
+            row["megatron_whole"] = row["megatron_begin"] + seconds(megatron_finish)
+        times.append(row)
+    left = torch.tensor(float(sum(child.memory_full_info().pss for child in psutil.Process().children(recursive=True))))
+    dist.all_reduce(left)
     elements = torch.tensor(float(sum(p.numel() for _, p in named_parameters(model))))
     if rank == 0:
-        report.send(result_of(times, nbytes, float(elements), args))
+        report.send(result_of(times, nbytes, float(elements), args) | {"left_mb": round(float(left) / 1e6)})
     parallel_layout.leave()
 
 
@@ -124,12 +159,13 @@ def seconds(way: Callable[[], None]) -> float:
 
 
 def result_of(times: list[dict[str, float]], nbytes: int, elements: float, args: argparse.Namespace) -> dict:
-    """Medians over the repeats; ratios turn by turn.
+    """Medians over the repeats, without the first turn, which warms up; ratios turn by turn.
 
     Args:
         nbytes: of the checkpoint's files.
         elements: of this rank's parameters; tensor-parallel ranks hold as many, and norms besides, which are few.
     """
+    first, *times = times
     ratios = [row["begin"] / row["waited"] for row in times]
     copy = 4 * elements * PARALLEL.tensor
     return {
@@ -140,6 +176,11 @@ def result_of(times: list[dict[str, float]], nbytes: int, elements: float, args:
         "folder_gb": round(nbytes / 1e9, 3),
         "folder_of_one_copy": round(nbytes / (3 * copy), 4),
         "seconds": {name: round(statistics.median(row[name] for row in times), 2) for name in times[0]},
+        "first": {name: round(value, 2) for name, value in first.items()},
+        "of_megatrons": {
+            name: [round(row[name] / row[f"megatron_{name}"], 3) for row in times] for name in ("begin", "whole")
+        },
+        "waited_of_one_writes": [round(row["waited"] / row["one_writes"], 3) for row in times],
         "begin_of_waited": [round(ratio, 3) for ratio in ratios],
         "begin_of_waited_median": round(statistics.median(ratios), 3),
         "target": TARGET,

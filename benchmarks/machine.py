@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ def machine() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "megatron_core": version("megatron-core"),
     }
 
 

@@ -63,7 +63,26 @@ def megatron(logits: Tensor, targets: Tensor, group: ProcessGroup | None, of_ent
         return -vocab_parallel_cross_entropy(logits[:, None], targets[:, None]).squeeze(1), None
 
 
-BASELINES: dict[str, Baseline] = {"float32": float32, "cross_entropy": cross_entropy, "megatron": megatron}
+def megatron_fused(
+    logits: Tensor, targets: Tensor, group: ProcessGroup | None, of_entropy: bool
+) -> tuple[Tensor, None]:
+    """The one of `cross_entropy_loss_fusion`, for which torch compiles what `megatron` does one by one, if it may. Its
+    gradient is rounded to bfloat16 whatever the logits are."""
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+    from megatron.core.parallel_state import get_tensor_model_parallel_group
+
+    if of_entropy:
+        raise NotImplementedError("has no entropy")
+    tp_group = group or get_tensor_model_parallel_group()
+    return -fused_vocab_parallel_cross_entropy(logits[:, None], targets[:, None], tp_group).squeeze(1), None
+
+
+BASELINES: dict[str, Baseline] = {
+    "float32": float32,
+    "cross_entropy": cross_entropy,
+    "megatron": megatron,
+    "megatron_fused": megatron_fused,
+}
 
 
 class _SplitLogProb(torch.autograd.Function):

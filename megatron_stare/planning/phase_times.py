@@ -220,15 +220,8 @@ def rollout_seconds(
     growing, context = responses, lengths.prompt + lengths.response
     if flow:
         growing, context = flow.growing / engines, lengths.prompt + flow.held / flow.growing
-<<<<<<< HEAD
     token = shape.layers * shape.cached * size
-    at_once = min(growing, rollout.max_batch)
-    if served:
-        at_once = min(at_once, max(served.cache / served.token / context, 1))
-=======
-    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * size
     at_once = _at_once(config, growing, context, served)
->>>>>>> 773bdc305cf37be8f04a0359394d93c06dcaffa1
     again = 0.0
     if flow:  # in every round all that grow have their turns, and those of the first are waited for
         growth = responses * lengths.response / (flow.rounds * growing)
@@ -270,7 +263,7 @@ def request_time(
     groups = (not flow and config.batch.generate_prompts) or config.batch.prompts
     growing = (flow.growing if flow else groups * config.batch.samples_per_prompt) / engines
     at_once = _at_once(config, growing, context, served)
-    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * size
+    token = shape.layers * shape.cached * size
     read = _read_weights(shape, at_once) * size + at_once * (lengths.prompt + lengths.response / 2) * token
     prompt = body_flops(shape, lengths.prompt, 0)
     computed = at_once * (forward_flops(shape, lengths.prompt, lengths.response) - prompt) / lengths.response

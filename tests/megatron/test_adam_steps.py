@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from support.adams import ADAMS, installed
 from support.models import save_model
 from support.ranks import RankPool
@@ -28,7 +29,6 @@ from megatron_stare.megatron.model.model import build_policy, load_hf, named_par
 from megatron_stare.megatron.optimizer.distributed_optimizer import boxes
 from megatron_stare.megatron.optimizer.optimizer import build_optimizer, take_step
 from megatron_stare.megatron.optimizer.optimizer_state import adam_name, read_step, step_place, write_step
-from megatron_stare.megatron.upstream import REPORTS
 from megatron_stare.models import read_shape
 from megatron_stare.weights.files.hf_folder import HfFolder
 
@@ -155,7 +155,7 @@ def loaded_from_megatrons_own_form(rank: int, init: str, path: str, folder: str)
         common = dist_checkpointing.load_common_state_dict(str(Path(folder) / "ours"))
         random = ShardedObject("random", None, (2,), (rank,))
         state = parameters | common | {"moments": gathered, "random": random}
-        with substituted(*REPORTS, queue.SimpleQueue):
+        with substituted(filesystem_async, "_results_queue", queue.SimpleQueue()):
             dist_checkpointing.save(state, str(Path(folder) / "theirs"))
     whole.steps(STEPS)
     with substituted(checkpoint, "_set_random_states", lambda _: None):

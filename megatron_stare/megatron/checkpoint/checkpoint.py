@@ -21,6 +21,8 @@ from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -39,7 +41,7 @@ from megatron_stare.megatron.checkpoint.background_save import BackgroundSave
 from megatron_stare.megatron.model.model import load_hf, named_parameters, unwrap
 from megatron_stare.megatron.optimizer.optimizer import loss_scale_of
 from megatron_stare.megatron.optimizer.optimizer_state import load_state, sharded_state
-from megatron_stare.megatron.upstream import REPORTS, begin_save, load_common, load_strategy
+from megatron_stare.megatron.upstream import begin_save, load_common
 from megatron_stare.megatron.upstream import load as load_tensors
 from megatron_stare.models.shape import ModelShape
 from megatron_stare.process.memory import SharedMappings
@@ -78,7 +80,7 @@ class Saver:
         """
         # Megatron passes what its writers report through a process of its own. It costs every rank seconds and a
         # second import of torch; here the reports are read in the process that gathers them.
-        reports = substituted(*REPORTS, queue.SimpleQueue)
+        reports = substituted(filesystem_async, "_results_queue", queue.SimpleQueue())
         with backend(), reports:
             state = _state(model, optimizer, scheduler, self._layout, reference, loading=False)
             apply_factories(state)
@@ -120,7 +122,7 @@ def load(
         if {"context": 1, **common.get("layout", {})} != _sizes(layout, model):  # older ones do not name it
             del wanted["random"]
         # what several data ranks hold is read by one of them, and sent to the others
-        read_once = FullyParallelLoadStrategyWrapper(load_strategy(folder), layout.dp_group)
+        read_once = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(folder), layout.dp_group)
         state = load_tensors(wanted, folder, read_once)
         for i, chunk in enumerate(model):
             unwrap(chunk).load_state_dict(state[f"model{i}"])

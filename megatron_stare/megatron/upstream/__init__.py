@@ -12,32 +12,26 @@ RELEASE = tuple(map(int, __version__.split(".")[:2]))
 
 if RELEASE >= (0, 19):
     from megatron_stare.megatron.upstream.core_0_19 import (
-        REPORTS,
         UNDEFINED,
         begin_save,
         load,
         load_common,
-        load_strategy,
         mlp_submodules,
     )
 else:
     from megatron_stare.megatron.upstream.core_0_16 import (
-        REPORTS,
         UNDEFINED,
         begin_save,
         load,
         load_common,
-        load_strategy,
         mlp_submodules,
     )
 
 __all__ = [
     "RELEASE",
-    "REPORTS",
     "UNDEFINED",
     "begin_save",
     "load",
     "load_common",
-    "load_strategy",
     "mlp_submodules",
 ]

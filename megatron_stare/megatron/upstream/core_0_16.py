@@ -8,8 +8,6 @@ from typing import Any
 
 import torch.distributed.checkpoint
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.common import (
     COMMON_STATE_FNAME,
@@ -20,8 +18,6 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-# The module, and its function that makes the queue of what a checkpoint's writers report.
-REPORTS = (filesystem_async, "_get_write_results_queue")
 # Names that are read without being defined where Transformer Engine is absent, or say that it is there.
 UNDEFINED = ((moe_utils, "te_general_gemm"), (multi_latent_attention, "HAVE_TE"))
 _COMMON = "common_state/shard_0_1"  # the object that 0.19 saves in the place of a file
@@ -62,8 +58,3 @@ def load_common(folder: str) -> dict[str, Any]:
 def load(state: dict[str, Any], folder: str, strategy: Any = None) -> dict[str, Any]:
     """Reads what `state` asks for; `strategy` says how tensors are read, None: as Megatron does by itself."""
     return dist_checkpointing.load(state, folder, strategy, _LoadCommon())
-
-
-def load_strategy(folder: str) -> Any:
-    """Gives Megatron's own way to read the tensors of a checkpoint."""
-    return get_default_load_sharded_strategy(folder)

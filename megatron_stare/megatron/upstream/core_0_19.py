@@ -6,14 +6,10 @@ from types import ModuleType
 from typing import Any
 
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-# The module, and its function that makes the queue of what a checkpoint's writers report.
-REPORTS = (filesystem_async, "get_write_results_queue")
 # Names that are read without being defined where Transformer Engine is absent.
 UNDEFINED: tuple[tuple[ModuleType, str], ...] = ()
 
@@ -47,8 +43,3 @@ def load_common(folder: str) -> dict[str, Any]:
 def load(state: dict[str, Any], folder: str, strategy: Any = None) -> dict[str, Any]:
     """Reads what `state` asks for; `strategy` says how tensors are read, None: as Megatron does by itself."""
     return dist_checkpointing.load(state, folder, strategy)
-
-
-def load_strategy(folder: str) -> Any:
-    """Gives Megatron's own way to read the tensors of a checkpoint."""
-    return get_default_load_sharded_strategy(folder)

@@ -70,11 +70,8 @@ T = TypeVar("T")
 # A server ends a response this many tokens short of its context, and says nothing but "length".
 NEVER_FILLED = 2
 PROBE_S = 20.0
-<<<<<<< HEAD
 IDLE_S = 30.0  # from when requests are ended until none is under way
-=======
 EXPECTED, REMEMBERED = 64, 1024  # requests that an expected length counts as, and whose lengths are known at most
->>>>>>> 773bdc305cf37be8f04a0359394d93c06dcaffa1
 FORCING = 1e4  # a bias under which no other token is sampled
 
 
