@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -261,3 +262,63 @@ def test_no_folder_changes_what_ruff_takes_for_the_project_s_own(tmp_path: Path)
     command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select", "I", "tests", "tools", "benchmarks"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.fixture
+def trying(project: Path) -> Callable[..., tuple[int, list[str], str]]:
+    """scripts/try_release.sh with a Python that notes what it is asked and fails where FAILS says. It gives the exit
+    status, what was asked of environments, and what was said."""
+    (project / "configs").mkdir()
+    for command in ("rm", "mkdir", "grep", "paste", "tail", "tee", "tr"):
+        (project / "bin" / command).symlink_to(str(shutil.which(command)))
+    python = project / "bin/python3.12"
+    python.write_text(
+        '#!/bin/bash\ncase "$*" in\n'
+        "*version_info*) echo 3.12 ;;\n--version) echo Python 3.12.9 ;;\n*ensurepip*) true ;;\n"
+        '"-m venv"*) /bin/mkdir -p "$3/bin"; /bin/cp "$0" "$3/bin/python" ;;\n'
+        '*) echo "$*" >>"$ASKED"\n'
+        'case "$*" in *"${FAILS:-nothing}"*) echo "1 failed"; exit 1 ;;\n'
+        '*-m\\ pytest*) echo "== 9 passed ==" ;; esac ;;\n'
+        "esac\n"
+    )
+    python.chmod(0o755)
+
+    def trying(*arguments: str, **variables: str) -> tuple[int, list[str], str]:
+        asked = project / "asked"
+        asked.write_text("")
+        command = [str(project / "bin/bash"), str(project / "scripts/try_release.sh"), *arguments]
+        environment = {"PATH": str(project / "bin"), "ASKED": str(asked), **variables}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        return done.returncode, asked.read_text().splitlines(), done.stderr + done.stdout
+
+    return trying
+
+
+def test_a_release_is_tried_beside_what_is_pinned(
+    project: Path, trying: Callable[..., tuple[int, list[str], str]]
+) -> None:
+    code, asked, said = trying("megatron-core==0.18.2", "torch==2.14.1")
+    folder = project / "build/try/3.12+megatron-core==0.18.2+torch==2.14.1"
+    assert code == 0 and said.splitlines()[-1] == (
+        "3.12, megatron-core==0.18.2, torch==2.14.1: quickstart passed;  9 passed "
+    )
+    pip = [line for line in asked if line.startswith("-m pip install")]
+    assert pip[-1].endswith(
+        f"-c {folder}/constraints.txt megatron-core==0.18.2 torch==2.14.1"
+    )  # after the project's pins
+    pins, held = ((file / "constraints.txt").read_text().splitlines() for file in (project, folder))
+    left = [line for line in pins if line not in held]
+    assert sorted({line.partition("==")[0] for line in left}) == ["megatron-core", "torch"]
+    assert not (project / ".venv").exists()
+    assert "tests/megatron tests/ops" in asked[-1]
+    code, asked, said = trying("megatron-core==0.18.2", "torch==2.14.1", "--", "tests/ops", "-x", FAILS="-m pytest")
+    assert code == 1 and "quickstart passed; 1 failed" in said.splitlines()[-1]
+    assert not any("pip" in line for line in asked) and asked[-1].endswith("tests/ops -x")  # made once
+    code, _, said = trying("megatron-core==0.18.2", "torch==2.14.1", FAILS="megatron_stare.cli")
+    assert code == 1 and "quickstart failed;  9 passed" in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize("words", [[], ["megatron-core"], ["megatron-core=="], ["--frobnicate"]])
+def test_what_is_no_release_is_not_tried(trying: Callable[..., tuple[int, list[str], str]], words: list[str]) -> None:
+    code, asked, said = trying(*words)
+    assert code == 2 and asked == [] and "fix: such as megatron-core==0.18.2" in said

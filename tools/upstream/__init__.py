@@ -1,1 +1,0 @@
-"""What check_upstream.py compares: two releases of an upstream, as far as this project uses them, by their source."""
