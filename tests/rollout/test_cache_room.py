@@ -113,7 +113,6 @@ def test_all_that_lengths_make_room_for_enter_as_one_leaves() -> None:
 
         tasks = [asyncio.create_task(one(number)) for number in range(10)]
         await tasks[0]
-        assert inside == 1
         for _ in range(50):
             await asyncio.sleep(0)
         entered = inside
