@@ -61,7 +61,8 @@ def test_a_run_whose_hung_rank_is_killed_opens_itself_again(tmp_path: Path) -> N
         said = run.process.communicate()[1]
         assert run.process.returncode == 130, said
         assert re.search(r"faults.hangs.end_run: killing trainer rank 1 \(pid \d+\)", said)
-        assert "a trainer rank process died" in said
+        # as Ray says it of the call, or as it is found where the other rank misses its peer first
+        assert "a trainer rank process died" in said or "trainer rank 1 died" in said
         (restart,) = [json.loads(line) for line in (run.dir / "restarts.jsonl").read_text().splitlines()]
         assert restart["by"] == "driver" and restart["step"] >= 3
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from megatron_stare.config.fault_sections import HangsConfig
 from megatron_stare.config.schema import Config, ModelConfig, ParallelConfig
-from megatron_stare.hangs.driver_side import DriverBeats
+from megatron_stare.hangs.driver_side import BlackBox, DriverBeats
 from megatron_stare.hangs.vigil import Vigil
 from megatron_stare.hangs.watcher import Settings, Watcher
 from megatron_stare.megatron.backend import layout as parallel_layout
@@ -28,12 +29,14 @@ from megatron_stare.models import cost_of, read_shape
 from megatron_stare.ops.plan import PlanRules, plan_micro_batches
 from megatron_stare.run_dir.heartbeat import (
     DRIVER,
+    FOLDER_VARIABLE,
     PROGRESS_S,
     Beat,
     CallBeats,
     beat_file,
     newest_progress,
     read_beat,
+    tell_progress,
     watch_progress,
     write_beat,
 )
@@ -125,6 +128,24 @@ def test_an_update_longer_than_the_limit_of_a_phase_does_not_hang_until_its_micr
     assert len(told) * MICRO_BATCH_S > 2 * FIRST_S
     assert not any(told)
     assert found["then"] == [False, True]
+
+
+def test_a_run_s_black_box_is_told_of_progress_in_the_driver_s_process_while_it_is_open(tmp_path: Path) -> None:
+    config = Config(model=ModelConfig(path="m"))
+    box = BlackBox(config, tmp_path, None)
+    try:
+        file = beat_file(Path(os.environ[FOLDER_VARIABLE]), DRIVER)
+        box.beats.begin_phase("update")
+        for _ in range(2):
+            begun = box.beats._phases[-1].moved = time.monotonic() - 50.0
+            tell_progress()
+            found = read_beat(file)
+            assert found is not None and found.moved >= begun + 50.0
+    finally:
+        box.close()
+    last = box.beats._phases[-1].moved = time.monotonic() - 50.0
+    tell_progress()
+    assert box.beats._phases[-1].moved == last
 
 
 def test_the_watcher_lets_a_phase_get_on_with_any_rank(tmp_path: Path) -> None:

@@ -96,6 +96,33 @@ def test_the_room_follows_the_lengths_that_come() -> None:
     assert room.size == 1
 
 
+def test_all_that_lengths_make_room_for_enter_as_one_leaves() -> None:
+    async def crowd() -> int:
+        room, inside, leave = CacheRoom(1000, 256, 1000.0), 0, asyncio.Event()
+
+        async def one(number: int) -> None:
+            nonlocal inside
+            async with room:
+                inside += 1
+                for _ in range(5):  # turns of the loop, in which the others come to wait
+                    await asyncio.sleep(0)
+                if number:
+                    await leave.wait()
+                for _ in range(REMEMBERED):
+                    room.came(10)
+
+        tasks = [asyncio.create_task(one(number)) for number in range(10)]
+        await tasks[0]
+        for _ in range(50):
+            await asyncio.sleep(0)
+        entered = inside
+        leave.set()
+        await asyncio.gather(*tasks)
+        return entered
+
+    assert asyncio.run(crowd()) == 10
+
+
 def test_those_that_wait_enter_though_others_give_up() -> None:
     """As the requests of a rollout that is given up do, while an evaluation's wait."""
 
@@ -122,8 +149,8 @@ def test_an_answer_that_comes_teaches_the_room_its_length() -> None:
     fake = FakeServer("one")
     with engine(fake, request_tokens=1000.0) as made:
         made.generate(requests(EXPECTED), PARAMS)
-        mean = (1000 + 4) / 2  # prompts of 2 tokens, responses of 2
-        assert made._room.size == int(CACHE / mean)
+        assert set(made._room._lengths) == {1000.0, 4}  # prompts of 2 tokens, responses of 2
+        assert made._room.size == int(CACHE / 502)
 
 
 def test_groups_with_requests_of_their_own_have_a_cache_each(tmp_path: Path) -> None:
