@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,12 @@ def test_a_circle_between_folders_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(house, "arrows", lambda: drawn)
     way = house.circle()
     assert way[0] == way[-1] and {"errors", "driver"} <= {*way}
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """Two of one name, in whatever folders, end a collection: pytest imports them as modules of that name."""
+    names = Counter(file.name for file in Path(__file__).parent.rglob("test_*.py"))
+    assert [name for name, files in names.items() if files > 1] == []
 
 
 def test_algorithms_and_ops_do_not_know_each_other() -> None:
