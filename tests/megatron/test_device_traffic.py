@@ -53,7 +53,7 @@ def traffic(rank: int, init: str, path: str, family_packed: bool) -> dict[str, o
 
 
 def order(rank: int, init: str, path: str) -> list[list[str]]:
-    """What a log-prob pass and a gradient pass do, in order: a micro-batch is moved, and met by the model."""
+    """Records what a log-prob pass and a gradient pass do, in order: a micro-batch is moved, and met by the model."""
     shape, parallel = read_shape(path), ParallelConfig()
     config = Config(model=ModelConfig(path=path))
     layout = parallel_layout.join(parallel, rank, init, seed=1, timeout_s=60)
