@@ -1,6 +1,6 @@
 """Measures what the driver spends on a step's replies, from servers' JSON to the first micro-batch.
 
-A step has 8,192 replies of 16,384 tokens each.
+By default a step has 8,192 replies of 16,384 tokens each.
 
 A process of its own plays the servers, over HTTP: its answers are shaped as recorded ones, with token ids and log-probs
 of all digits, and their bytes are made as they are sent. Everything after that is the product: engines' workers (Ray's

@@ -78,7 +78,7 @@ def test_every_word_leads_where_it_may_and_nowhere_else(state: Health, said: str
 
 
 def test_a_lost_replica_serves_again_by_restart_and_proof_alone() -> None:
-    """Tries all ways of five steps: only a restart, coming up and a proved sync, in this order, lead back to service."""
+    """Tries all ways of five steps: only restart, coming up and proved sync, in this order, lead back to service."""
     found = []
 
     def go(done: list[str]) -> None:
