@@ -236,7 +236,7 @@ def test_a_signal_ends_the_wait_for_a_restart(start, tmp_path: Path) -> None:
 
 
 def test_a_driver_does_not_outlive_its_supervisor(start) -> None:
-    """The driver is told, and ends as by SIGTERM: closing what it holds."""
+    """The driver is told of its supervisor's end, and ends as by SIGTERM: closing what it holds."""
     process = start(WAITING)
     driver = psutil.Process(int(process.stdout.readline().split()[1]))
     assert os.getpgid(driver.pid) == driver.pid  # a terminal's Ctrl-C would come twice

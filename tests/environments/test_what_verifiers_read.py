@@ -123,7 +123,7 @@ def test_stop_tokens_are_no_text_though_they_are_not_special_to_the_tokenizer() 
 
 
 def test_what_is_counted_of_a_text_is_counted_of_the_policys() -> None:
-    """Only the policy's text counts: for an answer's place, for reflections, and for what an evaluation keeps."""
+    """Only the policy's text counts: for an answer's place, reflections, and what an evaluation keeps and compares."""
     environment, reads = Tool(CONFIG, TOKENIZER), Reads()
     (made,) = rollouts(environment, reads).make(prompts(1), 1, PARAMS)
     assert Evaluated.of(made).text == made.said != made.text

@@ -143,7 +143,7 @@ def test_the_layout_is_what_the_server_says():
 
 
 def test_groups_with_requests_of_their_own_are_what_the_server_says():
-    """Releases 0.5.22 and 0.5.23 have a number for them; 0.5.21 has one number for them and for copies of a server."""
+    """Releases 0.5.22 and 0.5.23 have a number for such groups; 0.5.21 has one for them and for copies of a server."""
     info = {"device": "cuda", "tp_size": 8, "ep_size": 4, "pp_size": 1, "dp_size": 1}
     said = {"attn_dp_size": 2, "enable_dp_attention": True}
     assert ServerLayout.of(info | said, "http://one") == ServerLayout("cuda", 8, 4, 2)

@@ -98,7 +98,7 @@ def test_one_element_changed_in_one_rank_of_one_server_is_named(engines):
 
 
 def test_at_prove_every_five_it_is_caught_at_the_next_proof(engines):
-    """Proofs come as the pool asks for them: the first update's is the fifth before the one that finds it."""
+    """Proofs come as the pool asks for them: the first update's is the fifth before the one that finds the fault."""
     engine, tensors = engines[1], servers.weights()
     servers.sync(engine, 30, tensors)
     honest, engine._sync = engine._sync, OneElementOff(engine._sync._clients, server=0, rank=0, element=(5, 3))
