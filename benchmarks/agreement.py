@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def figures(directory: Path) -> dict[str, Any]:
-    """Of one run: every step's figures, and their median and largest."""
+    """Figures of one run: those of every step, and their median and largest."""
     run = read_run(directory)
     settings = ("rollout.engine", "model.dtype", "sglang.dtype", "rollout.temperature", "run.steps")
     by_step = {}

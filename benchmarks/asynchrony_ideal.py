@@ -1,8 +1,8 @@
-"""What asynchrony.py's servers could do at best: the same responses, slots and times, and nothing in between.
+"""Simulates the best that asynchrony.py's servers could do: the same responses, slots and times, nothing in between.
 
-A clock of 2 ms; responses are begun in the order of steps, by the server that has fewest, and stand still while weights
-are swapped. What is left of 1 in the share of time in which servers generate is the wait for a step's last responses,
-which no order of a bounded number of steps can fill.
+The clock ticks every 2 ms. Responses are begun in the order of steps, by the server with the fewest under way, and
+stand still while weights are swapped. Servers generate less than all of the time only because they wait for a step's
+last responses, which no order of a bounded number of steps can fill.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Servers:
         return min(self.longest, max(1, round(length)))
 
     def seconds(self, step: int) -> list[float]:
-        """Of every response of a step, in the order in which they are asked for."""
+        """Seconds of every response of a step, in the order in which the responses are asked for."""
         cursors = range((step - 1) * self.prompts, step * self.prompts)
         return [
             self.wanted(f"{cursor}:{sample}") * self.token_s for cursor in cursors for sample in range(self.samples)

@@ -1,4 +1,4 @@
-"""What a step waits for a checkpoint that is written in the background, against one that is waited for.
+"""Measures what a step waits for a background checkpoint, and for one that training waits for.
 
 Four gloo ranks, TP2 x DP2 with the distributed optimizer, hold a float32 model and Adam's two moments, and save it turn
 by turn, so that a change of the machine's speed meets both ways: in the background (`begin`: until training may go on;

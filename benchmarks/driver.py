@@ -1,4 +1,6 @@
-"""What the driver spends on a step's replies: 8,192 of 16,384 tokens each, from servers' JSON to the first micro-batch.
+"""Measures what the driver spends on a step's replies, from servers' JSON to the first micro-batch.
+
+By default a step has 8,192 replies of 16,384 tokens each.
 
 A process of its own plays the servers, over HTTP: its answers are shaped as recorded ones, with token ids and log-probs
 of all digits, and their bytes are made as they are sent. Everything after that is the product: engines' workers (Ray's
@@ -197,7 +199,7 @@ def check(batch: RolloutBatch, args: argparse.Namespace, sent: list[str], first:
 
 
 def digest(tokens: Tensor, log_probs: Tensor, text: str) -> str:
-    """Of a reply."""
+    """SHA-256 of a reply's tokens, log-probs and text."""
     return hashlib.sha256(tokens.numpy().tobytes() + log_probs.numpy().tobytes() + text.encode()).hexdigest()
 
 
@@ -232,7 +234,8 @@ def inline_workers(config: Config) -> tuple[Workers, Any]:
 
 
 def ray_workers(config: Config) -> tuple[Workers, Any]:
-    """As a run on Ray places its engines, and no trainers."""
+    """Starts engines' workers as Ray actors, as a run on Ray does, and no trainers. The second value ends them and
+    leaves Ray."""
     from megatron_stare.cluster import ray as on_ray
 
     on_ray.start_ray(config)
@@ -389,7 +392,7 @@ def serve(pipe: Connection, folder: str, replicas: int, tokens: int, last_sent: 
 
 
 def cpu_s() -> float:
-    """Of this process, all threads."""
+    """Processor seconds of this process, all threads."""
     return time.process_time()
 
 

@@ -1,4 +1,4 @@
-"""What the entropy forecast costs: the log-prob pass with and without the two sums over the vocabulary, turn by turn.
+"""Measures the entropy forecast's cost: the log-prob pass with and without two sums over the vocabulary, by turns.
 
 Both run on the same micro-batches of the same model in one process, alternating, so that a change of the machine's
 speed meets both. Without CUDA the seconds are of the processor, so that other programs do not count. A tall vocabulary

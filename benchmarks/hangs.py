@@ -29,7 +29,7 @@ RESULT = Path(__file__).parent / "results/hangs.json"
 
 
 def named(name: str) -> dict[str, Any]:
-    """What became of one hang."""
+    """Provokes one hang, waits until the watcher reports it, and compares the report with the expected sentence."""
     with tempfile.TemporaryDirectory() as folder, hung(name, Path(folder)) as (run, hang):
         hang.begin(run)
         begun = now()

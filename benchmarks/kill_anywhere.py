@@ -80,7 +80,7 @@ PROCESSES = {
 
 @dataclass
 class Outcome:
-    """What became of one run. Seconds are of the clock, from its start."""
+    """Outcome of one run; seconds are of the clock, from its start."""
 
     runner: str
     process: str | None = None  # to be killed
@@ -243,7 +243,7 @@ def recorded(directory: Path) -> list[int]:
 
 
 def read(path: Path, steps: int) -> dict[str, Any]:
-    """What was found before, if it was by the same settings."""
+    """Reads the results of earlier runs, or begins empty ones; exits where the file has other settings."""
     of_all = {"model.path": "assets/tiny-adder", "run.steps": steps}
     settings = {runner: {**SMALL, **each, **of_all} for runner, each in RUNNERS.items()}
     empty = {"machine": machine(), "settings": settings, "package": {}, "undisturbed": {}, "seeds": {}}

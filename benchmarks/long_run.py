@@ -127,7 +127,8 @@ def draw(seed: int, count: int, steps: int) -> list[Fault]:
 
 
 def events_of(runs: Path, name: str) -> Path:
-    """What was done to a run and seen of it, a line each; beside its directory, which a run may begin anew."""
+    """File of what was done to a run and observed of it, a line each. The file lies beside the run's directory, because
+    a run may begin that directory anew."""
     return runs / f"{name}.events.jsonl"
 
 
@@ -195,7 +196,7 @@ class LongRun:
         return supervisor
 
     def _wait_for_the_end_of(self, pid: int, created: float) -> None:
-        """Of a supervisor whose starter was killed: it ends its run in order."""
+        """Waits for a supervisor whose starter was killed: such a supervisor ends its run in order."""
         with contextlib.suppress(psutil.NoSuchProcess):
             before = psutil.Process(pid)
             if before.create_time() == created:
@@ -229,7 +230,7 @@ class LongRun:
         return 0, 0.0
 
     def _inject(self, fault: Fault, supervisor: subprocess.Popen[bytes]) -> bool:
-        """Whether there was such a process."""
+        """Sends a fault's signal to a process of the fault's kind; False where there is none."""
         kind = "rank" if fault.kind == STOPPED else fault.kind
         those = [each for each in _tree(supervisor.pid) if self._kind(each, supervisor.pid) == kind]
         those.sort(key=lambda each: each.pid)
@@ -246,8 +247,8 @@ class LongRun:
         return False
 
     def _sample(self, supervisor: subprocess.Popen[bytes]) -> dict[str, Any]:
-        """What each kind of process holds: number, Pss in bytes, descriptors, threads; and /dev/shm as the run sees
-        it."""
+        """Counts what each kind of process holds: number, Pss in bytes, descriptors, threads. The sizes of /dev/shm, as
+        the run sees it, are added."""
         kinds: dict[str, dict[str, int]] = {}
         for process in _tree(supervisor.pid):
             with contextlib.suppress(psutil.Error, OSError):
@@ -269,7 +270,8 @@ class LongRun:
         return {"kinds": kinds, "shm": {"entries": len(sizes), "bytes": sum(sizes)}}
 
     def _kind(self, process: psutil.Process, supervisor: int) -> str:
-        """Of kill_anywhere.PROCESSES, or another, as its command says; each process is asked once."""
+        """Kind of a process, by its command: one of kill_anywhere.PROCESSES or another. A kind that is known is not
+        looked up again."""
         if process not in self._kinds:
             found = _named(process, supervisor)
             if found == STARTING:
@@ -309,7 +311,7 @@ def _named(process: psutil.Process, supervisor: int) -> str:
 
 
 def _role(pid: int, supervisor: int) -> str:
-    """Of a worker, by its beats: ranks and engines have one thread each."""
+    """Role of a worker as its beats name it: ranks and engines have one thread each. Without beats it is STARTING."""
     for beat in Path(f"/proc/{supervisor}/root/dev/shm").glob(f"{PREFIX}*/beat_*.json"):
         with contextlib.suppress(OSError, ValueError):  # it is replaced
             found = json.loads(beat.read_text())

@@ -1,4 +1,4 @@
-"""What a long run showed, of its record and of what was seen of its processes; see long_run.py."""
+"""Figures of a long run, from its record and from samples of its processes; see long_run.py."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Sample = dict[str, Any]
 
 
 def figures(run_dir: Path, events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of a run that may go on."""
+    """Figures of a run, finished or not."""
     rows = read_jsonl(run_dir / "metrics.jsonl")
     samples = [each for each in events if each["event"] == "sample"]
     ended = [each for each in events if each["event"] == "ended"]
@@ -96,13 +96,13 @@ def _injected(found: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _level(found: Mapping[str, Any]) -> bool:
-    """Whether a number does not rise between faults. A connection that is there at one look and not at the next makes
-    a slope that is not quite 0."""
+    """Checks that a number does not rise between faults. The slope need not be 0: a connection that is there at one
+    look and not at the next makes it a little more."""
     return found["over_the_run"] is not None and found["over_the_run"] < COUNT_SHARE
 
 
 def _level_over_restarts(found: Mapping[str, Any]) -> bool:
-    """Whether it is no larger after the last fault than before the first."""
+    """Checks that a number is no larger after the last fault than before the first."""
     levels = found["levels"]
     return bool(levels) and levels[-1]["median"] <= levels[0]["median"]
 
@@ -129,8 +129,8 @@ def _inside(nats: float) -> bool:
 
 
 def saves(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What saving cost: seconds that training waited, and by how much steps are longer while writers are at work
-    beside it, which is the medians' excess over that of the other steps of a cycle."""
+    """Cost of saving: seconds that training waited, and seconds by which steps are longer beside working writers. The
+    latter are the excess of these steps' medians over the median of the other steps of a cycle."""
     rows = rows[SAVE_EVERY:]  # the first steps are warm-up
     waited = sum(row["perf/save_s"] for row in rows)
     cycle: dict[int, list[float]] = {}

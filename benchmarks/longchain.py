@@ -69,8 +69,8 @@ def train(run_dir: Path, seed: int, method: Sequence[str]) -> None:
 
 
 def figures(run_dir: Path) -> dict[str, Any]:
-    """What a finished run shows: accuracies at start and end with the gain's paired 95 % interval; and what grows, of
-    the first step and as the mean of the last RECENT."""
+    """Results of a finished run: accuracies at start and end, and the gain's paired 95 % interval. Of what grows there
+    are the first step and the mean of the last RECENT."""
     run = read_run(run_dir)
     before, after = run.before, run.after
     assert before is not None and after is not None

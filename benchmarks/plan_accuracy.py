@@ -1,4 +1,4 @@
-"""What `megatron-stare plan` says against what CPU runs take: bytes of tensors in many layouts, seconds in a few.
+"""Compares `megatron-stare plan` with CPU runs: bytes of tensors in many layouts, seconds in a few.
 
 Predictions come first and are committed before anything they speak of is run; `measure` adds what the runs took and
 never changes a prediction. Memory: the fullest rank's tensors in the update (`plan/update_mb` and
@@ -187,7 +187,7 @@ def prediction(run: Run, folder: Path, coefficients: Path) -> dict[str, float]:
 
 
 def measured(kind: str, run: Run, folder: Path) -> Run:
-    """Of the run itself."""
+    """Trains the run and reports its largest memory, or each phase's median seconds."""
     memory = kind == "memory"
     with tempfile.TemporaryDirectory(dir=folder) as run_dir:
         rows = train(run, STEPS["memory" if memory else "seconds"], Path(run_dir) / "run")

@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def figures(run_dir: Path) -> dict[str, Any]:
-    """What a finished run shows."""
+    """Results of a finished run: accuracies, the gain's paired 95 % interval, metrics, the whole command's figures."""
     run = read_run(run_dir)
     before, after = run.before, run.after
     assert before is not None and after is not None

@@ -1,5 +1,6 @@
-"""What older tokens do to the reward: the quickstart's task with rollouts sampled ahead of training, and with responses
-that are cut and continued, beside the synchronous run, over several seeds.
+"""Measures what older tokens do to the reward of the quickstart's task, over several seeds.
+
+Rollouts are sampled ahead of training, or responses are cut and continued; both are compared with the synchronous run.
 
 Runs are a third of the quickstart's steps, half its batch, on one rank in one process. Compared is the share of
 held-out problems that are solved at the end, sampled, on the same problems: over all seeds together, where a problem's
@@ -118,7 +119,7 @@ def compared(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def difference(synchronous: list[Any], runs: list[Any]) -> dict[str, Any]:
-    """Of the share of problems solved, arm less synchronous: mean and 95 % interval, pooled and by seed."""
+    """Difference in the share of problems solved, arm less synchronous: mean and 95 % interval, pooled and by seed."""
     before = [x for run in synchronous for x in run.after["correct"]]
     after = [x for run in runs for x in run.after["correct"]]
     problems = [problem for run in runs for problem in run.after["problem"]]

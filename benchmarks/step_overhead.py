@@ -1,4 +1,4 @@
-"""What STARE costs a training step: against GRPO with the same log-prob pass, and against GRPO without one.
+"""Measures what STARE costs a training step, against GRPO with the same log-prob pass and against GRPO without one.
 
 One trainer takes the same step (log-prob pass, measure, update, on a fixed batch) as STARE and as GRPO by turns, in the
 order A B B A, so that a change of the machine's speed meets both and each follows either as often. A ratio is that of
@@ -100,7 +100,7 @@ def steps(phases: dict[str, list[float]]) -> list[float]:
 
 
 def summary(times: Times) -> dict[str, Any]:
-    """Of the two methods' turns."""
+    """Summary of the two methods' turns: seconds of steps and phases, and STARE's seconds as a share of GRPO's."""
     medians = {name: {phase: statistics.median(each[phase]) for phase in PHASES} for name, each in times.items()}
     more = {phase: medians["stare"][phase] - medians["grpo"][phase] for phase in ("measure", "loss")}
     whole = statistics.median(steps(times["grpo"]))

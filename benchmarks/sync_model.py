@@ -1,4 +1,4 @@
-"""What a weight sync takes, as a formula: of the CPU benchmark, whose rows it is held against, and of 32B on a cluster.
+"""Predicts a weight sync's seconds by a formula: of the CPU benchmark, beside its rows, and of 32B on a cluster.
 
     python benchmarks/sync_model.py
 
@@ -32,8 +32,8 @@ MEASURED = Path(__file__).parent / "results/weight_sync.json"
 
 @dataclass(frozen=True)
 class Job:
-    """What is synced: to `receivers` ranks of servers, each of which holds `share` of the model, from `stages` senders
-    in `buckets` buckets."""
+    """Weight sync from `stages` senders in `buckets` buckets. Each of `receivers` ranks of servers holds `share` of the
+    model."""
 
     method: str
     receivers: int
@@ -79,7 +79,7 @@ def seconds(job: Job, of: Constants) -> dict[str, float]:
 
 
 def measured_job(method: str, result: Mapping[str, Any]) -> Job:
-    """Of the benchmark's entry of a method."""
+    """Job of a method's entry in the benchmark's results."""
     settings = result["settings"]
     ranks, stages = settings["ranks"], settings["stages"]
     buckets = stages * ceil(result["mb"] * 1e6 / stages / (settings["bucket_mb"] * 2**20))  # each stage has its own
@@ -87,7 +87,7 @@ def measured_job(method: str, result: Mapping[str, Any]) -> Job:
 
 
 def measured_constants(result: Mapping[str, Any], cores: int, job: Job) -> Constants:
-    """Of the same entry."""
+    """Constants of a method's entry in the benchmark's results."""
     of, copies = result["seconds"], job.receivers * job.share / cores  # of the model, by each core
     broadcast = of["link"] * ceil(log2(job.receivers + 1))  # gloo's is a binomial tree, round by round
     if job.method == "distributed":
@@ -161,7 +161,7 @@ def cluster_constants(job: Job, gb_s: float, calls: Constants) -> Constants:
 
 
 def report(measured: Mapping[str, Any]) -> str:
-    """What is predicted, beside what was measured and published."""
+    """Report of the predictions, beside what was measured and published."""
     lines, cores = ["CPU benchmark: predicted, measured, ratio"], measured["machine"]["cores"]
     of: dict[str, Constants] = {}
     for method, result in measured["syncs"].items():

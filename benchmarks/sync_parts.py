@@ -1,5 +1,5 @@
-"""What a weight sync to SGLang servers is made of, each part measured by itself: the constants of sync_model.py, and
-the plain broadcast that the benchmark is held against."""
+"""Measures each part of a weight sync to SGLang servers by itself: the constants of sync_model.py. The plain broadcast
+that the benchmark is held against is here too."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megatron_stare.weights.sync.stream_plan import BucketLayout
 
 
 class Servers:
-    """What all servers of a run take for one thing at a time, asked by this process alone.
+    """Times what all servers of a run take for one thing at a time, asked by this process alone.
 
     Args:
         layouts: of the servers, in the order of the clients.
@@ -67,7 +67,7 @@ class Servers:
         return self._took(self._sent(self._broadcast, self.buckets))
 
     def constants(self, method: str) -> dict[str, float]:
-        """Of what a sync by the method asks servers for, beside the bytes of a whole model.
+        """Seconds of what a sync by the method asks servers for, beside the bytes of a whole model.
 
         Returns:
             `update`: one of nothing, from the pause to the resumed servers; `session`, opened and closed; `request`: a

@@ -1,4 +1,4 @@
-"""What benchmarks of the trainer measure on: a small random model, and a batch of ragged responses."""
+"""Inputs of the trainer's benchmarks: a small random model, and a batch of ragged responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the log-prob operator is measured against, each written afresh and at its best.
+"""Baselines that the log-prob operator is measured against, each written afresh and at its best.
 
 Every baseline takes this rank's logits [N, V] with gradient, targets [N] over the whole vocabulary and the group, and
 gives log-prob [N] and entropy [N]; `of_entropy` says whether the entropy carries gradient, without which it is computed

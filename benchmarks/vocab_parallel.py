@@ -126,7 +126,7 @@ def main() -> None:
 
 
 def run_cells(cells: list[Cell], threads: int) -> list[dict[str, Any]]:
-    """What was measured of every body and baseline in cells that differ in their task alone."""
+    """Measures every body and baseline in cells that differ in their task alone."""
     ranks = cells[0].ranks
     with tempfile.TemporaryDirectory() as folder:
         jobs = [(rank, f"file://{folder}/ranks", cells, max(threads // ranks, 1)) for rank in range(ranks)]
@@ -260,7 +260,7 @@ def one(
 
 
 def slowest(seconds: list[float], cell: Cell) -> list[float]:
-    """Of every run the time of the slowest rank."""
+    """Takes the time of the slowest rank for every run."""
     times = torch.tensor(seconds, dtype=torch.float64, device=cell.device)
     if cell.ranks > 1:
         dist.all_reduce(times, dist.ReduceOp.MAX)
@@ -344,14 +344,14 @@ def table(cells: dict[str, Any]) -> str:
 
 
 def order(name: str) -> tuple[Any, ...]:
-    """Where a cell stands in the table: by device, ranks and dtype, then by shape and task."""
+    """Sort key of a cell in the table: device, ranks and dtype, then shape and task."""
     device, rows, columns, dtype, ranks, task = name.split("/")
     return device, int(ranks), dtype != "float32", int(rows), int(columns), TASKS.index(task)
 
 
 def summary(cells: dict[str, Any]) -> str:
-    """Of the cells beside the float32 formulation: the range of each task's ratios, the largest share of its extra
-    memory, and every output whose error is larger than its."""
+    """Summary of the cells that stand beside the float32 formulation. Listed are the range of each task's ratios, the
+    largest share of the formulation's extra memory, and every output whose error is larger than the formulation's."""
     pairs = {name: (next(iter(cell.values())), cell["float32"]) for name, cell in cells.items() if "float32" in cell}
     pairs = {name: pair for name, pair in pairs.items() if "seconds" in pair[1]}
     lines = [f"{len(cells)} cells, {len(pairs)} beside the float32 formulation"]

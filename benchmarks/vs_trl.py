@@ -139,8 +139,8 @@ class Runner:
         return self._run(command)
 
     def ours(self, task: str, method: str, steps: int, seed: int) -> dict[str, Any]:
-        """As a user runs it, with a clock among its sinks; nothing is evaluated, no weights are written before the
-        end."""
+        """Runs our trainer as a user does, with a clock among its sinks. Nothing is evaluated, and no weights are
+        written before the end."""
         command = [sys.executable, "-m", "megatron_stare.cli", "train", ROOT / "configs/quickstart.yaml"]
         command += [*METHODS[method], "runtime.runner=inline", "parallel.tensor=1", f"model.path={self._models[task]}"]
         command += [f"run.steps={steps + LEFT_OUT}", f"run.seed={seed}", "run.checkpoint_every=0", "eval.prompts=0"]
@@ -201,13 +201,13 @@ def brief(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def hopeless(name: str, sweep: dict[str, dict[str, Any]]) -> bool:
-    """Whether a setting was out of the race on the quickstart."""
+    """Checks if a setting was out of the race on the quickstart: its step took more than HOPELESS times the fastest."""
     mine = sweep.get(name, {}).get("step_s")
     return mine is not None and mine > HOPELESS * min(each["step_s"] for each in sweep.values() if "step_s" in each)
 
 
 def verdict(turns: list[dict[str, Any]], targets: dict[str, float]) -> dict[str, Any]:
-    """Of each method the median over the turns of its samples a second and its memory, by TRL's of the same turn."""
+    """Medians over the turns of each method's samples a second and memory, as ratios to TRL's of the same turn."""
     found: dict[str, Any] = {}
     for method, target in targets.items():
         speed = statistics.median(turn[method]["samples_per_s"] / turn["trl"]["samples_per_s"] for turn in turns)

@@ -1,4 +1,4 @@
-"""What vs_trl.py adds to a run of ours: a clock at the end of every step, and responses of given lengths."""
+"""Additions of vs_trl.py to a run of ours: a clock at the end of every step, and responses of given lengths."""
 
 from __future__ import annotations
 

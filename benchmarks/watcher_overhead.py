@@ -1,4 +1,4 @@
-"""What the black box costs a run: the quickstart with a watcher beside it, and without, by turns.
+"""Measures what the black box costs a run: the quickstart with a watcher beside it, and without, by turns.
 
 Whole runs of the command line, in the order A B B A, so that a change of the machine's speed meets both. Both make the
 same steps, bit for bit, so a ratio is that of the same step in two runs of the same turn; its median comes with the
@@ -111,7 +111,7 @@ def run(steps: int, watched: bool) -> dict[str, Any]:
 
 
 def processor_s(driver: int) -> float:
-    """Of the driver's watcher so far, in user and kernel; 0 where there is none."""
+    """Processor seconds of the driver's watcher so far, in user and kernel; 0 without a watcher."""
     for process in children(driver):
         try:
             if WATCHER in process.cmdline():

@@ -164,7 +164,7 @@ class Way:
         return timed(lambda: self._update(version))
 
     def _update(self, version: int) -> None:
-        """As EnginePool's, with the servers' end here."""
+        """Updates weights as EnginePool does, with the servers' end in this process."""
         update = self._servers.update(self._servers.sync(self._method), version)
         exported = self._runner.trainers.export()
         exported.prepare(self._target, prove=True)

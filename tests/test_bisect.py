@@ -52,7 +52,7 @@ CUT = (
 
 
 def stuck_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It never opens, as if the entropy had not reached it."""
+    """Keeps STARE's gate closed, as if the entropy had not reached the target."""
     sound = Stare.control
 
     def control(self: Stare, state: Any, statistics: Any) -> Any:
@@ -111,7 +111,7 @@ def recorded(where: Path, *overrides: str) -> Path:
 
 
 def contents(folder: Path) -> dict[str, tuple[str, int]]:
-    """Of every file, what is in it and when it was written last."""
+    """Hash of every file's contents, and the time at which it was written last."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {
         str(path.relative_to(folder)): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)

@@ -1,4 +1,4 @@
-"""What a bisection is made of, without the steps: what is changed, what is compared, what is named, what is refused."""
+"""Parts of a bisection, without the steps: changes, comparisons, names and refusals."""
 
 from __future__ import annotations
 

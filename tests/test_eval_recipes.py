@@ -23,7 +23,7 @@ SETS = {"aime24": 32, "aime25": 32, "amc23": 32, "math500": 4, "minerva": 4, "ol
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the recipes' paths lead: the six sets and a model."""
+    """Folder to which the recipes' paths lead: the six sets and a model."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     for name in SETS:

@@ -30,13 +30,13 @@ SERVED = (
 
 
 def real(test: Any) -> Any:
-    """Of servers."""
+    """Marks a test as one of real servers, which is skipped where they are missing."""
     missing = pytest.mark.skipif(servers.MISSING is not None, reason=str(servers.MISSING))
     return pytest.mark.slow(pytest.mark.sglang(missing(test)))
 
 
 def responses(out: Path) -> dict[tuple[int, int], dict[str, Any]]:
-    """Those of a folder, each of which is there once."""
+    """Responses of a folder, each of which is there once."""
     rows = [json.loads(line) for line in (out / "responses.jsonl").read_text().splitlines()]
     found = {(row["prompt"], row["sample"]): row for row in rows}
     assert len(found) == len(rows)
@@ -110,7 +110,8 @@ def test_servers_that_are_attached_to(tmp_path: Path) -> None:
 
 @real
 def test_training_evaluates_on_servers_of_the_evaluations_own(tmp_path: Path) -> None:
-    """What those say is what they say to the command of the same weights, which they were given beside training's."""
+    """The evaluation's servers say the same to training and to the command of the same weights. Training gives these
+    servers the weights beside its own."""
     asked = ("eval.prompts=16", "eval.samples=4", "eval.greedy=false")
     run, served = tmp_path / "run", ("rollout.engine=sglang", "sglang.seeds=true", "runtime.runner=inline")
     started = (f"sglang.python={servers.PYTHON}", f"sglang.start_timeout_s={servers.START_S}", "parallel.tensor=1")

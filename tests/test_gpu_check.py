@@ -68,7 +68,7 @@ def test_verdicts(figures: dict[str, float], verdict: str) -> None:
 
 
 def checked(rank: int, init: str, name: str) -> tuple[dict[str, Any], str, list[str]]:
-    """What a check finds on a CPU, and the verdict."""
+    """Runs a check on a CPU; returned are its figures, and the verdict."""
     check = module(name)
     found = check.run(True)
     bounds = {each: bound for each, bound in check.BOUNDS.items() if each not in check.GPU_ONLY}
@@ -84,7 +84,7 @@ def test_a_check_on_a_cpu(writers, name: str) -> None:
 
 
 def optimizer_rows(rank: int, init: str) -> list[dict[str, Any]]:
-    """What the check says of both rows, with stand-ins for what they need."""
+    """Compares both optimizers with a plain one, with stand-ins for what they need, and two results that are wrong."""
     check = module("optimizers")
     with module("rig").model_folder(module("rig").Size.of(True)) as folder:
         plain = check.updated(folder, PerformanceConfig())
@@ -165,7 +165,8 @@ FEW_NEEDS = [
 
 @pytest.mark.parametrize("names", FEW_NEEDS, ids="-".join)
 def test_a_check_names_all_that_it_cannot_be_imported_without(names: tuple[str, ...]) -> None:
-    """What is not among its needs is taken away; else it would fail where it could not be run."""
+    """Modules that are not among a check's needs are taken away. A need that is not named would let the check fail
+    where it cannot be run."""
     sys.path.insert(0, str(FOLDER))
     try:
         entry = runpy.run_path(str(FOLDER / "__main__.py"), run_name="looked at")

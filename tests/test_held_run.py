@@ -1,4 +1,4 @@
-"""What ends a session for good and what does not. Sessions are functions here; directory, lock and files are real."""
+"""Sessions end for good or are followed by another. Sessions are functions here; directory, lock and files are real."""
 
 from __future__ import annotations
 

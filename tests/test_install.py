@@ -1,4 +1,4 @@
-"""What docs/install.md says of versions is so: why there are two environments, and which releases the image takes."""
+"""Versions in docs/install.md are true: why there are two environments, and which releases the image takes."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def send(*numbers: int) -> None:
 
 
 def said_of(current: Interruption) -> list[Any]:
-    """What changes whenever a signal is taken."""
+    """List that grows whenever a signal is taken."""
     return current.__dict__.setdefault("taken_by_test", [])
 
 
@@ -100,7 +100,7 @@ def until(what: Callable[[], Any]) -> None:
 
 
 class Work:
-    """What is to be done, and whether it was begun and ended in order."""
+    """Work to be done, which notes that it was begun and ended in order."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -374,7 +374,7 @@ def test_the_command_s_errors_and_context_are_the_caller_s_and_signals_as_before
 
 
 def test_handlers_that_a_library_takes_over_are_put_back() -> None:
-    """As Ray's core does, with a handler of C: here with the system's own, which would end this process."""
+    """Handlers are taken over as by Ray's core, with one of C: here the system's own, which would end this process."""
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
 
@@ -395,7 +395,7 @@ def test_handlers_that_a_library_takes_over_are_put_back() -> None:
 
 
 def _caught(number: int) -> bool:
-    """Whether this process has a handler of the signal, as the kernel knows it."""
+    """Asks the kernel if this process has a handler of the signal."""
     caught = re.search(r"SigCgt:\s*(\w+)", Path("/proc/self/status").read_text())
     return bool(caught and int(caught[1], 16) & 1 << number - 1)
 

@@ -32,7 +32,7 @@ def sums(count: int) -> str:
 
 
 def variables(work: Path, run: str = "run", settings: str = "") -> dict[str, str]:
-    """Of the script, for two ranks of a tiny model; all that makes the recipe small."""
+    """Variables of the script that make the recipe small: two ranks of a tiny model."""
     (work / "data").mkdir(exist_ok=True)
     (work / "data/sums.jsonl").write_text(sums(64))
     return {

@@ -49,7 +49,7 @@ def calls(recorder: Path) -> list[list[str]]:
 
 
 def resolved(call: list[str]) -> Config:
-    """What `-m megatron_stare.cli train ...` of a call would read."""
+    """Configuration that `-m megatron_stare.cli train ...` of a call would read."""
     assert call[:2] == ["-m", "megatron_stare.cli"]
     args, rest = parser().parse_known_args(call[2:])
     assert not rest

@@ -61,7 +61,7 @@ def test_a_save_costs_what_was_waited_and_what_its_writers_slow_down() -> None:
 
 
 def events(*those: tuple[str, int, float]) -> list[dict[str, Any]]:
-    """Of what is noted, the step, and for a sample the Pss."""
+    """Events by name and step, and for a sample with its Pss."""
     return [
         {
             "event": event,
@@ -126,7 +126,7 @@ def test_a_fault_lasts_until_workers_are_started_again_for_it() -> None:
 
 
 def run(**more: Any) -> dict[str, Any]:
-    """That has shown all that is asked for."""
+    """Figures of a run that has shown all that is asked for."""
     level = {"over_the_run": 0.0099, "levels": [{"median": 7.0}, {"median": 7.0}]}
     faults = [{"kind": kind} for kind in [*sorted(KINDS), *["rank"] * 4]]
     return {

@@ -38,7 +38,7 @@ def test_the_shipped_models_are_small_and_whole(name: str, megabytes: int) -> No
 
 
 def test_the_searcher_s_tokens_are_the_task_s_words() -> None:
-    """Of a qwen2 transformers would take the tokenizer for Qwen2's, and cut 41 into 4 and 1."""
+    """The tokenizer of a qwen2 would be taken for Qwen2's by transformers, and 41 cut into 4 and 1."""
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets/tiny-searcher")
     text = "33 8 5 2 = 38 : +8 41 +5 46 -2 44 wait +8 41 -5 36 +2 38"
     ids = tokenizer(text).input_ids

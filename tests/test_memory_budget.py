@@ -1,4 +1,4 @@
-"""What a GPU holds in each phase: worked sums, and a 32B run that just fits or just does not."""
+"""Bytes that a GPU holds in each phase: worked sums, and a 32B run that just fits or just does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a newcomer types first, and what the message says to do about it."""
+"""Messages say what to do about a newcomer's first mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What prompts are made with is known again, and anything else is named."""
+"""Files that prompts are made with are known again, and others are named."""
 
 from __future__ import annotations
 

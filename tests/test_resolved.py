@@ -1,4 +1,4 @@
-"""What a run is: read once, and the same wherever it travels."""
+"""A run is read once, and is the same wherever it travels."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_a_python_of_the_user_s_that_cannot_serve_is_refused_by_name(project: Pa
 
 
 def test_two_environments_stand_side_by_side(project: Path) -> None:
-    """What stands is not built again for its own Python, nor for none that is named, and another's goes beside it."""
+    """An environment is not built again for its own Python or where none is named; another Python's goes beside."""
     (project / "bin/rm").symlink_to(str(shutil.which("rm")))
     maker = (
         '#!/bin/bash\ncase "$*" in\n'

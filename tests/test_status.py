@@ -53,7 +53,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 @contextlib.contextmanager
 def held(run: Path) -> Iterator[None]:
-    """As a driver holds it."""
+    """Holds the run's lock, as a driver does."""
     with (run / LOCK_FILE).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

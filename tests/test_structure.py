@@ -16,6 +16,7 @@ from support.house import PACKAGE, imports
 from megatron_stare.models import FAMILIES as MODEL_FAMILIES
 
 FILES = sorted(PACKAGE.rglob("*.py"))
+OPENERS = {"What", "Of", "As", "That", "Those", "It", "Whether", "Who", "Where"}
 
 
 def here(file: Path) -> str:
@@ -48,6 +49,39 @@ COMPARED = {
 def test_every_file_says_what_it_is_for() -> None:
     silent = [here(file) for file in FILES if not ast.get_docstring(ast.parse(file.read_text()))]
     assert silent == []
+
+
+def opened_badly(source: str) -> list[str]:
+    """First lines of the docstrings that open with one of OPENERS."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, documented))
+    docs = [doc for node in nodes if (doc := ast.get_docstring(node))]
+    return [doc.splitlines()[0] for doc in docs if (word := re.match(r"\w+", doc)) and word[0] in OPENERS]
+
+
+def test_docstrings_open_with_a_verb_or_with_the_noun_that_they_define() -> None:
+    """None of the nine words of OPENERS says what a function does or gives."""
+    folders = ("megatron_stare", "tools", "tests", "benchmarks")
+    listed = ["git", "ls-files", *(f"{folder}/*.py" for folder in folders)]
+    files = subprocess.run(listed, cwd=house.ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert {file.partition("/")[0] for file in files} == {*folders}
+    bad = {file: lines for file in files if (lines := opened_badly((house.ROOT / file).read_text()))}
+    assert bad == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ('"""What a module is for."""', ["What a module is for."]),
+        ('class Of:\n """It: a class.\n\n Whole.\n """', ["It: a class."]),
+        ('class Step:\n async def at(self):\n  """Where it is."""', ["Where it is."]),
+        ('def end():\n """Ends what is begun."""\n def ended():\n  """Asks, as it is."""', []),
+        ('"""Italic words, Asked for."""', []),
+        ("'What is no docstring' and 1", []),
+    ],
+)
+def test_a_docstring_that_opens_badly_is_seen(source: str, found: list[str]) -> None:
+    assert opened_badly(source) == found
 
 
 def test_upstreams_are_imported_where_they_may_be() -> None:

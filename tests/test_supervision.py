@@ -165,7 +165,7 @@ die(signal.SIGKILL)
 
 @pytest.mark.parametrize("spelt", ["faults: {run: %s}", "recovery: %s"])
 def test_the_wait_grows(done, tmp_path: Path, spelt: str) -> None:
-    """As the run wrote it down, or an earlier release did."""
+    """The settings are spelt as the run wrote them down, or as an earlier release did."""
     done(f"SPELT = {spelt!r}\nbegin('attempts: 3, back_off_s: 0.01, longest_back_off_s: 0.03')\ndie(signal.SIGKILL)\n")
     assert [row["wait_s"] for row in restarts(tmp_path)] == [0.01, 0.02, 0.03]
 
@@ -236,7 +236,7 @@ def test_a_signal_ends_the_wait_for_a_restart(start, tmp_path: Path) -> None:
 
 
 def test_a_driver_does_not_outlive_its_supervisor(start) -> None:
-    """It is told, and ends as by SIGTERM: closing what it holds."""
+    """The driver is told of its supervisor's end, and ends as by SIGTERM: closing what it holds."""
     process = start(WAITING)
     driver = psutil.Process(int(process.stdout.readline().split()[1]))
     assert os.getpgid(driver.pid) == driver.pid  # a terminal's Ctrl-C would come twice
@@ -265,7 +265,7 @@ sys.exit(f"left: {left}" if left else 0)
 
 
 def test_a_driver_tells_nobody_what_it_was_told(done) -> None:
-    """What a driver starts is no driver: it would end with the wrong process, and write to a pipe that is not its."""
+    """A process that a driver starts is no driver: it would end with the wrong one, and write to a pipe not its own."""
     driver = """
 begin()
 assert supervised and supervision.VARIABLE not in os.environ

@@ -39,7 +39,7 @@ def test_every_row_is_predicted_within_20_percent(model: ModuleType, method: str
 
 
 def test_a_syncs_seconds_by_hand(model: ModuleType) -> None:
-    """Of constants that are powers of two, so that every sum says what it is made of."""
+    """The constants are powers of two, so that every sum says what it is made of."""
     of = model.Constants(
         broadcast=1,
         moved=2,
@@ -103,7 +103,7 @@ def test_32b_is_synced_and_proved_below_the_target(model: ModuleType) -> None:
 
 
 def test_neither_driver_nor_object_store_carried_it() -> None:
-    """Of 197 MB: what was counted is descriptions and hashes."""
+    """The sync was of 197 MB: what was counted is descriptions and hashes."""
     for result in SYNCS.values():
         carried = result["carried"]
         assert carried["object_store_mb"] < result["mb"] / 1000

@@ -23,7 +23,7 @@ CALLERS = {"InlineWorkers", "EngineWorker"}  # carry any call, whatever it is ab
 
 
 def held(values: Iterable[Any], kind: type, depth: int = 2) -> bool:
-    """Whether one of these is of the kind, or a list of such."""
+    """Finds a value of the kind among these values and in lists of them."""
     for value in values:
         if isinstance(value, kind):
             return True

@@ -25,7 +25,7 @@ STEPS = {"run.steps": 4, "run.checkpoint_every": 2}
 
 
 def run(python: str, folder: Path, *overrides: str, layout: str) -> str:
-    """What it says; it trains with this checkout's code."""
+    """Trains with this checkout's code under a Python of another environment, and returns what the run says."""
     _, *arguments = command(model(), *overrides, **LAYOUTS[layout], **STEPS)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([python, *arguments], cwd=folder, env=environment, capture_output=True, text=True)

@@ -67,7 +67,7 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is said to the person who watches."""
+    """Collects what is said to the person who watches."""
     said: list[str] = []
     monkeypatch.setattr(Monitor, "note", lambda self, text: said.append(text))
     return said
@@ -165,7 +165,7 @@ def test_a_rollback_leaves_out_the_batch_and_nothing_else(
 def test_a_batch_that_is_not_finite_is_left_out_and_written_down_until_there_are_too_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of step 2 one sample's advantage is not a number, and of all steps from 4 on."""
+    """One sample's advantage is not a number in step 2, and in all steps from 4 on."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
     measure = Trainer.measure
 

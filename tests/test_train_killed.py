@@ -90,8 +90,8 @@ def test_a_driver_that_lost_its_only_engine_opens_the_run_again(undisturbed: Pat
 
 
 def test_the_supervisor_is_small_and_its_run_ends_with_it(tmp_path: Path) -> None:
-    """It holds neither torch nor Ray, which would end it with the driver. Killed itself, it leaves nothing running, and
-    a run that can be continued."""
+    """The supervisor holds neither torch nor Ray, which would end it with the driver. A supervisor that is killed
+    leaves nothing running, and a run that can be continued."""
     traces = Traces()
     with (tmp_path / "said").open("w") as said:
         supervisor = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What a resume makes of runs that were finished, cut short, moved or begun by an earlier release."""
+"""Runs that were finished, cut short, moved or begun by an earlier release are resumed or refused."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_record_on_a_full_disk_ends_the_run_and_the_rest_of_it_goes_on_without
 
 
 def make_run(folder: Path, *, steps: int = 0, checkpoint: bool = False) -> Path:
-    """What a run of the quickstart leaves that was killed after so many steps."""
+    """Makes what a run of the quickstart leaves when it is killed after so many steps."""
     folder.mkdir(parents=True)
     config = load_config(QUICKSTART, [f"model.path={ROOT / 'assets/tiny-adder'}"])
     (folder / "config.yaml").write_text(dump_yaml(check(config).config))

@@ -59,7 +59,7 @@ class Run:
 
 
 def is_step(line: str, number: int) -> bool:
-    """Whether a line of output is that of the step."""
+    """Tells if a line of output is that of the step."""
     return re.match(rf"\s*step\s+{number}/", line) is not None
 
 
@@ -181,7 +181,7 @@ def test_servers_sample_ahead_of_training(start):
 
 @pytest.mark.slow
 def test_servers_continue_responses_that_were_cut(start):
-    """What is sampled behind a prefix of older weights has the trainer's log-probs, so the prefix was the right one."""
+    """Tokens sampled behind a prefix of older weights have the trainer's log-probs, so the prefix was the right one."""
     run = start(
         "rollout.engines=2",
         *("partial.tokens=8", "rollout.temperature=2"),  # at which responses have 5 to 32 tokens

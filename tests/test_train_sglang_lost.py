@@ -156,7 +156,7 @@ def faulty(folder: Path, fault: str) -> str:
 
 
 def stopped(folder: Path, *overrides: str) -> str:
-    """What a run says that does not start, and that leaves nothing."""
+    """Starts a run that must end without having begun and leave nothing; returns its words."""
     done = train(f"run.dir={folder / 'run'}", *SGLANG, *overrides, cwd=folder, **ALONE)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr.split("its last words")[0]
@@ -182,7 +182,7 @@ def test_memory_that_does_not_suffice_is_named(tmp_path: Path) -> None:
 
 
 def test_a_model_that_the_server_does_not_know_is_named(tmp_path: Path) -> None:
-    """Of a family that the trainer knows, under another architecture's name."""
+    """The model is of a family that the trainer knows, under another architecture's name."""
     folder = tmp_path / "model"
     shutil.copytree(servers.MODEL, folder)
     config = json.loads((folder / "config.json").read_text())

@@ -74,7 +74,7 @@ class Run:
                 raise AssertionError(self.process.stderr.read())
 
     def end(self, code: int) -> str:
-        """What it still says on stderr; it must end with the code, and nothing of it may stay."""
+        """Reads what the run still says on stderr. It must end with the code, and nothing of it may stay."""
         self.traces.look()
         self.process.stdout.read()
         said = self.process.stderr.read()  # not communicate(), which knows nothing of what `until` has read ahead
@@ -195,7 +195,8 @@ def test_a_second_ctrl_c_ends_a_run_on_ray_at_once_and_leaves_nothing(start, tmp
 
 @pytest.mark.wide
 def test_a_signal_to_the_whole_group_saves_the_last_step_too(start, tmp_path: Path) -> None:
-    """As `timeout` does it: the process, and then its group, in which Ray's processes would end before they saved."""
+    """The process gets the signal and then its group, as from `timeout`. In that group Ray's processes would end before
+    they saved."""
     settings = {"run.steps": 50, "eval.prompts": 0, "run.checkpoint_every": 0}
     run = start(command(model(), "run.dir=run", **settings), apart=True)
     run.step(2)

@@ -79,14 +79,14 @@ except urllib.error.HTTPError as error:
 
 
 def answers_without_key(asking: Node, asked: Node) -> list[str]:
-    """What servers of a node say to another that has no key, a status each."""
+    """Statuses that servers of a node answer to another node that has no key."""
     found = (line.split()[3].rpartition(":") for line in asked.run("ss", "-Hltnp").splitlines() if '"python"' in line)
     ports = [int(port) for address, _, port in found if address == asked.address and int(port) in PORTS]
     return [asking.run(sys.executable, "-c", ASK, f"http://{asked.address}:{p}/model_info").strip() for p in ports]
 
 
 def cluster_environment() -> dict[str, str]:
-    """Of both nodes: the product says which interfaces are spoken over."""
+    """Environment of both nodes, without the interfaces: the product says which ones are spoken over."""
     return {name: value for name, value in environment().items() if name not in INTERFACES}
 
 

@@ -127,7 +127,7 @@ def test_three_updates_in_a_row_that_were_not_taken_stop_the_run() -> None:
 
 
 class Ranks:
-    """What a PolicyTrainer asks of its ranks, written down."""
+    """Ranks that write down what a PolicyTrainer asks of them."""
 
     def __init__(self, finite: list[bool]) -> None:
         self.finite, self.asked = finite, []

@@ -1,4 +1,4 @@
-"""What a release before formats left is continued as it would have continued it: its code runs here beside today's.
+"""Runs of a release before formats are continued as by that release, whose code runs here beside today's.
 
 What it had recorded stays, to the bit; what is added differs by rounding alone: sums are made in another order since.
 """
@@ -39,7 +39,7 @@ NEW_SINCE = {"update/empty"}  # among others
 
 
 def alike(new: Any, old: Any, exact: bool) -> bool:
-    """Whether each number of `old` is in `new`, to rounding or to the bit; whole numbers and words are equal."""
+    """Checks that each number of `old` is in `new`, to rounding or to the bit; whole numbers and words are equal."""
     if isinstance(old, dict):
         return all(key in new and alike(new[key], old[key], exact) for key in old)
     if isinstance(old, list):
@@ -71,7 +71,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cut(home: Path) -> Path:
-    """What a kill after step 4, before its checkpoint, leaves of the run."""
+    """Copies the run as a kill after step 4, before its checkpoint, leaves it."""
     shutil.rmtree(home / "cut", ignore_errors=True)
     shutil.copytree(home / "run", home / "cut")
     shutil.rmtree(home / "cut/checkpoints/step_000004")

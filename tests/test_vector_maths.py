@@ -32,7 +32,7 @@ def reports(folder: Path) -> list[dict[str, Any]]:
 
 
 def kinds(found: list[dict[str, Any]], *files: str) -> list[str]:
-    """Those of the files in which a process computed; of every process settle() must have been the first to."""
+    """Picks the files in which a process computed; settle() must have been the first to compute in every process."""
     for report in found:
         assert "settle" in report["functions"] and report["elements"] == 1, report
     return [name for name in files if any(path.endswith(name) for report in found for path in report["files"])]

@@ -1,4 +1,4 @@
-"""What moves from step to step: the entropy bonus, a step late, and STARE's gate and weights, in time for the loss."""
+"""State moves between steps: the entropy bonus a step late, STARE's gate and weights in time for the loss."""
 
 from __future__ import annotations
 

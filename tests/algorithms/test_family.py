@@ -1,4 +1,4 @@
-"""What holds of every method: it is exact over micro-batches, detached where it must be, and calm at the edges."""
+"""Every method is exact over micro-batches, detached where it must be, and well-behaved at the edges."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_the_norm_is_that_of_autograd() -> None:
 
 
 def test_the_share_of_improbable_tokens() -> None:
-    """Of right answers alone, before any weight or mask: what STAPO silences some of."""
+    """Improbable tokens are counted in right answers alone, before any weight or mask; STAPO silences some of them."""
     p = torch.tensor([0.001, 0.001, 0.0021, 0.5], dtype=torch.float64)
     logits = torch.stack([p.log(), (1 - p).log()], dim=1)
     batch = batch_of(logits, torch.zeros(4, dtype=torch.int64), torch.tensor([2.0, -1.0, 1.0, 1.0]).double())

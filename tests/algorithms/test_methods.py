@@ -1,4 +1,4 @@
-"""What a method does at the edges: failed verifiers, single responses, gates, clipping, settings out of range."""
+"""Methods meet the edges: failed verifiers, single responses, gates, clipping, settings out of range."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def test_four_ranks_judge_alike(ranks: Any) -> None:
 
 
 def masks(rank: int, init: str, config: Config, batch: RolloutBatch) -> list[tuple[torch.Tensor, ...]]:
-    """Of the rollout batch and of each update: canonical numbers, mask and in_baseline of this rank's tokens."""
+    """Canonical numbers, mask and in_baseline of this rank's tokens, for the rollout batch and for each update."""
     trainer = Trainer(resolve_run(config), rank, init)
     log_prob_pass(trainer, trainer.method.judge(batch))
     trainer.measure({})

@@ -113,7 +113,7 @@ def test_the_parts_of_an_engine_are_on_several_nodes(two_nodes: Nodes) -> None:
 
 
 def until_free(resource: str, gpus: int) -> None:
-    """What was given back is counted again a moment later."""
+    """Waits until GPUs that were given back are counted as free again, which takes a moment."""
     deadline = time.monotonic() + WAIT_S
     while sum(node.free for node in cluster_nodes(resource)) < gpus:
         assert time.monotonic() < deadline

@@ -42,7 +42,7 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def still_there(pids: list[int]) -> list[tuple[int, str, list[str]]]:
-    """Those that run, each with what it is."""
+    """Processes that still run, each with its status and command."""
     found = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -169,7 +169,7 @@ def test_an_error_of_a_rank_whose_peer_died_is_the_death(monkeypatch: pytest.Mon
 
 
 class Node:
-    """What Ray keeps of the processes that it started."""
+    """Stand-in for what Ray keeps of the processes that it started."""
 
     def __init__(self, *dead: str) -> None:
         self._dead = dead

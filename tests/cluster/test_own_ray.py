@@ -20,7 +20,7 @@ SECONDS = 60.0
 
 
 def seconds_until_calls_are_kept(at_most: float) -> float | None:
-    """Of a Ray that is started for it; None: they were not."""
+    """Starts a Ray and measures the seconds until it keeps calls; None where it keeps none."""
     on_ray.start_ray(validate({"model": {"path": "m"}, "runtime": {"object_store_mb": 100}}, "a.yaml"))
     try:
         workers = on_ray.start_actors([{}], 1, "rank", SECONDS)

@@ -1,4 +1,4 @@
-"""What no run can be trained with is refused by name: experts before anything starts, devices where they are known."""
+"""Untrainable configurations are refused by name: experts before anything starts, devices where they are known."""
 
 from __future__ import annotations
 

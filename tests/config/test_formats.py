@@ -99,7 +99,7 @@ def test_what_is_done_about_faults_was_five_sections(tmp_path: Path, there: list
 
 
 def test_settings_of_services_were_a_section(tmp_path: Path) -> None:
-    """As a run wrote it, with every default; and as a person may have, with some."""
+    """The section is read as a run wrote it, with every default, and as a person may have, with some."""
     whole = {former: default for former, (_, _, default) in SERVICES.items()}
     own = {"wandb_project": "mine", "wandb_mode": "offline", "webhook_attempts": 5, "prometheus_port": 9000}
     listed = ["jsonl", "wandb", "my.Sink", "mlflow", "webhook"]

@@ -145,7 +145,7 @@ def test_a_limit_too_low_is_refused_before_the_run():
 
 
 def test_the_first_prompt_is_the_one_that_a_limit_is_tried_on():
-    """Of the signs, whose prompts differ in length: of this seed the first is the longer."""
+    """The signs' prompts differ in length, and of this seed's first two the first is the longer."""
     signs = {"data": {"source": "signs"}, "run": {"seed": 337}}
     first, second = make_source(config(**signs), char_tokenizer(), "train").take(2)
     assert (first.text, second.text) == ("30 2 5 8 = 25 :", "25 8 1 7 = 9 :")
@@ -171,7 +171,7 @@ def test_how_many_problems_there_are():
 
 
 def test_reorderings_are_one_problem():
-    """Of the thousand problems of the quickstart's evaluation, 4 come twice and 32 in another order."""
+    """964 of the 1,000 problems of the quickstart's evaluation are distinct: 4 come twice, 32 in another order."""
     prompts = make_source(config(), char_tokenizer(), "eval").take(1000)
     assert len({p.text for p in prompts}) == 996
     assert len({p.problem for p in prompts}) == 964

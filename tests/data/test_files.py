@@ -128,7 +128,7 @@ def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch, module, name)
     ],
 )
 def test_a_dataset_is_named_with_its_configuration_and_its_split(monkeypatch, name, asked):
-    """Of a stand-in for the library, which gives back what it is asked for."""
+    """The library is a stand-in that gives back what it is asked for."""
 
     def load_dataset(path, configuration, split):
         return [{"prompt": f"{(path, configuration, split)}", "answer": 1}]

@@ -50,7 +50,7 @@ def test_blocks_are_well_formed(page: Path, tmp_path: Path, monkeypatch: pytest.
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Of a shell in which this checkout is installed; what pip installs goes into a folder of the test."""
+    """Environment of a shell in which this checkout is installed; pip installs into a folder of the test."""
     tools = tmp_path / "bin"
     tools.mkdir()
     for name, call in {"python": "", "megatron-stare": "-m megatron_stare.cli"}.items():

@@ -1,4 +1,4 @@
-"""What the pages say exists: links, anchors, commands, settings, scripts, messages; and mkdocs knows every page."""
+"""Links, anchors, commands, settings, scripts and messages on the pages exist, and mkdocs knows every page."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def known() -> set[str]:
 
 
 def unknown_settings(text: str, known: set[str]) -> list[str]:
-    """What is set as code in a text, looks like a setting, and is none."""
+    """Names that a text sets as code and that look like settings, but are none."""
     named = re.findall(rf"`((?:{SECTIONS})\.[a-z][a-z_0-9.]*[a-z_0-9])[`=:]", text)
     return [name for name in named if name not in known and not OTHER_NAMES.search(name)]
 
@@ -80,8 +80,8 @@ def test_every_setting_that_is_named_exists(page: Path, known: set[str]) -> None
 
 
 def fault_of(line: str, known: set[str]) -> str | None:
-    """What is wrong with a command of a page: a script or configuration that is not there, an option or a setting that
-    does not exist. None: nothing, or it is not one of ours."""
+    """Fault of a command on a page, or None where there is none or the command is not ours. Faults are a missing script
+    or configuration, and an option or setting that does not exist."""
     if not re.search(r"(^|[/ ])(megatron-stare|scripts/\S+\.sh) ", f"{line} "):
         return None
     words = [word for word in shlex.split(line) if not re.match(r"[A-Z_]+=", word)]

@@ -311,7 +311,7 @@ def test_a_folder_that_cannot_be_written() -> None:
 
 
 def test_a_folder_whose_locks_are_given_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a mount with nolock: the first taker is told that it has the lock, and so is the second."""
+    """A mount with nolock tells the first taker that it has the lock, and so it tells the second."""
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
     seen = facts.look_at_folder(tmp_path)
     assert not seen.locks and seen.renames

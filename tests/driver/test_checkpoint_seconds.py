@@ -1,4 +1,4 @@
-"""What the metric perf/save_s counts, by a clock that only calls move, each by a power of two, and what is said."""
+"""Seconds of the metric perf/save_s, by a clock that only calls move, each by a power of two; and what is said."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STAGE, SAVE, ASKED, WAITED, FINISH, COMPLETE = (2**n for n in range(6))
 
 
 class Ranks:
-    """That write until they are told to have written."""
+    """Ranks that write until they are told to have written."""
 
     last_batch = None
 

@@ -40,7 +40,7 @@ ALL = {"parameters", "gradients", "optimizer"}
 
 
 class Moments:
-    """What the trainer has on its device, and the servers of their memory, whenever something happens."""
+    """Records what the trainer has on its device, and the servers of their memory, whenever something happens."""
 
     def __init__(self) -> None:
         self.forget()

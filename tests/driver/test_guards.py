@@ -1,4 +1,4 @@
-"""What counts as a spike, by worked numbers, and what a run does about it."""
+"""Guards find spikes, by worked numbers, and the run does what they say."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def guards(**settings: Any) -> Guards:
 
 
 def guards_like(watch: Guards) -> Guards:
-    """As it is: a step moves it."""
+    """Copies the guards, since a step moves them."""
     return copy.deepcopy(watch)
 
 
@@ -226,7 +226,7 @@ def test_what_was_under_way_of_them_is_given_up() -> None:
 
 
 def test_rollbacks_are_kept_beside_the_checkpoints(tmp_path: Path) -> None:
-    """Those of a checkpoint are the ones before it; a run that is killed before the next one reads the file."""
+    """A checkpoint holds the rollbacks before it; a run that is killed before the next checkpoint reads the file."""
     config = Config.model_validate({"model": {"path": "m"}, "run": {"dir": str(tmp_path / "run")}})
     run = RunDir.create(config)
     assert run.rollbacks() == [] and RunState().left_out == frozenset()

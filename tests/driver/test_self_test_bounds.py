@@ -1,4 +1,4 @@
-"""What a self-test lets pass: in one layout bits, in another what rounding makes of the same numbers."""
+"""A self-test accepts the same bits in one layout, and in another what rounding makes of the same numbers."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def test_what_a_checkpoint_keeps_does_not_grow_with_the_next_step() -> None:
 
 
 def unanswered(tmp_path: Path, idempotent: bool) -> tuple[Search, list[list[UnderWay]], tuple[str, str, str]]:
-    """What is left by a process that was killed at its fourth call: the journal of before its answer."""
+    """State that a process leaves when it is killed at its fourth call: its journal ends before the call's answer."""
     environment, groups = Search(), begun()
     made = rollouts(environment, CallJournal(tmp_path / "calls"))
     state = to_bytes(groups)
@@ -216,7 +216,7 @@ def test_else_its_response_is_given_up_and_the_others_go_on(tmp_path: Path) -> N
 
 
 def test_a_checkpoint_knows_of_calls_that_its_journal_has_lost(tmp_path: Path) -> None:
-    """As one that is moved without it."""
+    """The checkpoint is continued without its journal, as one that was moved alone."""
     for idempotent in (True, False):
         environment, groups = Search(), begun(1, 1)
         made = rollouts(environment)

@@ -114,7 +114,7 @@ def test_what_a_tool_says_earns_nothing(how: str) -> None:
 
 
 def test_stop_tokens_are_no_text_though_they_are_not_special_to_the_tokenizer() -> None:
-    """Of no turn of several, as of a single one."""
+    """Verifiers read no stop token of any turn, be it one of several or a single one."""
     reads = Reads()
     (stop,) = TOKENIZER(";", add_special_tokens=False).input_ids
     made = rollouts(Tool(CONFIG, TOKENIZER), reads).make(prompts(), 3, replace(PARAMS, stop_token_ids=(STOP, stop)))
@@ -123,7 +123,7 @@ def test_stop_tokens_are_no_text_though_they_are_not_special_to_the_tokenizer() 
 
 
 def test_what_is_counted_of_a_text_is_counted_of_the_policys() -> None:
-    """Where its answer stands, how often it looks back, and what an evaluation keeps and compares."""
+    """Only the policy's text counts: for an answer's place, reflections, and what an evaluation keeps and compares."""
     environment, reads = Tool(CONFIG, TOKENIZER), Reads()
     (made,) = rollouts(environment, reads).make(prompts(1), 1, PARAMS)
     assert Evaluated.of(made).text == made.said != made.text
@@ -140,7 +140,7 @@ def test_what_is_counted_of_a_text_is_counted_of_the_policys() -> None:
 
 
 def test_a_single_turn_keeps_its_text_once() -> None:
-    """What most responses are: nothing is decoded again, and a checkpoint holds one text."""
+    """Most responses are single turns: nothing is decoded again, and a checkpoint holds one text."""
     reads = Reads()
     made = rollouts(SingleTurn(CONFIG, TOKENIZER), reads).make(prompts(), 2, PARAMS)
     assert all(trajectory.sampled_text is None and trajectory.said == trajectory.text for trajectory in made)

@@ -88,7 +88,7 @@ def test_an_interval_holds_the_mean_as_often_as_it_says(
 def test_near_saturation_an_interval_is_never_too_narrow(
     a: float, b: float, samples: int, k: int, prompts: Sequence[int]
 ) -> None:
-    """Where nearly every problem is all right, results of 0 or 1 leave no interval that is exact: above 99 %."""
+    """Coverage is above 99 % where nearly every problem is all right: results of 0 or 1 leave no exact interval."""
     drawn, problems, truth = evaluations(a, b, samples, k, prompts)
     assert coverage(wilson_interval, drawn, problems, truth) >= 97
 

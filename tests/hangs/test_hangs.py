@@ -86,7 +86,8 @@ def test_other_nodes_are_looked_at_by_agents_of_their_own(tmp_path: Path) -> Non
 
 
 def test_an_evaluation_that_hangs_is_told_of_like_a_run(tmp_path: Path) -> None:
-    """Of two tasks the second, once the first has said how long one takes; into the evaluation's own folder."""
+    """The second of two tasks hangs, once the first has shown how long a task takes. The bundle is in the evaluation's
+    own folder."""
     tasks = "eval.tasks=[{name: first, prompts: 16}, {name: second, prompts: 1000}]"
     with HungEvaluation(tmp_path, tasks, **{"rollout.max_batch": 16}) as run:
         run.answered("first")

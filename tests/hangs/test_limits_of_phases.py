@@ -150,7 +150,7 @@ BEAT = Beat(DRIVER, 1, "update", since=5.0, moved=100.0, limit_s=10.0)
 
 
 def looks(vigil: Vigil, beat: Beat, *times: float) -> list[float]:
-    """Those of the times at which it is said that the run hangs."""
+    """Times at which the run is said to hang."""
     return [now for now in times if vigil.hangs(beat, now)]
 
 
@@ -181,8 +181,8 @@ def test_time_in_which_the_watcher_did_not_run_is_not_the_run_s() -> None:
 
 
 def test_time_in_which_others_had_the_cpus_is_not_the_run_s_for_a_while() -> None:
-    """It waits for a CPU three quarters of the time, from half of its limit on: it is told of when the rest of the time
-    is more than the limit. A run that waits all the time is, when nine limits have been given it."""
+    """A run that waits for a CPU hangs once the rest of its time exceeds the limit, or after nine limits more. Here it
+    waits three quarters of the time, from half of its limit on; then all of the time."""
     vigil = Vigil(1.0)
     assert not vigil.near(BEAT, 105.0)  # nothing was looked at yet
     for now in range(101, 106):

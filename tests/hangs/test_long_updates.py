@@ -89,7 +89,7 @@ def in_a_worker(rank: int, init: str, path: str, folder: str) -> dict[str, list[
 
 
 def in_the_driver(rank: int, init: str, path: str, folder: str) -> dict[str, list[Any]]:
-    """Whether a run of one process is said to hang, MICRO_BATCH_S after each micro-batch, and `then` with none more."""
+    """Says if a run of one process hangs, MICRO_BATCH_S after each micro-batch, and `then` with none more."""
     clock, vigil = Clock(), Vigil(MICRO_BATCH_S)
     beats = DriverBeats(Path(folder), HangsConfig(first_s=FIRST_S), clock)
     watch_progress(beats.progress_here)
@@ -109,7 +109,7 @@ def in_the_driver(rank: int, init: str, path: str, folder: str) -> dict[str, lis
 
 @pytest.mark.distributed
 def test_a_rank_s_call_gets_on_with_each_micro_batch(ranks, tmp_path: Path) -> None:
-    """Of the log-prob pass too, which may be as long."""
+    """The beat moves in the log-prob pass too, which may be as long as an update."""
     save_model(tmp_path, "qwen2")
     (tmp_path / "beats").mkdir()
     (found,) = ranks.run(in_a_worker, 1, str(tmp_path), str(tmp_path / "beats"))

@@ -1,4 +1,4 @@
-"""Who waits for whom, from facts: the rules, and the one screen."""
+"""Verdicts from facts: the rules by which processes wait for each other, and the one screen."""
 
 from __future__ import annotations
 

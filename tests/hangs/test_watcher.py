@@ -88,7 +88,8 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
 
 
 def test_a_stopped_rank_is_named_with_its_stack_and_killed_where_that_is_asked_for(begin: Begin) -> None:
-    """It cannot be asked where it stands, and is not woken for it. The run goes on once it is gone."""
+    """A stopped rank cannot be asked where it stands, and is not woken for its stack. The run goes on once the rank is
+    gone."""
     run = begin("stopped", "end_run")
     screen = run.told()
     assert sentence_of(screen) == "the driver waits for rank 1, which is stopped (SIGSTOP)"
@@ -216,7 +217,7 @@ def test_the_watcher_and_its_agents_import_neither_torch_nor_ray() -> None:
 def test_a_driver_that_somebody_starts_again_is_not_asked_to_end(
     tmp_path: Path, supervised: bool, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would end as by its user's wish, and the run with it."""
+    """A supervised driver is killed: after SIGTERM it would end as by its user's wish, and the run with it."""
     monkeypatch.setattr(Watcher, "_driver_ended", lambda self: True)
     driver = subprocess.Popen(["sleep", "600"])
     settings = Settings(str(tmp_path), str(tmp_path), driver.pid, end_run=True, supervised=supervised)

@@ -68,7 +68,7 @@ class Run:
         return str(folder), self.model, self.optimizer, self.scheduler, self.layout
 
     def weights(self) -> dict[str, Tensor]:
-        """Of the model, and the float32 masters here."""
+        """Weights of the model, and the float32 masters held here."""
         masters = [p for group in self.inner.param_groups for p in group["params"]]
         found = {name: p.detach().clone() for name, p in named_parameters(self.model)}
         return found | {f"master {i}": p.detach().clone() for i, p in enumerate(masters)}
@@ -142,7 +142,7 @@ def test_an_adam_that_was_installed_since_goes_on_counting(writers: RankPool, tm
 
 
 def loaded_from_megatrons_own_form(rank: int, init: str, path: str, folder: str) -> bool:
-    """Whether what Megatron itself gathers and saves, as earlier releases had it do, is what a run goes on from."""
+    """Checks that a run goes on from what Megatron itself gathers and saves, as earlier releases had it do."""
     layout = parallel_layout.join(LAYOUT, rank, init, seed=1, timeout_s=60)
     whole, cut = (Run(path, layout, "float32", True) for _ in range(2))
     whole.steps(3)

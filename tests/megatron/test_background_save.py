@@ -52,7 +52,7 @@ def config_of(path: Path, **sections: Any) -> Config:
 
 
 def test_a_writer_collects_no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a fork: what it collected might be a tensor of the parent's on a GPU, which it must not touch."""
+    """A writer is a fork: it might collect a tensor of the parent's on a GPU, which a fork must not touch."""
 
     def write(transforms: Any, number: int, bucket: Any, results: Any, counted: Any, *, use_fsync: bool) -> None:
         results.put((number, (gc.isenabled(), signal.getsignal(signal.SIGINT), bucket)))
@@ -130,7 +130,7 @@ def begin_and_be_killed(folder: str, moment: str | None) -> None:
 
 
 def go_on(folder: str, model: str) -> None:
-    """What is left is reopened, and continued to step 3."""
+    """Reopens what is left of a run and continues it to step 3."""
     torch.set_num_threads(1)
     config = config_of(Path(folder), model={"path": model})
     run = Run(config, f"file://{folder}/ranks-again", RunDir.reopen(Path(folder) / "run"))
@@ -179,8 +179,8 @@ def test_killed_at_any_moment(whole: tuple[str, dict[str, Tensor]], tmp_path: Pa
 
 
 def saved_by_a_writer_that_waits(rank: int, init: str, config: Config, folder: str) -> tuple[list[bool], bool]:
-    """Whether the save counts as written before, while and after its writers wait; and whether what is loaded is what
-    the weights were as it began."""
+    """Saves with writers that wait. Returned are whether the save counts as written before, while and after they wait,
+    and whether the loaded weights are those from when it began."""
     trainer = Trainer(resolve_run(config), rank, init)
     take_step(trainer, random_batch(1, size=8))
     want = trainer.export()
@@ -207,8 +207,8 @@ def test_training_goes_on_while_it_is_written(writers: RankPool, tmp_path: Path)
 
 
 def saved_by_forks_that_hang(rank: int, init: str, config: Config, folder: str, hanging: int) -> tuple[str, int, bool]:
-    """What is said of a save whose first forks never begin; processes that are left of it; and whether what is loaded
-    is what was saved."""
+    """Saves with first forks that never begin. Returned are the error, the number of processes left, and whether the
+    loaded weights are the saved ones."""
     trainer = Trainer(resolve_run(config), rank, init)
     take_step(trainer, random_batch(1, size=8))
     want = trainer.export()

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.distributed
 
 
 def saved(rank: int, init: str, config: Config, folder: str) -> tuple[dict[str, Sum], list[str]]:
-    """What this rank says it wrote; and what it read for its sums in its own process."""
+    """Sums that this rank says it wrote, and the files that its own process read for them."""
     trainer = Trainer(resolve_run(config), rank, init)
     take_step(trainer, random_batch(1, size=8))
     read: list[str] = []

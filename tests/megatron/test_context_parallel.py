@@ -1,4 +1,4 @@
-"""What is reported of steps under context parallelism: every number that one rank with whole responses reports.
+"""Steps under context parallelism report every number that one rank with whole responses reports.
 
 Losses, gradients and weights are held in test_parity.py, test_methods_in_training.py and test_check_invariance.py.
 """
@@ -30,7 +30,7 @@ Reported = tuple[list[dict[str, float]], dict[str, float], LogProbDifference | N
 
 
 def updates(rank: int, init: str, config: Config, plan: MicroBatchPlan) -> Reported:
-    """What this rank reports of a rollout batch: its updates, the method's state after them, engine against trainer."""
+    """Reports of this rank on a rollout batch: updates, the method's state after them, engine against trainer."""
     trainer = Trainer(resolve_run(config), rank, init)
     log_prob_pass(trainer, trainer.method.judge(batch_of(1)), plan)
     trainer.measure(trainer.method.initial_state())
@@ -42,7 +42,7 @@ def updates(rank: int, init: str, config: Config, plan: MicroBatchPlan) -> Repor
 
 
 def reported(results: list[Reported]) -> Reported:
-    """Of the one rank that reports."""
+    """Picks the report of the one rank that reports."""
     (one,) = (result for result in results if result[0])
     assert [result[2] is not None for result in results].count(True) == 1
     return one

@@ -35,7 +35,7 @@ def empty_model(
 
 
 def load_and_export(rank: int, init: str, path: str, parallel: ParallelConfig) -> dict[str, Tensor]:
-    """What megatron.core reads of a checkpoint into a model that asks for all it has, under Hugging Face names."""
+    """Loads a checkpoint by megatron.core into a model that asks for all it has, and exports Hugging Face names."""
     model, shape, layout = empty_model(rank, init, path, parallel)
     with backend():
         wanted = {f"model{i}": unwrap(chunk).sharded_state_dict() for i, chunk in enumerate(model)}

@@ -105,7 +105,8 @@ class OnDevices:
 
 
 def sent_twice(rank: int, init: str, config: Config, target: OnDevices) -> tuple[Any, ...]:
-    """What this rank tells of two updates, of changed weights in between; an error of the first in its words."""
+    """Sends two updates, each of changed weights. Returned are the process, what it tells of each update (an error in
+    its words), and the weights."""
     trainer = Trainer(resolve_run(config), rank, init)
     policy = trainer.policy
     trainer._device_send = DeviceSend(policy.model, policy.layout, policy.shape, BOUND)

@@ -1,4 +1,4 @@
-"""What moves between host and device: micro-batches when a pass comes to them, and nothing back."""
+"""Micro-batches move from host to device when a pass comes to them, and nothing moves back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ELSEWHERE = torch.device("meta")  # whose tensors nobody can read: a device that
 
 
 def traffic(rank: int, init: str, path: str, family_packed: bool) -> dict[str, object]:
-    """What a pass over one micro-batch does on a device whose values cannot be read."""
+    """Runs a pass over one micro-batch on a device whose values cannot be read, and notes what it does."""
     shape, parallel = read_shape(path), ParallelConfig()
     config = Config(model=ModelConfig(path=path), batch=BatchConfig(packed=family_packed))
     layout = parallel_layout.join(parallel, rank, init, seed=1, timeout_s=60)
@@ -53,7 +53,7 @@ def traffic(rank: int, init: str, path: str, family_packed: bool) -> dict[str, o
 
 
 def order(rank: int, init: str, path: str) -> list[list[str]]:
-    """What a log-prob pass and a gradient pass do, in order: a micro-batch is moved, and met by the model."""
+    """Records what a log-prob pass and a gradient pass do, in order: a micro-batch is moved, and met by the model."""
     shape, parallel = read_shape(path), ParallelConfig()
     config = Config(model=ModelConfig(path=path))
     layout = parallel_layout.join(parallel, rank, init, seed=1, timeout_s=60)

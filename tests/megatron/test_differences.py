@@ -1,4 +1,4 @@
-"""What is said of engine minus trainer, by hand."""
+"""Differences of engine minus trainer are summarised as by hand."""
 
 from __future__ import annotations
 

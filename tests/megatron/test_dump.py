@@ -1,4 +1,4 @@
-"""What `--dump-step` writes where gradients are sharded over data ranks: those of the whole batch."""
+"""Dumps by `--dump-step` hold the gradients of the whole batch, where gradients are sharded over data ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEED, SIZE = 8, 8
 
 
 def dump(rank: int, init: str, config: Config, folder: str) -> tuple[dict[str, float] | None, dict[str, torch.Tensor]]:
-    """What a step that is dumped reports, and the weights after it."""
+    """Takes a step that is dumped; returned are its report and the weights after it."""
     trainer = Trainer(resolve_run(config), rank, init)
     batch = random_batch(SEED, SIZE)
     log_prob_pass(trainer, batch)

@@ -35,14 +35,15 @@ def config_of(path: Path, algorithm: dict[str, Any], **sections: dict[str, Any])
 
 
 def rejected(seed: int) -> RolloutBatch:
-    """Of tokens that the engine found far less likely than any trainer does."""
+    """Batch of tokens that the engine found far less likely than any trainer does."""
     batch = random_batch(seed, 8)
     batch.rollout_log_probs = torch.full_like(batch.rollout_log_probs, -100.0)
     return batch
 
 
 def around_an_empty_step(rank: int, init: str, config: Config) -> tuple[bool, bool, bool, list[dict[str, float]]]:
-    """Whether a full step, an empty one and a full one moved this rank's state; and what the empty one reported."""
+    """Takes a full step, an empty one and a full one. Returned are whether each moved this rank's state, and what the
+    empty one reported."""
     trainer = Trainer(resolve_run(config), rank, init)
     states = [[*state_of(trainer), *loss_scale_state(trainer)]]
     take_step(trainer, random_batch(8, 8))
@@ -115,7 +116,8 @@ def test_a_reference_to_stay_near_is_something_to_learn(ranks: RankPool, tmp_pat
 
 
 def a_batch_without_advantages(rank: int, init: str, config: Config) -> tuple[bool, list[dict[str, float]]]:
-    """Whether it moved this rank's state after a full step, and what it reported."""
+    """Takes a full step and one without advantages. Returned are whether the latter moved this rank's state, and what
+    it reported."""
     trainer = Trainer(resolve_run(config), rank, init)
     take_step(trainer, random_batch(8, 8))
     before, batch = state_of(trainer), random_batch(8, 8)

@@ -81,7 +81,7 @@ _RUNS_TRITON = vocab_parallel._runs_triton
 
 
 def check_gradients(ranks: RankPool, path: Path, config: Config, *, triton: bool = False) -> None:
-    """Of every tensor, within a hundredth of float32's by its norm."""
+    """Holds every gradient to within a hundredth of float32's, by its norm."""
     single = config.model_copy(
         update={
             "model": config.model.model_copy(update={"dtype": "float32", "head": "materialised"}),

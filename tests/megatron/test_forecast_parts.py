@@ -19,7 +19,7 @@ STARE = {"name": "stare", "variant": "C2", "amplify": 3.0, "attenuate": 0.2, "sh
 
 
 def first_update(rank: int, init: str, config: Config, alone: bool) -> dict[str, Any]:
-    """What the first update reported, and this rank's tokens before it and entropies after it.
+    """Runs the first update. Returned are its report, this rank's tokens before it and the entropies after it.
 
     Args:
         alone: the first mini-batch is all there is.

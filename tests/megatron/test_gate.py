@@ -35,7 +35,8 @@ def config_of(path: Path, target: float, statistics: dict[str, str], layout: dic
 
 
 def one_step(rank: int, init: str, config: Config, seed: int) -> dict[str, Any]:
-    """What this rank reported, the state it holds for the next step, and the entropy of its own tokens."""
+    """Takes one step. Returned are this rank's report, its state for the next step, the state in use, and the entropy
+    of its own tokens."""
     trainer = Trainer(resolve_run(config), rank, init)
     metrics, _ = take_step(trainer, random_batch(seed, SIZE))
     measured = trainer.step.measured

@@ -1,4 +1,4 @@
-"""What a rank joins with: how long it waits for others, in the world and in each of Megatron's groups; its seed."""
+"""Ranks wait for others as long as the run says, in the world and in Megatron's groups, and begin with its seed."""
 
 from __future__ import annotations
 

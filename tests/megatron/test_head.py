@@ -65,7 +65,7 @@ def with_observations(batch: RolloutBatch) -> RolloutBatch:
 
 
 def _seen(rank: int, init: str, path: str, mode: Mode, dtype: Any) -> dict[str, Any]:
-    """What reaches the operator, the log-probs of both passes, and the gradient of the output layer."""
+    """Collects what reaches the operator, the log-probs of both passes, and the gradient of the output layer."""
     shape, parallel = read_shape(path), ParallelConfig()
     layout = parallel_layout.join(parallel, rank, init, seed=1, timeout_s=60)
     model = build_policy(shape, ModelConfig(path=path, dtype=dtype), parallel, layout, distributed_optimizer=False)
@@ -139,7 +139,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def _gradients(rank: int, init: str, config: Config) -> tuple[dict[str, Tensor], list[str]]:
-    """Of two updates, of which the second one's ratios are not 1; and the notes."""
+    """Gradients of two updates, of which the second one's ratios are not 1; and the trainer's notes."""
     trainer = Trainer(resolve_run(config), rank, init)
     batch = random_batch(8, 8)
     log_prob_pass_on(trainer, batch)

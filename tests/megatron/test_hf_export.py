@@ -40,7 +40,7 @@ def changed(trainer: Trainer) -> None:
 
 
 def written(rank: int, init: str, config: Config, folder: str) -> tuple[dict[str, Tensor], list[str]]:
-    """What export gives here, and the names of the tensors that this rank wrote."""
+    """Exports the weights and writes them. Returned are the export and the names of tensors that this rank wrote."""
     trainer = Trainer(resolve_run(config), rank, init)
     changed(trainer)
     own = trainer.own_tensors()

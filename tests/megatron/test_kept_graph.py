@@ -35,7 +35,8 @@ def config_of(folder: Path, keep_graph: bool, **sections: dict[str, Any]) -> Con
 
 
 def steps_of(rank: int, init: str, config: Config) -> tuple[list[Any], list[Any], list[int]]:
-    """Of three steps: what was reported, all that they moved, and how often the model ran forward in each."""
+    """Takes three steps. Returned are what they reported, all that they moved, how often the model ran forward in each,
+    and the number of micro-batches."""
     trainer = Trainer(resolve_run(config), rank, init)
     forwards = [0]
 

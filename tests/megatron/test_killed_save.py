@@ -133,7 +133,7 @@ def saved_and_killed(folder: str, layout: str, victim: Victim | None) -> None:
 
 
 def continued(folder: str, layout: str) -> None:
-    """What is left is reopened and continued to step 3."""
+    """Reopens what is left of a run and continues it to step 3."""
     config = config_of(Path(folder), layout)
     driver = Driver(config, RunDir.reopen(Path(folder) / "run"), f"{folder}/ranks-again")
     newest = driver.dir.checkpoints()[-1]

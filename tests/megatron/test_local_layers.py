@@ -89,7 +89,7 @@ def test_swiglu_is_bit_for_bit_what_autograd_makes_of_it() -> None:
 
 
 def own_activations(rank: int, init: str, path: str, fused: bool | None) -> list[bool]:
-    """Of every feed-forward layer, whether its activation is ours."""
+    """Tells for every feed-forward layer if its activation is ours."""
     parallel = ParallelConfig()
     layout = parallel_layout.join(parallel, rank, init, seed=1, timeout_s=60)
     performance = PerformanceConfig(swiglu_fusion=fused)

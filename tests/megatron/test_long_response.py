@@ -87,7 +87,7 @@ NUMBERS = ("loss/policy", "optimizer/grad_norm", "entropy/mean", "surprisal/mean
 def steps(
     model: Path, meeting: Path, parallel: dict[str, int], *, packed: bool = True, vocabulary: int = VOCAB
 ) -> list[dict[str, Any]]:
-    """What every rank of the layout found."""
+    """Takes a step on every rank of the layout, and gives what each rank found."""
     config = Config.model_validate(
         {
             "model": {"path": str(model), "head": "gradient_in_forward", "head_chunk_tokens": CHUNK},

@@ -11,7 +11,7 @@ from megatron_stare.megatron.optimizer.optimizer import LossScale, install_loss_
 
 
 class Part:
-    """What stands in a chain of optimizers, as far as the scale is concerned."""
+    """Stand-in for an optimizer of a chain, as far as the loss scale is concerned."""
 
     grad_scaler = None
 

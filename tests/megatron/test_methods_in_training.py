@@ -118,7 +118,7 @@ def scored(policy: Any, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
 
 
 class AdamW:
-    """As config_of sets it; Loshchilov and Hutter, arXiv 1711.05101."""
+    """AdamW as config_of sets it; Loshchilov and Hutter, arXiv 1711.05101."""
 
     def __init__(self, policy: Any, clip_grad: float) -> None:
         self.parameters = dict(policy.named_parameters())
@@ -128,7 +128,7 @@ class AdamW:
         self.steps = 0
 
     def rate(self) -> float:
-        """Of the step at hand, counted over all rollout batches."""
+        """Learning rate of the current step, counted over all rollout batches."""
         if self.steps <= WARMUP:
             return LR * self.steps / WARMUP
         return LR - (LR - MIN_LR) * (self.steps - WARMUP) / (STEPS * UPDATES - WARMUP)

@@ -1,4 +1,4 @@
-"""What a rank tells methods of its part of a batch: positions, masks, lengths and how many responses carry loss."""
+"""Ranks tell methods of their part of a batch: positions, masks, lengths, how many responses carry loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ DATA = 2
 
 
 def test_rows_of_hidden_states_that_are_whole_or_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of [s, b, h] by their number in [b s]; where each rank holds some positions, of those of all ranks."""
+    """Rows of [s, b, h] are taken by their number in [b s]. Where each rank holds some of the positions, rows are taken
+    from those of all ranks."""
     hidden = torch.arange(24.0).view(4, 3, 2)
     both = torch.cat([hidden, hidden + 100])
     monkeypatch.setattr(sequence_layout, "copy_to_tensor_model_parallel_region", lambda x: x)

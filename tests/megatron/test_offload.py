@@ -1,4 +1,4 @@
-"""What leaves the device holds nothing there, and what comes back goes on as if it had never left, bit for bit."""
+"""State that leaves the device holds nothing there, and goes on after its return as if it had stayed, bit for bit."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_run_that_is_moved_equals_one_that_is_not(writers: RankPool, tmp_path:
 
 
 def compared_twice(rank: int, init: str, config: Config) -> list[Any]:
-    """What is found with everything in its place, and with everything away."""
+    """Compares with everything in its place, and then with everything away."""
     trainer = Trainer(resolve_run(config), rank, init)
     batch = random_batch(1, 8)
     plan, engines = plan_of(config, batch), torch.zeros(1, len(batch.rollout_log_probs))

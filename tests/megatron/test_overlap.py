@@ -34,7 +34,7 @@ BUCKET = 3000  # parameters, so that a tiny model has several buckets
 def gradients_of(
     rank: int, init: str, path: str, parallel: ParallelConfig, performance: PerformanceConfig
 ) -> dict[str, list[dict[str, Tensor]]]:
-    """Of every head, of three batches one after another: in the first Megatron's hooks only count."""
+    """Gradients of every head on three batches, one after another: in the first Megatron's hooks only count."""
     shape = read_shape(path)
     layout = parallel_layout.join(parallel, rank, init, seed=1, timeout_s=60)
     config = Config(model=ModelConfig(path=path), parallel=parallel, batch=BatchConfig(packed=True))

@@ -67,7 +67,7 @@ def test_all_ranks_hold_the_model_between_them(tmp_path: Path, family: str, layo
 def bytes_of_a_real_rank(
     rank: int, init: str, shape: ModelShape, parallel: ParallelConfig, dtype: str, cut: bool
 ) -> dict:
-    """Of a rank with data, after an optimizer step."""
+    """Bytes that a rank with data holds after an optimizer step."""
     model = ModelConfig(path=".", dtype=dtype)
     chunks = build_policy(shape, model, parallel, join(parallel, rank, init, 1, 60), cut)
     optimizer, _ = build_optimizer(chunks, OptimizerConfig(distributed=cut), dtype, 1)
@@ -175,7 +175,7 @@ def test_groups_are_of_the_layouts_sizes(rank: int) -> None:
 
 @pytest.mark.parametrize("family", ["qwen2_tied", "qwen3_moe"])
 def test_cut_parameters_say_along_which_dimension(tmp_path: Path, family: str) -> None:
-    """What is multiplied from the right by a part of the input is cut in columns, else rows; experts and norms not."""
+    """Matrices that take a part of the input are cut in columns, others in rows; experts and norms are left out."""
     save_model(tmp_path, family)
     parallel, found = ParallelConfig(tensor=2), {}
     with pretend(parallel, 1) as layout:

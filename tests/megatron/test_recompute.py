@@ -140,8 +140,8 @@ def test_with_every_head(ranks, tmp_path: Path, head_mode: Mode) -> None:
 
 
 def kept_bytes(rank: int, init: str, path: str, mode: str, layout: dict[str, Any], packed: bool) -> int:
-    """Of all tensors that autograd saves in one forward over 4 sequences of 16 tokens, each memory counted once and
-    parameters not at all."""
+    """Bytes of all tensors that autograd saves in one forward over 4 sequences of 16 tokens. Each memory is counted
+    once, and parameters are not counted."""
     config = config_of(path, mode, layout, packed)
     shape = read_shape(path)
     here = parallel_layout.join(config.parallel, rank, init, seed=1, timeout_s=60)
@@ -189,7 +189,7 @@ def test_memory_is_as_predicted(ranks, tmp_path: Path, family: str, layout: dict
 
 
 def drawn(rank: int, init: str) -> tuple[bool, bool]:
-    """Whether dropout that is computed again draws as it drew, and whether the draws after it are those without."""
+    """Checks that recomputed dropout draws as it drew, and that the draws after it are those without recomputation."""
     parallel_layout.join(ParallelConfig(), rank, init, seed=1, timeout_s=60)
     after = []
     for again in (False, True):

@@ -113,7 +113,7 @@ def experts_of_transformers(path: Path, batch: RolloutBatch) -> Tensor:
 
 
 def trained_with(rank: int, init: str, config: Config, experts: Tensor | None) -> tuple[dict[str, float], Any]:
-    """What a step reported here, and what is said of a batch without experts."""
+    """Takes a step with these experts. Returned are its report here, and the error of a batch without experts."""
     trainer = Trainer(resolve_run(config), rank, init)
     batch = random_batch(SEED, SIZE)
     batch.experts = experts
@@ -171,7 +171,7 @@ def test_what_the_trainer_would_have_chosen_otherwise_is_counted(ranks: RankPool
 
 
 def said_by_the_watch(rank: int, init: str, config: Config) -> str:
-    """What a run stops with whose engine gave every token another log-prob."""
+    """Words of the error that stops a run whose engine gave every token another log-prob; empty if none does."""
     run = resolve_run(config)
     trainer = Trainer(run, rank, init)
     batch = random_batch(SEED, SIZE)

@@ -42,7 +42,7 @@ def config_of(path: Path, layout: dict[str, Any], **sections: Any) -> Config:
 
 
 class Told(Workers):
-    """What ranks answered to each call, given as if they were asked now."""
+    """Workers whose answers to each call were given before, and are told as if the ranks were asked now."""
 
     def __init__(self, answers: dict[str, list[Any]]) -> None:
         self._answers = answers
@@ -66,7 +66,7 @@ class Told(Workers):
 
 
 def answers(trainer: Trainer, batch: RolloutBatch) -> dict[str, Any]:
-    """Of one rank, to what `TrainerGroup.prove` and `layout_of` ask."""
+    """Answers of one rank to what `TrainerGroup.prove` and `layout_of` ask."""
     plan = TrainerGroup(Told({"stage": [0], "data_rank": [0]}), plan_rules(resolve_run(trainer.config)))._plan(batch)
     proof: RankProof = trainer.prove(batch.share(plan.samples_of(trainer.data_rank())), plan)
     return {"stage": trainer.stage(), "data_rank": trainer.data_rank(), "place": trainer.place(), "prove": proof}
@@ -149,7 +149,8 @@ def padding_that_counts(trainer: Trainer, folder: str) -> None:
 def checked(
     writers: RankPool, tmp_path: Path, save: Config, load: Config, harm: Any = None, refresh: bool = False
 ) -> tuple[list[str], SelfTest]:
-    """What the self-test finds wrong."""
+    """Saves a run with its self-test and loads it. Returned are the differences that the self-test finds, and the
+    self-test."""
     save_model(tmp_path / "model", "qwen2_tied")
     folder = tmp_path / "checkpoint"
     folder.mkdir()

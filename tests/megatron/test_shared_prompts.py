@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
     st.sampled_from([1, 2, 4]),
 )
 def test_every_column_stands_where_its_token_does(samples: list[tuple[int, int]], multiple: int) -> None:
-    """Of samples given by group and response length: what is fed is enough, and no more than `multiple` asks for."""
+    """Samples are given by group and response length: enough columns are fed, and no more than `multiple` asks for."""
     prompts = torch.tensor([2 + group for group, _ in samples])  # a length of its own for each group
     lengths = [2 + group + response for group, response in samples]
     padding = -sum(lengths) % multiple
@@ -39,7 +39,7 @@ def test_every_column_stands_where_its_token_does(samples: list[tuple[int, int]]
     shared = shared_columns(sample, token, prompts, groups, multiple)
 
     def name(column: int) -> tuple[int, ...]:
-        """What the model computes at a column: the same for copies of a prompt, else the column's own."""
+        """Name of what the model computes at a column: the same for copies of a prompt, else the column's own."""
         i, t = int(sample[column]), int(token[column])
         return (int(groups[i]), t) if i >= 0 and t < prompts[i] else (-1, column)
 

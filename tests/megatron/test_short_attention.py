@@ -38,7 +38,7 @@ def test_by_worked_numbers() -> None:
 @pytest.mark.parametrize(("heads", "groups"), [(4, 2), (3, 3), (4, 1)])
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_it_and_its_gradients_are_torchs(heads: int, groups: int, scale: float | None) -> None:
-    """Of arguments and a gradient that do not lie side by side in memory, as those of padded sequences do not."""
+    """Arguments and gradient do not lie side by side in memory, as those of padded sequences do not."""
     given = [drawn(9, 3, each, 8, seed=i) for i, each in enumerate((heads, groups, groups))]
     push = drawn(9, 3, heads, 8, seed=4).transpose(0, 1)
     found = []

@@ -1,4 +1,4 @@
-"""What each pipeline stage sends to the engines itself: between them every tensor once, as it is."""
+"""Pipeline stages send to the engines themselves: between them every tensor once, as it is."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def trainer_of(rank: int, init: str, config: Config) -> Trainer:
 
 
 def sent_twice(rank: int, init: str, config: Config, target: Collecting) -> tuple[Any, Any, dict[str, Tensor]]:
-    """What this rank tells of two updates, of changed weights in between; an error of the first in its words."""
+    """Sends two updates, each of changed weights. Returned are what this rank tells of each (an error in its words),
+    and the weights."""
     trainer = trainer_of(rank, init, config)
     told = []
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What is kept of single tokens: exact against plain transformers, one rank against layouts, whole or refused."""
+"""Numbers of single tokens are exact against plain transformers, equal in every layout, and whole or refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FORECAST = {"observability": {"entropy_forecast": True, "measured_every": 0}}
 
 
 def numbers_of(rank: int, init: str, config: Config, watched: Sequence[int]) -> list[TokenNumbers]:
-    """What this rank has of the watched samples after all updates of a batch."""
+    """Numbers that this rank has of the watched samples after all updates of a batch."""
     trainer = Trainer(resolve_run(config), rank, init)
     log_prob_pass(trainer, trainer.method.judge(batch_of(1)))
     trainer.measure(trainer.method.initial_state())

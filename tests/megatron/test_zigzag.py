@@ -13,7 +13,7 @@ from megatron_stare.megatron.batching.zigzag import WHOLE, Zigzag
 
 
 class Group:
-    """What Megatron's rotary embeddings ask of a process group."""
+    """Process group as far as Megatron's rotary embeddings ask for it: a rank and a size."""
 
     def __init__(self, place: Zigzag) -> None:
         self._place = place

@@ -1,4 +1,4 @@
-"""What a run reports reaches every sink of it, and one whose file or server fails keeps nothing from the others."""
+"""Every sink receives what a run reports, and one whose file or server fails keeps nothing from the others."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_the_six_categories_are_counted_among_the_selected_tokens() -> None:
 
 
 def test_tokens_without_loss_and_empty_pieces_do_not_count() -> None:
-    """What an environment wrote is no reflection; a byte of a character that is not whole has no text of its own."""
+    """Words of an environment are no reflection; a byte of a character that is not whole has no text of its own."""
     first = sampled("maybe| it| may||be| so", "+.+++.", "x.....")
     found = selected_reflections([first])
     assert found["reflection/selected_uncertainty"] == 2 / 3  # `may` and `be`, and not what is between them

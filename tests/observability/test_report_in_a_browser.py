@@ -24,7 +24,8 @@ SPAN = "document.querySelectorAll('.run-of-tokens span')[{}]"
 
 
 async def look(page: Path, responses: int) -> dict[str, Any]:
-    """What the page shows for the tokens of one response, what it asked for, and how wide it is at three widths."""
+    """Opens the page at three widths. Returned are what it shows for the tokens of one response, what it asked for, and
+    how wide it is."""
     seen: dict[str, Any] = {}
     async with tab() as here:
         for width in (390, 900, 1400):
@@ -56,12 +57,12 @@ async def look(page: Path, responses: int) -> dict[str, Any]:
 
 
 def written(value: float) -> str:
-    """As JavaScript writes a number of the file; a dash for none."""
+    """Writes a number of the file as JavaScript does; a dash for NaN."""
     return "–" if math.isnan(value) else json.dumps(int(value) if value == int(value) else value)
 
 
 def tip(token: Token, number: int, of: int) -> list[list[str]]:
-    """What stands under the pointer at a token, by the stored file."""
+    """Rows that stand under the pointer at a token, by the stored file."""
     sets = {"+": "L+", "-": "L−", "p": "U+", "m": "U−", ".": "neither L+ nor L−", " ": "not trained on"}
     place = {"r": "rare at its position", "c": "common at its position"}.get(token.rare, "")
     return [

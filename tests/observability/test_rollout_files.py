@@ -1,4 +1,4 @@
-"""What is written of sampled responses and their tokens is what is read back."""
+"""Sampled responses and their tokens are read back as they were written."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ GRPO = {key: value for key, value in HEALTHY.items() if key != "entropy/target"}
 
 
 def follow(rows, first=1, **settings):
-    """What is announced, as (step, line)."""
+    """Alerts that are announced, as (step, line)."""
     watch = Watch(**settings)
     return [(step, a.announce()) for step, row in enumerate(rows, first) for a in watch.add(step, row)]
 

@@ -106,8 +106,8 @@ def test_nothing_was_scored():
 
 
 def test_groups_that_teach_nothing():
-    """Of four: one reward for all; two rewards; two of which only one counts, the other having no verdict; no verdict
-    at all."""
+    """Three of four groups teach nothing. Rewards are all one in the first, differ in the second, differ without a
+    verdict on one of them in the third, and have no verdict at all in the fourth."""
     rewards = {0: [1.0, 1.0], 1: [0.0, 1.0], 2: [0.0, 1.0], 3: [0.0, 1.0]}
     unknown = {(2, 1), (3, 0), (3, 1)}
     batch = RolloutBatch.from_trajectories(

@@ -1,4 +1,4 @@
-"""What a run predicts of itself: the plan's own numbers, beside what it measures; and runs that cannot be predicted."""
+"""A run logs the plan's own numbers beside what it measures, or says why it cannot be predicted."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_seconds_are_those_that_a_calibration_has_fitted(tmp_path: Path) -> None
 
 
 def test_every_stage_is_looked_at_and_servers_are_not_the_ranks(tmp_path: Path) -> None:
-    """Of two stages the last holds the output layer; the cache of colocated servers is no rank's tensor."""
+    """The last of two stages holds the output layer; the cache of colocated servers is no rank's tensor."""
     layout = {"model": {"path": str(ROOT / "assets/architectures/qwen2.5-7b"), "dtype": "bfloat16"}}
     servers = {"rollout": {"engine": "sglang"}, "plan": {"gpu": "h100-80g"}}
     small, large = (

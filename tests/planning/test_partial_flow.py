@@ -11,7 +11,7 @@ from megatron_stare.planning.partial_flow import PartialFlow, partial_flow
 
 
 def test_all_that_is_under_way_is_waited_for() -> None:
-    """As many groups as a step takes: a step has the rounds of the longest response, and nothing is carried over. With
+    """With as many groups as a step takes, a step has the rounds of the longest response and carries nothing over. With
     q = exp(-10 / 20) the share q^k of the responses grows on after k rounds, the last of which ends at 40 tokens."""
     found, q = partial_flow(8, 4, 8, 10, 20.0, 40), math.exp(-0.5)
     grown = [q**k for k in range(4)]

@@ -104,7 +104,7 @@ def test_engines_on_the_trainers_gpus_are_each_inside_one_node() -> None:
 
 
 def test_a_replica_larger_than_a_node_is_on_several() -> None:
-    """Of 8 GPUs on nodes of 4: with a GPU taken it fits no two nodes, and each is named."""
+    """A replica of 8 GPUs takes two nodes of 4. With a GPU taken it fits no two nodes, and each node is named."""
     here = nodes(4, 4, 4, total=4)
     large = Demand(4, tensor=2, replicas=1, replica_gpus=8, replica_nodes=2)
     found = plan(large, here)

@@ -99,7 +99,7 @@ def test_nothing_is_held_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_run_that_cannot_be_planned_is_held_to_nothing(tmp_path: Path) -> None:
-    """What keeps it from that is said where it is planned."""
+    """The reason why a run cannot be planned is given where it is planned, not here."""
     (tmp_path / "own.json").write_text("no json")
     run = of(RECIPE, f"plan.coefficients={tmp_path / 'own.json'}", "faults.requests.request_s=1")
     with pytest.raises(DataError):
@@ -114,8 +114,8 @@ def test_without_the_black_box_no_phase_has_to_get_on() -> None:
 
 
 def test_the_time_of_a_request_by_hand() -> None:
-    """Of a server of one GPU with a cache for ten, each of 100 and 300 tokens: its token step reads all weights and ten
-    caches of 250 tokens, which takes longer than their products."""
+    """A server of one GPU has a cache for ten requests, each of 100 and 300 tokens. Its token step reads all weights
+    and ten caches of 250 tokens, which takes longer than their products."""
     run = of(
         "recipes/short_cot_qwen2.5_math_7b",
         "sglang.tensor_parallel=1",

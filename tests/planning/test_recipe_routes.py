@@ -1,4 +1,4 @@
-"""Of every shipped recipe, at every size, each way of syncing weights leads somewhere or is refused by name."""
+"""Every shipped recipe, at every size, syncs weights in each way or refuses the way by name."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def test_runs_of_other_parts_tell_the_terms_apart() -> None:
 
 
 def test_each_run_counts_by_its_share_of_error() -> None:
-    """Of three runs that no two terms explain, the long one is not all that is heard: errors are equal shares."""
+    """No two terms explain these three runs, and the long run does not outweigh the others: errors are equal shares."""
     seen = [Seen(1.0, 1.0, 4.0), Seen(1.0, 2.0, 8.0), Seen(100.0, 100.0, 600.0)]
     inverse, times = solve(seen, 0.0)
     # columns over seconds: (1/4, 1/4), (1/8, 1/4), (1/6, 1/6); the normal equations by hand

@@ -27,7 +27,7 @@ GROUP = 2
 
 
 def two_turns(prompt: Prompt, index: int, length: int) -> Trajectory:
-    """Of `length` tokens, the second third of them an observation, the last third by newer weights."""
+    """Trajectory of `length` tokens: the second third is an observation, the last third is by newer weights."""
     third = length // 3
     made = sampled_trajectory(prompt, index, range(100 * index + 10, 100 * index + 10 + length), [-0.5] * length)
     made.loss_mask[third : 2 * third] = False
@@ -130,7 +130,7 @@ def test_bytes_of_a_share_fall_with_the_data_ranks() -> None:
 
 
 def layouts(context: int, packed: bool) -> list[SequenceLayout]:
-    """Of every rank that a sequence lies on."""
+    """Layouts of every rank that a sequence lies on."""
     if context == 1:
         return [WholeSequences(packed=packed, multiple=2)]
     sizes = {"packed": packed, "multiple": 4 * context, "each": 2 * context}

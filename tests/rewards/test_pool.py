@@ -30,12 +30,12 @@ def pool():
 
 
 def line_of(text: str) -> int:
-    """Where it first stands among the verifiers."""
+    """Line on which a text first stands among the verifiers."""
     return next(n for n, line in enumerate(LINES.read_text().splitlines(), 1) if text in line)
 
 
 def gone(pid: int, within_s: float) -> bool:
-    """Whether the process, of which we need not be the parent, ends in time."""
+    """Checks that a process ends in time; the process need not be a child of this one."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:

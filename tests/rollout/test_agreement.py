@@ -69,7 +69,7 @@ def same(found: dict[str, float], want: dict[str, float]) -> bool:
 def metrics_by_sorting(
     values: Tensor, positions: Tensor, versions: Tensor, step: int, trainer: Tensor
 ) -> dict[str, float]:
-    """Of all tokens in one place, by sorting them. `trainer` has its log-probs."""
+    """Metrics of all tokens in one place, by sorting them. `trainer` has the trainer's log-probs."""
     size = values.abs().double()
     ordered = size.sort().values
     unlikely = trainer < math.log(1e-3)
@@ -361,7 +361,7 @@ def servers_of(canary: RolloutBatch) -> Tensor:
 
 
 def _compared(rank: int, init: str, config: Config) -> dict[str, Any]:
-    """What this rank tells of the comparisons, and the log-probs they rest on."""
+    """Compares in every way. Returned are what this rank tells of the comparisons, and the log-probs they rest on."""
     trainer = Trainer(resolve_run(config), rank, init)
     batch, canary = engine_batch(), canary_batch(canary_sequences(SPELLS, 37, 3, 16))
     log_prob_pass(trainer, batch)

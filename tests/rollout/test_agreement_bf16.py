@@ -54,7 +54,7 @@ def plant(engine: LocalEngine, fault: str) -> None:
 
 
 def rollout(fault: str) -> RolloutBatch:
-    """What an engine with the fault samples."""
+    """Samples a batch from an engine with the fault."""
     tokenizer, draw = load_tokenizer(str(MODEL)), random.Random(5)
     engine = LocalEngine(str(MODEL), dtype="bfloat16")
     engine.begin_weight_update(0)

@@ -254,7 +254,7 @@ def test_refills_beside_weight_updates(bound: int, seed: int) -> None:
 
 
 def test_an_error_is_that_of_the_step_that_waits_for_it() -> None:
-    """Of a step ahead: the ones before are trained on first."""
+    """The step that fails was begun ahead: the steps before it are trained on first."""
     broken = threading.Event()
 
     def asked() -> None:
@@ -273,7 +273,7 @@ def test_an_error_is_that_of_the_step_that_waits_for_it() -> None:
 
 
 def test_a_hold_does_not_outlive_the_error_that_it_met() -> None:
-    """What was begun has failed: whoever wanted the engines for himself is told, and steps may begin as before."""
+    """A step that was begun has failed. Whoever wanted the engines is told, and steps may begin as before."""
     broken = threading.Event()
 
     def asked() -> None:

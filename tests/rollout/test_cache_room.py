@@ -124,7 +124,7 @@ def test_all_that_lengths_make_room_for_enter_as_one_leaves() -> None:
 
 
 def test_those_that_wait_enter_though_others_give_up() -> None:
-    """As the requests of a rollout that is given up do, while an evaluation's wait."""
+    """Requests of a rollout that is given up leave while an evaluation's wait."""
 
     async def given_up() -> list[int]:
         room, entered, leave = CacheRoom(10, 1, 10.0), [], asyncio.Event()

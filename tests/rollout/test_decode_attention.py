@@ -16,7 +16,7 @@ from megatron_stare.rollout.engines.local import LocalEngine
 
 
 class Layer(nn.Module):
-    """What transformers' own attention asks of the module that it serves."""
+    """Module with what transformers' own attention asks of the one that it serves."""
 
     def __init__(self, groups: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def test_it_is_the_formula(heads: int, groups: int, scaling: float | None, maske
 
 
 def test_values_may_be_of_another_width_than_keys() -> None:
-    """As in models with latent attention."""
+    """Keys and values differ in width in models with latent attention."""
     query = drawn(3, 1, 4, 8, seed=1).transpose(1, 2)
     key, value = drawn(3, 2, 7, 8, seed=2), drawn(3, 2, 7, 6, seed=3)
     out, _ = attend(Layer(2), query, key, value, None)
@@ -86,7 +86,7 @@ def test_other_calls_go_to_the_kernel(monkeypatch: pytest.MonkeyPatch, case: str
 
 
 def test_what_it_does_not_know_is_not_left_out() -> None:
-    """Of a model with capped scores: transformers' own refusal."""
+    """A model with capped scores is refused by transformers' own error."""
     query, key, value = (drawn(2, 2, 1, 8, seed=seed) for seed in (1, 2, 3))
     with pytest.raises(ValueError, match="softcap"):
         attend(Layer(1), query, key, value, None, softcap=30.0)

@@ -1,4 +1,4 @@
-"""What a worker asks of an engine that is not in front of servers."""
+"""Workers close an engine that they brought up, return results with their text, and ask no servers where none are."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ def test_one_that_comes_back_with_wrong_weights_is_not_asked_for_tokens(monkeypa
 
 
 def test_a_server_that_was_started_anew_in_between_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It answers, under its old address and with weights that nobody sent it: as it is given the next ones."""
+    """A server that answers under its old address, with weights that nobody sent, is found when given the next."""
     first, other = Mortal("localhost:1"), Mortal("localhost:2")
     fakes = Fakes(monkeypatch, [first, first], [other])
     run = fakes.run
@@ -277,7 +277,7 @@ def test_a_run_that_ends_ends_who_is_on_its_way_up(monkeypatch: pytest.MonkeyPat
 
 
 def test_replicas_are_not_held_from_the_loop_that_asks_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would wait for itself; and what was refused holds nobody."""
+    """A hold from the event loop would wait for itself: it is refused, and holds nobody."""
     fakes = Fakes(monkeypatch, [Mortal("localhost:1")], sync="tensor")
     pool = fakes.run.pool
 

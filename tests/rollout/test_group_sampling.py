@@ -136,7 +136,7 @@ def differ(rewards: list[float | None]) -> bool:
 
 
 def cursors(step: Collected) -> list[int]:
-    """Of a step's groups; every one must be whole and in order."""
+    """Cursors of a step's groups; every group must be whole and in order."""
     keys = [(t.prompt.cursor, t.sample_index) for t in step.trajectories]
     assert keys == sorted(keys) and len(set(keys)) == len(keys)
     found = sorted({cursor for cursor, _ in keys})

@@ -78,7 +78,7 @@ def test_every_word_leads_where_it_may_and_nowhere_else(state: Health, said: str
 
 
 def test_a_lost_replica_serves_again_by_restart_and_proof_alone() -> None:
-    """Of all ways of five steps, those that end in a state that is given requests."""
+    """Tries all ways of five steps: only restart, coming up and proved sync, in this order, lead back to service."""
     found = []
 
     def go(done: list[str]) -> None:
@@ -167,7 +167,8 @@ def test_the_rule_is_that_of_the_configuration(settings: dict[str, object], most
 
 
 def test_losing_one_request_after_the_other_is_being_lost_where_another_is_left() -> None:
-    """Those that were under way together are one; an answer in between begins anew, and so does being lost."""
+    """Losses of requests that were under way together count as one. An answer in between begins the count anew, and so
+    does being lost."""
     fleet = fleet_of(rule=RestartRule(losses=3))
     WAYS[HEALTHY](fleet)
     assert [fleet.lost_request(0, "500", given, now) for given, now in ((0, 3), (1, 4), (3, 5), (6, 7))] == [False] * 4

@@ -245,7 +245,7 @@ def test_a_prompt_the_model_cannot_take_is_refused(pair, ids, message):
 
 
 def test_a_response_is_continued_where_only_the_rest_of_it_fits(pair):
-    """What may still come is held against the context, not what might have come at first."""
+    """The context is held against what may still come, not against what might have come at first."""
     engine, _ = pair
     params = replace(PARAMS, stop_token_ids=(), max_new_tokens=CONTEXT - 2)
     (whole,) = engine.generate([GenerateRequest("0:0", (2, 3), 0, 0)], params)

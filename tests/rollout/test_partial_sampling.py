@@ -148,7 +148,7 @@ def step_of(groups: PartialGroups, workers: Growing, step: int, verify: Any = ju
 
 
 def cursors(step: Collected, samples: int) -> list[int]:
-    """Of a step's groups; every one must be whole and in order."""
+    """Cursors of a step's groups; every group must be whole and in order."""
     keys = [(t.prompt.cursor, t.sample_index) for t in step.trajectories]
     found = sorted({cursor for cursor, _ in keys})
     assert keys == [(cursor, index) for cursor in found for index in range(samples)]

@@ -1,4 +1,4 @@
-"""What unit tests take for a server's words is what a server says: recorded anew, and compared."""
+"""Recorded exchanges of the unit tests are what a server says: they are recorded anew, and compared."""
 
 from __future__ import annotations
 

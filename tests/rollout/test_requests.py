@@ -150,7 +150,7 @@ def test_a_rollout_has_a_limit_of_its_own() -> None:
 
 
 def test_a_server_that_hangs_does_not_hold_up_who_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it is asked last would else be waited for as long as any call."""
+    """The last call to a server has its own limit, and is not waited for as long as any call."""
     monkeypatch.setattr("megatron_stare.rollout.engines.sglang.server_engine.ABORT_S", 0.2)
     _, handlers = servers(Faults("hung"))
     with listening(*handlers) as urls, engines(urls, response_s=0.2, probe_s=0.2) as (engine,):
@@ -209,7 +209,7 @@ def test_a_router_that_loses_requests_is_asked_again() -> None:
 
 
 class Told:
-    """What becomes of requests and of the two replicas that lose them, without a pool."""
+    """Retries of requests and health of the two replicas that lose them, without a pool."""
 
     def __init__(self, attempts: int = 3) -> None:
         self.retries, self.health = Retries(RequestRule(attempts)), FleetHealth(2, RestartRule(), back_off_s=1.0)

@@ -34,7 +34,7 @@ TURNS = 4
 
 
 def answer(request: GenerateRequest) -> GenerateResult:
-    """As many tokens as were asked for."""
+    """Answers with as many tokens as were asked for."""
     n = request.max_new_tokens or 1
     return GenerateResult(request.rid, torch.full((n,), 5, dtype=torch.int32), torch.zeros(n), ((0, n),), "length", 2)
 

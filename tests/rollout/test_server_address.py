@@ -1,4 +1,4 @@
-"""Where a server of a run listens, and the address at which the rest of the run reaches it."""
+"""Servers of a run listen on one address, and the rest of the run reaches them at it."""
 
 from __future__ import annotations
 

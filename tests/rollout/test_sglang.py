@@ -115,8 +115,8 @@ def test_models_of_every_family_arrive_whole(tmp_path, family):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in MIXTURES if not name.startswith("deepseek")])
 def test_a_server_names_the_experts_of_every_token_but_the_last(tmp_path, family):
-    """Those that transformers sends the same tokens to; where the prompt is in the server's cache, and where the
-    request continues another's response, too."""
+    """Experts are those that transformers sends the same tokens to. This holds too where the prompt is in the server's
+    cache, and where the request continues another's response."""
     model = save_model(tmp_path, family, intermediate_size=64, moe_intermediate_size=32, max_position_embeddings=128)
     asked = replace(PARAMS, return_experts=True)
     with servers.running(tmp_path, routing_replay=True) as engine:

@@ -1,4 +1,4 @@
-"""What is broadcast of a bucket, and where the senders and receivers meet."""
+"""Buckets are broadcast as they lie or copied in order; senders and receivers meet at one address."""
 
 from __future__ import annotations
 

@@ -305,7 +305,7 @@ def test_weights_are_resumed_and_synced_before_the_cache(engine, fake):
 
 
 def test_the_cache_alone_is_put_aside_and_the_weights_stay(engine, fake):
-    """As while a checkpoint is begun: no sync is needed after, but the server was paused."""
+    """The cache is put aside while a checkpoint is begun: no sync is needed after, but the server was paused."""
     sync(engine)
     fake.calls.clear()
     engine.release_memory(("cache",))
@@ -368,7 +368,7 @@ def test_a_closed_engine_is_dead(engine):
 
 
 def test_a_caller_in_an_event_loop_is_answered(engine, fake):
-    """As the pool's is, where the engine's worker is an object of the driver."""
+    """The pool is such a caller where the engine's worker is an object of the driver."""
     sync(engine)
 
     async def pump():

@@ -61,7 +61,7 @@ def test_a_part_may_change_once_it_was_added():
 
 
 def test_blocks_of_any_size_give_one_hash(monkeypatch):
-    """Those of a device are larger than what a CPU's cache holds."""
+    """Blocks of a device are larger than what a CPU's cache holds."""
     noise = torch.randint(0, 256, (3 * 2**20 + 5,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
     parts = (noise[:1_000_003], noise[1_000_003:])
     small = digest_of("cuda", *parts)

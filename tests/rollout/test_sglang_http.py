@@ -36,7 +36,7 @@ class Server:
 
 
 def told(server: Server, story: Callable[[SGLangClient], Awaitable[Any]], timeout_s: float = 30.0) -> Any:
-    """What the story comes to, told with a client of the server."""
+    """Runs `story` with a client of the server, and returns its result."""
 
     async def main() -> Any:
         listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)

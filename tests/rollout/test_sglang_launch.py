@@ -130,8 +130,8 @@ def test_a_server_whose_groups_of_ranks_have_requests_of_their_own():
 
 
 def test_what_groups_with_requests_of_their_own_keep_on_a_gpu():
-    """Of attention and embedding a group's share, of the rest a server's; each group caches its own requests, of which
-    a rank has more heads."""
+    """A GPU keeps a group's share of attention and embedding, and a server's share of the rest. Each group caches its
+    own requests, of which a rank has more heads."""
     shape = replace(SHAPE, family="qwen3", qk_norm=True, qkv_bias=False, heads=8, kv_heads=4, head_dim=12)
     attention = 3 * (2 * 8 + 2 * 4) * 12 * 96 + 3 * 2 * 12 + 16 * 96  # of three layers, with their norms; 16 words
     rest = 3 * 3 * 256 * 96 + (2 * 3 + 1) * 96 + 16 * 96
@@ -205,7 +205,7 @@ def test_what_a_cpu_cannot_do_is_refused_by_name(asked, where, message):
 
 
 def test_rows_are_copied_between_the_tokens_of_a_group_and_those_of_all():
-    """As SGLang's memcpy_triton_kernel reads and writes: the offset is of the source or of where it goes."""
+    """Copies are those of SGLang's memcpy_triton_kernel: the offset is of the source or of where it goes."""
     own, offset, rows = torch.arange(8.0).view(4, 2) + 1, torch.tensor(2), torch.tensor(3)
     copied_rows(everyone := torch.zeros(6, 2), own, 0, offset, rows, False)
     assert torch.equal(everyone, torch.cat([torch.zeros(2, 2), own[:3], torch.zeros(1, 2)]))

@@ -1,5 +1,5 @@
-"""What the ranks of a server hold of experts; dense layers are in test_sglang_hash.py, both on real servers in
-test_sglang_tensor_parallel.py."""
+"""Experts and attention are cut over the ranks of a server. Dense layers are in test_sglang_hash.py; both are held on
+real servers in test_sglang_tensor_parallel.py."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def dense():
 
 
 def rows_of(tensor, number, count):
-    """Those of a vocabulary's share: 64 rows are cut, those that are not there are zeros."""
+    """Rows of a rank's share of a vocabulary: 64 rows are cut, and rows that are not there are zeros."""
     return torch.cat([tensor, torch.zeros(64 - len(tensor), tensor.shape[1])]).chunk(count)[number]
 
 
@@ -143,7 +143,7 @@ def test_the_layout_is_what_the_server_says():
 
 
 def test_groups_with_requests_of_their_own_are_what_the_server_says():
-    """As 0.5.22 and 0.5.23 say it, and 0.5.21, which has one number for them and for copies of a server."""
+    """Releases 0.5.22 and 0.5.23 have a number for such groups; 0.5.21 has one for them and for copies of a server."""
     info = {"device": "cuda", "tp_size": 8, "ep_size": 4, "pp_size": 1, "dp_size": 1}
     said = {"attn_dp_size": 2, "enable_dp_attention": True}
     assert ServerLayout.of(info | said, "http://one") == ServerLayout("cuda", 8, 4, 2)

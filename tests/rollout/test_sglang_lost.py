@@ -177,8 +177,8 @@ def test_one_in_fifty_requests_is_lost(attached: Run, proxies: tuple[Proxy, ...]
 
 
 def test_refused_with_500_again_and_again(attached: Run, proxies: tuple[Proxy, ...]) -> None:
-    """It says that it is there, and answers no request: it is lost after five in a row, and comes back when it answers
-    again, with all weights proved."""
+    """The server says that it is there, and answers no request. It is lost after five in a row; it comes back when it
+    answers again, with all weights proved."""
     attached.pool.news()
     proxies[0].refuses = True
     try:

@@ -31,7 +31,7 @@ REFUSED = [
 
 
 def handle(device: int, seen: tuple[str, ...] = SEEN) -> str:
-    """What is sent of a tensor on this GPU of those that the sender sees."""
+    """Payload for a tensor on one of the GPUs that the sender sees."""
     tensor = torch.ones(3).as_subclass(OnGPU)
     with gpus(seen), shared_from(device):
         return packed([("model.norm.weight", tensor)])
@@ -89,7 +89,8 @@ def test_sglang_opens_handles_where_they_are_sent_and_nowhere_else() -> None:
 
 
 def test_bytes_name_torch_s_own_reader_whatever_stands_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As megatron-core 0.19 has it, whose own no server knows; SGLang puts a reader of its own under torch's name."""
+    """Bytes name torch's reader though megatron-core 0.19 replaces it by its own, which no server knows. SGLang puts a
+    reader of its own under torch's name."""
     bucket = [("a", torch.arange(6.0).view(2, 3)), ("b", torch.tensor([1, 2], dtype=torch.bfloat16))]
     torchs = torch.storage._load_from_bytes
 

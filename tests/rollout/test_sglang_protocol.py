@@ -1,4 +1,4 @@
-"""What is sent to SGLang servers, what is made of their answers, and the checksums they must report."""
+"""Requests to SGLang servers, their answers as read, and the checksums that they must report."""
 
 import base64
 import hashlib
@@ -72,7 +72,7 @@ ROUTED = replace(SHAPE, experts=8, experts_per_token=2, layers=3)
 
 
 def in_base64(experts):
-    """As `tokenizer_manager.py` writes them where a server has no tokenizer."""
+    """Encodes experts as `tokenizer_manager.py` does where a server has no tokenizer."""
     return base64.b64encode(np.asarray(experts, dtype=np.int32).tobytes()).decode()
 
 

@@ -100,7 +100,7 @@ async def healthy(url: str, count: int, process: subprocess.Popen[bytes], log: P
 def engines(
     monkeypatch: pytest.MonkeyPatch, started: Sequence[SGLangEngine], router: str, **limits: Any
 ) -> Iterator[list[SGLangEngine]]:
-    """Of a run that is told of the servers and the router by its settings alone."""
+    """Engines of a run that is told of the servers and the router by its settings alone."""
     urls = [engine.process.url for engine in started if engine.process is not None]
     monkeypatch.setenv(API_KEY_VARIABLE, KEY)
     config = servers.config(engines=len(urls), urls=urls, router=router, **limits)

@@ -150,7 +150,8 @@ def test_a_tensor_of_two_senders_is_refused() -> None:
 
 
 class LoadingServer(FakeServer):
-    """Of two ranks. The first reads the folder it is told of and answers; the other when all ranks must meet."""
+    """Server of two ranks. The first reads the folder it is told of and answers; the other reads when all ranks must
+    meet."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -192,7 +193,7 @@ def test_senders_write_one_folder_which_is_removed(monkeypatch, tmp_path) -> Non
 
 
 def test_a_folder_that_cannot_be_written_is_named(monkeypatch, tmp_path) -> None:
-    """Where there is none to be made, and where there is no room; of the latter nothing stays."""
+    """A folder that cannot be made is named, and one without room; of the latter nothing stays."""
     (tmp_path / "file").touch()
     run = Run(monkeypatch, [FakeServer(ONE)], "disk", tmp_path / "file")
     run.senders[0].expect(True, None)
@@ -262,7 +263,7 @@ EXPERTS = ModelShape(
 
 
 def matrices() -> dict[str, torch.Tensor]:
-    """Of six experts. A rank's share of them is more than a tile of the hash, and ends within one."""
+    """Matrices of six experts. A rank's share of them is more than a tile of the hash, and ends within one."""
     generator = torch.Generator().manual_seed(3)
     sizes = {"gate": (96, 64), "up": (96, 64), "down": (64, 96)}
     return {
@@ -273,7 +274,7 @@ def matrices() -> dict[str, torch.Tensor]:
 
 
 def hashed_by(owners: list[tuple[int, ...]], tensors: dict[str, torch.Tensor], layout: ServerLayout) -> Sent:
-    """What senders that own these experts tell between them, after a journey."""
+    """Hashes that senders which own these experts tell between them, after they were pickled."""
     told = []
     for owned in owners:
         fingerprint, sizes = Fingerprint(EXPERTS, torch.bfloat16, layout), {}

@@ -148,7 +148,7 @@ def without_python(asked: Config, tmp_path: Path):
 
 
 class Silent(InlineWorkers):
-    """Of a node that is gone."""
+    """Workers on a node that is gone."""
 
     def start(self, method: str, *args: object) -> list[object]:
         if method == "ended":

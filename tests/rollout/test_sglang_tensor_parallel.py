@@ -50,7 +50,7 @@ def expected_log_probs(path, tokens):
 
 @pytest.mark.parametrize("method", ["tensor", "disk", "distributed"])
 def test_every_sync_method_reaches_every_rank_of_all_servers(engines, method):
-    """Of both servers at once; proven rank by rank, and then by what one of them computes."""
+    """Weights reach both servers at once, proven rank by rank, and then by what one server computes."""
     with servers.attached(*engines) as (loop, clients):
         sync = make_sync(method, clients, str(servers.MODEL), timeout_s=300)
         for version, tensors in ((11, servers.says_only(5)), (12, servers.weights())):
@@ -98,7 +98,7 @@ def test_one_element_changed_in_one_rank_of_one_server_is_named(engines):
 
 
 def test_at_prove_every_five_it_is_caught_at_the_next_proof(engines):
-    """As the pool asks for proofs: the first update's is the fifth before the one that finds it."""
+    """Proofs come as the pool asks for them: the first update's is the fifth before the one that finds the fault."""
     engine, tensors = engines[1], servers.weights()
     servers.sync(engine, 30, tensors)
     honest, engine._sync = engine._sync, OneElementOff(engine._sync._clients, server=0, rank=0, element=(5, 3))

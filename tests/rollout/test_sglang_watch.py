@@ -39,7 +39,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def watched(client: Client, story: Callable[[Watch], Awaitable[Any]], held: Sequence[int | None] = (3,)) -> Any:
-    """What the story comes to, told with a watch of a server that must hold these versions, one after the other."""
+    """Runs `story` with a watch of a server that must hold these versions, one after the other."""
     versions = list(held)
 
     async def main() -> Any:
@@ -98,7 +98,7 @@ def test_all_who_ask_at_the_same_time_ask_once() -> None:
 
 
 def test_who_waits_for_a_server_is_told_that_it_is_lost_and_nobody_else_is() -> None:
-    """It is asked again and again meanwhile."""
+    """The server is asked again and again meanwhile."""
     client = Client(OK, OK, None)
 
     async def story(watch: Watch) -> str:

@@ -138,9 +138,10 @@ def installed(adam: type[torch.optim.Optimizer]) -> Iterator[None]:
 
 
 class PrecisionAware(Late):
-    """As Transformer Engine's FusedAdam was read to do when Megatron asks it to be precision-aware: gradients are taken
-    from `decoupled_grad`, masters kept in its state - of a bfloat16 parameter as the 16 bits that it lacks, which are
-    negative where the parameter was rounded up - and `initialize_state` wants to be told so."""
+    """Stand-in for Transformer Engine's FusedAdam as it was read to act when Megatron asks it to be precision-aware.
+    Gradients are taken from `decoupled_grad`, and masters are kept in the optimizer's state. The master of a bfloat16
+    parameter is the 16 bits that the parameter lacks, which are negative where the parameter was rounded up;
+    `initialize_state` wants to be told that masters are such."""
 
     def __init__(
         self,

@@ -71,13 +71,13 @@ class Tab:
             await self._next()
 
     async def value(self, expression: str) -> Any:
-        """Of an expression of JavaScript, as JSON."""
+        """Evaluates an expression of JavaScript; the value comes as JSON."""
         found = await self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     async def settled(self, expression: str) -> Any:
-        """Of an expression that is a promise, once it is kept."""
+        """Evaluates an expression that is a promise, once the promise is kept."""
         found = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")

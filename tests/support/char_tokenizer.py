@@ -24,5 +24,5 @@ def char_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
 
 
 def ids(text: str) -> tuple[int, ...]:
-    """What the tokenizer makes of `text` without special tokens."""
+    """Token ids of `text`, without special tokens."""
     return tuple(CHARACTERS.index(character) for character in text)

@@ -82,5 +82,5 @@ def joined(nodes: Nodes) -> Iterator[None]:
 
 
 def left_behind(run_dir: Path) -> list[str]:
-    """What a run that did not start has left."""
+    """Paths that a run that did not start has left."""
     return sorted(str(each) for each in run_dir.rglob("*")) if run_dir.exists() else []

@@ -1,4 +1,4 @@
-"""Whether what a run logs stands in docs/metrics.md, asked of every run and step that the tests make."""
+"""Holds that all a run logs stands in docs/metrics.md, for every run and step that the tests make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server of four GPUs would answer, built with SGLang's own hash kernel (gpu_hash.py) for the unit tests.
+"""Builds the answers of a four-GPU server for the unit tests, with SGLang's own hash kernel (gpu_hash.py).
 
 The slices of its ranks are cut here by plain indexing, apart from what is tested.
 
@@ -85,7 +85,7 @@ def weights() -> dict[str, Tensor]:
 
 
 def held(rank: int) -> dict[str, Tensor]:
-    """What a rank holds, by SGLang's name."""
+    """Tensors that a rank holds, by SGLang's name."""
     whole, layer = weights(), "model.layers.0."
     q, kv, f, v = 2 * HEAD, HEAD, 10, 16  # rows of a rank: query heads, one key head, feed-forward, padded vocabulary
     head = rank // 2

@@ -1,4 +1,4 @@
-"""What SGLang's own unpickler makes of handles of GPU memory, in a process that is told which GPUs it sees.
+"""Opens handles of GPU memory by SGLang's own unpickler, in a process that is told which GPUs it sees.
 
 As a program, by the Python of SGLang's environment:
 

@@ -23,7 +23,7 @@ KERNEL = Path("kernels", "ops", "memory", "gpu_tensor_hash.py")
 
 
 def kernel_hashes(python: str, tensors: Sequence[Tensor]) -> list[str]:
-    """What a GPU server would report of each of the tensors."""
+    """Hashes that a GPU server would report of each of the tensors."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "tensors.pt"
         torch.save(list(tensors), file)

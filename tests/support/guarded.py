@@ -21,7 +21,7 @@ def verify(response: str, answer: str) -> float:
 
 
 class Prompts(ArithmeticPrompts):
-    """Those of the quickstart, of which some never come."""
+    """Prompts of the quickstart, of which some never come."""
 
     def __init__(self, config: Any, tokenizer: Any, split: Split) -> None:
         super().__init__(config, tokenizer, split)

@@ -56,7 +56,7 @@ class HungRun:
         self._given_up.start()
 
     def words(self, *overrides: str, **settings: Any) -> list[str]:
-        """Of its command line."""
+        """Words of the run's command line."""
         return command(model(), f"run.dir={self.dir}", *overrides, **settings)
 
     def step(self, number: int) -> None:
@@ -80,7 +80,7 @@ class HungRun:
         return list(read_jsonl(self.dir / "metrics.jsonl"))
 
     def beats(self) -> dict[str, Beat]:
-        """Those of all processes, by role."""
+        """Beats of all processes, by role."""
         words = (each.cmdline() for each in self.tree)
         (folder,) = (each[-1] for each in words if "megatron_stare.hangs.watcher" in each)
         return {beat.role: beat for beat in beats_of(Path(folder))}
@@ -142,7 +142,7 @@ class HungEvaluation(HungRun):
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a run with too little of its machine came to. Seconds of whole steps, and the longest of a phase.
+    """Outcome of a run with too little of its machine: seconds of whole steps, and the longest of a phase.
 
     longest: by phase, of all steps.
     """
@@ -316,7 +316,7 @@ def hung(name: str, folder: Path) -> Iterator[tuple[HungRun, Hang]]:
 
 
 def sentence_of(screen: str) -> str:
-    """Who waits for whom."""
+    """Sentence of the screen that says who waits for whom."""
     lines = screen.splitlines()
     return " ".join(line.strip() for line in lines[1 : lines.index("")])
 

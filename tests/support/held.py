@@ -1,4 +1,4 @@
-"""What a trainer's rank holds, found without the code that moves it."""
+"""Tensors that a trainer's rank holds, found without the code that moves them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process does with SIGINT by default; to be set for a child before it starts (Popen's preexec_fn).
+"""Sets what a child does with SIGINT, before it starts (Popen's preexec_fn).
 
 Programs started in the background, or by some CI systems, ignore SIGINT, and what they start inherits that.
 """

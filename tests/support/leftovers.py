@@ -1,4 +1,4 @@
-"""What a run leaves behind: processes, and with them ports, files in shared memory, and its servers' temporary folders.
+"""Finds what a run leaves: processes, with them ports, files in shared memory, and its servers' temporary folders.
 
 A run is marked through its environment, which everything it starts inherits, so that other programs on the machine do
 not matter.
@@ -43,8 +43,8 @@ class Traces:
         return servers
 
     def left(self) -> list[str]:
-        """What of it is still there, a line each. A port is held by a process: whatever listens at one of the run's
-        ports now that none of its processes is left, is another program's, which the kernel gave the number to."""
+        """Lists what is still there of the run, a line each. A port is held by a process: whatever listens at one of
+        the run's ports once none of its processes is left is another program's, which the kernel gave the number to."""
         psutil.wait_procs([*self._processes, *self._marked()], timeout=WAIT_S)
         lines = [f"process {p.pid}: {' '.join(p.cmdline())[:200]}" for p in self._marked()]
         return lines + [path for path in sorted(self._files) if os.path.exists(path)]

@@ -22,7 +22,7 @@ KNOWN_ANSWERS = [("ab", "8", 0.0)]  # of the defaults
 
 
 def verify(response: str, answer: str, *, always: Annotated[float, Field(le=1)] = 0.0, parity: bool = True) -> float:
-    """As much as is asked for; with `parity` an odd number of characters earns one less."""
+    """Gives as much as is asked for; with `parity` an odd number of characters earns one less."""
     return always - (parity and len(response) % 2)
 
 

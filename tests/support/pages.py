@@ -1,4 +1,4 @@
-"""What the pages under docs/ say, cut into what can be checked: links, headings, blocks of code."""
+"""Cuts the pages under docs/ into what can be checked: links, headings, blocks of code."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def commands(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> dict[str, set[str]]:
-    """What a link may name behind `#`, by who makes it of the headings: GitHub, and mkdocs."""
+    """Anchors that a link may name behind `#`, by who makes them of the headings: GitHub, and mkdocs."""
     found: dict[str, set[str]] = {"GitHub": set(), "mkdocs": set()}
     for heading in re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE):
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()

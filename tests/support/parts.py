@@ -8,7 +8,7 @@ from megatron_stare.rollout.engines.replicas import Site
 
 
 class Part:
-    """Of an engine, on another node than its first."""
+    """Part of an engine, on another node than its first."""
 
     def __init__(self, node: int) -> None:
         self.node = node

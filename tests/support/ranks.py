@@ -20,7 +20,7 @@ PRELOADED = ["megatron_stare.megatron.trainer", "megatron_stare.weights.files.hf
 
 
 def forking_context() -> Any:
-    """Of processes that are forked from one that has imported Megatron: each would need seconds to do so itself."""
+    """Context whose processes are forked from one that has imported Megatron: each would need seconds to import it."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context

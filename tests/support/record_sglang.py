@@ -98,7 +98,7 @@ async def record(client: Recorder) -> dict[str, Any]:
 
 
 def record_all() -> dict[str, Any]:
-    """What a server that is started for it says; the whole file."""
+    """Records what a server that is started for it says; the whole file."""
     code = (
         "import megatron_stare.rollout.engines.sglang.serve\n"  # before transformers asks for torchvision
         "from sglang.srt.sampling.sampling_params import SamplingParams as S\nprint(*S.__struct_fields__)"

@@ -69,6 +69,6 @@ def metrics(run_dir: Path, *, former: bool = False) -> list[dict[str, Any]]:
 
 
 def watched_as(driver: psutil.Process) -> dict[str, Any]:
-    """What a run that is going on has told its watcher."""
+    """Settings that a run which is going on has told its watcher."""
     (watcher,) = (each for each in driver.children() if WATCHER in each.cmdline())
     return json.loads((Path(watcher.cmdline()[-1]) / SETTINGS).read_text())

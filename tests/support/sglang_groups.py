@@ -15,7 +15,8 @@ LIMIT = timedelta(seconds=60)
 
 
 class JoiningServer(FakeServer):
-    """Of `ranks` ranks. `groups` are those it is in; `offsets` the first rank it was given in each, in order."""
+    """Server of `ranks` ranks. `groups` has each group by name, with a group of each rank; `worlds` has the first rank
+    and the size of each group joined, in order."""
 
     def __init__(self, name: str, ranks: int) -> None:
         super().__init__(name)
@@ -39,7 +40,7 @@ class JoiningServer(FakeServer):
         return status, answer
 
     def _join(self, rank: int, told: Mapping[str, Any]) -> None:
-        """As init_custom_process_group: rendezvous over TCP, the group's name, and again in the group's helper."""
+        """Joins as init_custom_process_group does: over TCP, by the group's name, and again in the group's helper."""
         name, world = told["group_name"], told["world_size"]
         shared = TCPStore(told["master_address"], told["master_port"], world, is_master=False, timeout=LIMIT)
         store = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, shared)))

@@ -37,7 +37,7 @@ class Faults:
 
 
 def answering(fake: FakeServer, faults: Faults | None) -> Handler:
-    """What the fake says, over HTTP. The first response, of the stop token's probe, is spared."""
+    """Serves the fake's answers over HTTP, with faults. The first response, of the stop token's probe, is spared."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         body = await request.read()

@@ -36,7 +36,7 @@ def config(
     routing_replay: bool = False,
     **sglang: object,
 ) -> Config:
-    """Of a run whose rollouts come from servers started here."""
+    """Configuration of a run whose rollouts come from servers started here."""
     return Config.model_validate(
         {
             "model": {"path": str(model)},

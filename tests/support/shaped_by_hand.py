@@ -1,4 +1,4 @@
-"""What responses are worth by the papers' formulas, in float64 and prompt group by prompt group; see losses_by_hand.py.
+"""Shapes rewards by the papers' formulas, in float64 and prompt group by prompt group; see losses_by_hand.py.
 
 Shape legend: B samples, M response positions of a rollout batch in canonical order.
 """

@@ -11,7 +11,7 @@ from megatron_stare.rewards.arithmetic_verifier import verify as judge
 
 
 def verify(response: str, answer: str):
-    """As the arithmetic verifier."""
+    """Judges as the arithmetic verifier; never returns while the file that the variable names exists."""
     if Path(os.environ["MEGATRON_STARE_TEST_STALL"]).exists():
         threading.Event().wait()
     return judge(response, answer)

@@ -75,7 +75,7 @@ def cursors_of(responses: Sequence[Response]) -> list[int]:
 
 
 def versions_of(responses: Sequence[Response]) -> set[int]:
-    """Of the weights that sampled their tokens."""
+    """Versions of the weights that sampled the responses' tokens."""
     return {version for each in responses for version, _ in each.versions}
 
 

@@ -35,7 +35,7 @@ CUT = {False: {"pipeline": 2}, True: {"pipeline": 2, "expert": 2, "data": 2}}
 
 
 def held_by_ranks(path: Path, shape: ModelShape) -> dict[str, Any]:
-    """Of a layout on the meta device, where has_transformer_engine decides by itself, as on a machine with CUDA."""
+    """Plans a layout on the meta device, where has_transformer_engine decides by itself, as on a machine with CUDA."""
     parallel = ParallelConfig(tensor=2, sequence=True, **CUT[shape.experts > 0])
     with substituted(torch.cuda, "is_available", lambda: True):
         assert has_transformer_engine()
@@ -50,7 +50,7 @@ def held_by_ranks(path: Path, shape: ModelShape) -> dict[str, Any]:
 
 
 def with_data(path: Path, shape: ModelShape) -> dict[str, Any]:
-    """Of one rank with values: what it exports after loading the folder, a converted checkpoint and a run's."""
+    """Exports one rank with values, after it loaded the folder, a converted checkpoint and a run's."""
     model = [*build(path, shape, layout := join(ParallelConfig(), 0, f"file://{path}-ranks", 1, 60))]
     assert any(isinstance(module, TEDotProductAttention) for module in model[0].modules())
     load_hf(model, HfFolder(path), shape, layout)

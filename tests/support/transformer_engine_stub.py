@@ -31,7 +31,7 @@ class _Module(nn.Module):
 
 
 class _Projection(_Module):
-    """What Linear, LayerNormLinear and GroupedLinear share: how their matrices are cut."""
+    """Base of Linear, LayerNormLinear and GroupedLinear: it cuts their matrices."""
 
     def __init__(
         self,

@@ -105,7 +105,7 @@ def test_all_problems_where_nobody_says_how_many(tmp_path: Path) -> None:
 
 def test_a_template_is_put_around_the_prompt_before_the_chat_template() -> None:
     class Characters:
-        """As a tokenizer: an id a character."""
+        """Tokenizer with an id for each character."""
 
         chat_template = "there is one"
 
@@ -321,7 +321,7 @@ def test_every_task_is_shown_by_its_name(runs) -> None:
 @pytest.mark.wide
 @pytest.mark.distributed
 def test_a_resumed_run_evaluates_what_is_missing_alone(runs) -> None:
-    """As after a kill between two tasks of the last evaluation."""
+    """The run was killed between two tasks of its last evaluation."""
     run_dir = runs[1]
     whole = (run_dir / "eval.jsonl").read_text()
     lines = whole.splitlines(keepends=True)

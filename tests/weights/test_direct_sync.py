@@ -73,7 +73,7 @@ class Up:
 
 
 class Elsewhere(InlineWorkers):
-    """As workers in other processes, they raise only to whoever waits for them."""
+    """Workers that raise only to whoever waits for them, as workers in other processes do."""
 
     def start_on(self, worker: int, method: str, *args: Any) -> Any:
         try:

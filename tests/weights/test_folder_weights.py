@@ -21,7 +21,7 @@ from megatron_stare.weights.sync.stream import tensor_checksum
 
 
 class Held(LocalEngine):
-    """As an engine's worker, which is told of buckets by number."""
+    """Engine that is told of buckets by number, as an engine's worker is."""
 
     def bring_up(self):
         return self.model_info()
