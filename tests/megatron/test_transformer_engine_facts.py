@@ -128,7 +128,7 @@ class Asked(ast.NodeVisitor):
 
 
 def _of_release(test: ast.AST) -> bool | None:
-    """Whether a condition on the release holds for ours, which is newer than all that are asked for; None: another."""
+    """Says if a condition on the release holds for ours, newer than any that is asked for; None: no such condition."""
     said = ast.unparse(test)
     if re.fullmatch(r"(HAVE_TE and )?is_te_min_version\([^()]*\)", said):
         return True
@@ -203,8 +203,8 @@ class Source:
         return None
 
     def parameters(self, file: str, node: ast.AST, method: str) -> list[str] | None:
-        """Of a function, or of a class's method, its base's where it has none of its own. "x=" may be left out, "*"
-        stands before those that are given by name, "*x" and "**x" take any."""
+        """Parameters of a function, or of a class's method, its base's where it has none of its own. "x=" may be left
+        out, "*" stands before those that are given by name, "*x" and "**x" take any."""
         if isinstance(node, ast.FunctionDef):
             taken = _parameters(node.args)
             return taken[1:] if taken and taken[0] in ("self", "cls") else taken
@@ -309,8 +309,8 @@ def test_every_argument_is_taken(facts: dict[str, Any], asked: dict[str, Asked])
 
 
 def test_packed_sequences_reach_the_attention(facts: dict[str, Any]) -> None:
-    """Of the description of packed sequences megatron-core gives the attention every field that it does not discard;
-    ours has more fields, which are not Megatron's."""
+    """Every field of packed sequences that megatron-core does not discard is given to the attention; ours has more
+    fields, which are not Megatron's."""
     tree = ast.parse((CORE / "extensions/transformer_engine.py").read_text())
     attention = next(x for x in ast.walk(tree) if isinstance(x, ast.ClassDef) and x.name == "TEDotProductAttention")
     discarded = set(re.findall(r"kept_packed_seq_params\.discard\(['\"](\w+)", ast.unparse(attention)))
