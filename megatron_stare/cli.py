@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _hint(unrecognized: Sequence[str]) -> str:
-    """What is meant, where a setting has dashes before it like an option."""
+    """Fix to append to the error where a setting was given dashes like an option; else ""."""
     for word, following in zip(unrecognized, [*unrecognized[1:], "..."], strict=True):
         key, eq, value = word.lstrip("-").partition("=")
         key = names_now(key) or key

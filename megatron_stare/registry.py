@@ -67,7 +67,7 @@ class Extension:
         return cls.read(json.loads(text) if text.startswith("{") else text)
 
     def written(self) -> str | dict[str, Any]:
-        """As `read` takes it: the name alone where there are no settings."""
+        """Form that `read` takes: the name alone where there are no settings."""
         return {"name": self.name, **self.settings} if self.settings else self.name
 
     def __str__(self) -> str:

@@ -75,7 +75,7 @@ def judged(verifier: str, cases: list[dict[str, Any]], workers: int, timeout_s: 
 
 
 def disagree(verdicts: dict[str, list[Verdict]], number: int) -> bool:
-    """Whether the verifiers say different things of a case; a timeout is another thing than wrong."""
+    """Tells whether the verifiers disagree on a case; a timeout is another verdict than wrong."""
     return len({found[number].reward for found in verdicts.values()}) > 1
 
 

@@ -144,7 +144,7 @@ def bound(limit: Any) -> str:
 
 
 def default(info: FieldInfo) -> str:
-    """What holds where nothing is set; of a section whose defaults are those of its own table, no more than that."""
+    """Default of a setting, in Markdown; "see below" for a section whose defaults are those of its own table."""
     if info.is_required():
         return "required"
     value = info.default
@@ -152,7 +152,7 @@ def default(info: FieldInfo) -> str:
 
 
 def spelled(value: Any) -> str:
-    """As YAML writes it."""
+    """Spells a value as YAML writes it."""
     if value is None:
         return "null"
     if isinstance(value, BaseModel):

@@ -82,7 +82,7 @@ def declared() -> list[Metric]:
 
 
 def section(metric: Metric) -> str:
-    """What stands before the slash of its name."""
+    """Section of a metric: its name up to the slash."""
     return metric.name.partition("/")[0]
 
 

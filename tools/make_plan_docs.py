@@ -135,7 +135,7 @@ def _off(published: float, said: float) -> str:
 
 
 def _cause(row: Published, step: Step) -> str:
-    """Of a row that is further off than the model claims to be."""
+    """Cause, in words, of a row that is further off than the model claims to be; else ""."""
     if abs(step.seconds / row.seconds - 1) <= CLAIMED:
         return ""
     _, kept = predicted(replace(row, recompute="none"))

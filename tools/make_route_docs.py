@@ -101,7 +101,7 @@ def scaled(name: str, nodes: int, colocated: bool, sync: str) -> Config:
 
 @cache
 def answer(case: Case, name: str) -> Answer:
-    """What a run of this recipe is told, as far as where everything is decides it."""
+    """Answer that a run of this recipe gets, as far as placement decides it."""
     config = scaled(name, case.nodes, case.colocated, case.sync)
     nodes = [Node(f"node{n:02d}", ADDRESS.format(n), GPUS, GPUS) for n in range(case.nodes)]
     try:

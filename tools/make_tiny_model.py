@@ -51,7 +51,7 @@ PAD, EOS = "<pad>", "<eos>"
 
 @dataclass(frozen=True)
 class Task:
-    """What a model is made for.
+    """Task that a model is made for.
 
     words: of prompts and demonstrations, one token each.
     apart: spaces part them, else they are characters.

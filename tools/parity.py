@@ -1,4 +1,4 @@
-"""What check_parity.py compares: logits and weights of a checkpoint, by our Megatron model and by transformers."""
+"""Comparison of check_parity.py: logits and weights of a checkpoint, by our Megatron model and by transformers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True)
 class Task:
-    """What every rank is told."""
+    """Settings that every rank is given."""
 
     path: str
     parallel: ParallelConfig

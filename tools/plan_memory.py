@@ -62,7 +62,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def make_plan(args: argparse.Namespace) -> dict[str, Any]:
-    """What --json prints. Raises UserError or ValidationError for what cannot be planned."""
+    """Plan that --json prints. Raises UserError or ValidationError for what cannot be planned."""
     from megatron_stare.config.rules import check_layout
     from megatron_stare.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
     from megatron_stare.models import read_shape

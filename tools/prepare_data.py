@@ -190,7 +190,7 @@ def task(name: str, row: Any, number: int) -> Task:
 
 
 def conversation(row: dict[str, Any]) -> str:
-    """What the user says in verl's shape. Raises Dropped where that is not one message."""
+    """Message of the user in a row of verl's shape. Raises Dropped where the prompt is not one message."""
     messages = row.get("prompt")
     if not isinstance(messages, list) or len(messages) != 1 or not isinstance(messages[0], dict):
         raise Dropped("the prompt is not one message")

@@ -89,7 +89,7 @@ class Correction:
         return keep
 
     def final_requests(self, kept: TokenBatch, known: Statistics) -> Mapping[str, Request]:
-        """What is asked once it is known which tokens stay."""
+        """Requests made once the tokens that stay are known: their mean weight if weights are normalised, else none."""
         return {"correction/mean": Mean(self.plain_weights(kept, known), kept.loss_mask)} if self.normalise else {}
 
     def weights(self, batch: TokenBatch, statistics: Statistics) -> Tensor:

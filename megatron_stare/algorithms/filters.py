@@ -21,7 +21,7 @@ class Filter(Protocol):
 
     @property
     def leaves_count(self) -> bool:
-        """Whether tokens taken out also leave the denominator of the loss."""
+        """Tells whether tokens taken out also leave the denominator of the loss."""
 
     def requests(self, batch: TokenBatch, known: Statistics) -> Mapping[str, Request]:
         """Statistics of the tokens that earlier filters left."""
@@ -32,7 +32,7 @@ class Filter(Protocol):
 
 @dataclass(frozen=True)
 class Narrowed:
-    """What filters leave of a batch."""
+    """A batch after the filters, and the statistics that the filters ask for."""
 
     kept: TokenBatch  # its mask: tokens whose policy loss counts; in_baseline: those that others are judged against
     counted: Tensor  # [N] bool, tokens in the denominator

@@ -81,7 +81,7 @@ def upper_bound(log_prob: Tensor, entropy: Tensor, vocabulary: int) -> Tensor:
 
 
 def norm_requests(batch: TokenBatch, push: Tensor, vocabulary: int) -> Mapping[str, Request]:
-    """What `norm_metrics` needs of the whole batch.
+    """Statistics of the whole batch that `norm_metrics` reads.
 
     Args:
         batch: with sum_p2.
@@ -108,7 +108,7 @@ def norm_requests(batch: TokenBatch, push: Tensor, vocabulary: int) -> Mapping[s
 
 
 def cell_requests(batch: TokenBatch) -> Mapping[str, Request]:
-    """What `cell_metrics` needs of the whole batch: of every cell its tokens and the sum of their norms.
+    """Statistics of the whole batch that `cell_metrics` reads: the tokens of every cell and the sum of their norms.
 
     Raises:
         ValueError: the batch is without the sums over the vocabulary.

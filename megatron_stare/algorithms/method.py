@@ -41,17 +41,17 @@ class Method(ABC):
 
     @property
     def needs_entropy_gradient(self) -> bool:
-        """Whether the training pass must give `TokenBatch.current_entropy`, with gradient."""
+        """Tells whether the training pass must give `TokenBatch.current_entropy`, with gradient."""
         return False
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the reference policy must compute log-probs of the batch (`TokenBatch.reference_log_prob`)."""
+        """Tells whether the reference policy must compute log-probs of the batch (`TokenBatch.reference_log_prob`)."""
         return False
 
     @property
     def reads_log_prob_pass(self) -> str | None:
-        """What the method needs old log-probs or entropies for beside its gate, as a sentence; None: nothing.
+        """Reason why the method needs old log-probs or entropies beside its gate, a sentence; None: it needs neither.
 
         Only with None may a run skip the log-prob pass (`statistics.gate: lagged`). Then there is one update a rollout
         batch; `requests` finds NaN for both, and `control` moves the state after the training pass, which gives them;
@@ -95,7 +95,7 @@ class Method(ABC):
         """[B] advantages from rewards [B], prompt-group numbers [B] and which samples count [B]."""
 
     def initial_state(self) -> dict[str, float]:
-        """What the method remembers before the first step; it is saved in every checkpoint."""
+        """State before the first step, by name; every checkpoint holds the state."""
         return {}
 
     def requests(self, batch: TokenBatch, known: Statistics) -> Mapping[str, Request]:

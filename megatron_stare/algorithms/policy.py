@@ -1,4 +1,4 @@
-"""What all policy-gradient methods share: filters before the statistics, and terms added to the policy loss.
+"""Shared parts of all policy-gradient methods: filters before the statistics, and terms added to the policy loss.
 
 A subclass gives `policy_loss`, and as it needs them `filters`, `asks` and `control`. The add-ons of this file -
 truncation, length penalties, importance correction, KL to a reference, entropy bonus - go with every one of them.
@@ -151,7 +151,7 @@ class PolicyGradient(Method):
         return self.entropy_bonus.initial_state() if self.entropy_bonus is not None else {}
 
     def filters(self) -> tuple[Filter, ...]:
-        """What takes tokens out of the loss, in order."""
+        """Filters that take tokens out of the loss, in order."""
         return (self.correction,) if self.correction is not None else ()
 
     def narrowed(self, batch: TokenBatch, known: Statistics) -> Narrowed:

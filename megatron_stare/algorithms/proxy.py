@@ -48,7 +48,7 @@ METRICS = (
 
 
 def proxy_requests(batch: TokenBatch, sets: Sequence[TokenSet], selected: Tensor) -> Mapping[str, Request]:
-    """What `proxy_metrics` needs of the whole batch.
+    """Statistics of the whole batch that `proxy_metrics` reads.
 
     Args:
         batch: with sum_p2 and sum_p2_log_p.

@@ -149,7 +149,7 @@ def _second_moment_of(batch: TokenBatch) -> Tensor:
 
 
 def sensitivity_requests(batch: TokenBatch, push: Tensor) -> Mapping[str, Request]:
-    """What `EntropyForecast.of` needs of the whole batch.
+    """Statistics of the whole batch that `EntropyForecast.of` reads.
 
     Args:
         batch: with sum_p2 and sum_p2_log_p.

@@ -1,4 +1,4 @@
-"""What a response's length does to its reward, and which responses and groups count. Whole batch, on the host.
+"""Rewards shaped by response length, and the responses and groups that count. Whole batch, on the host.
 
 Shape legend: B responses, G prompt groups.
 """

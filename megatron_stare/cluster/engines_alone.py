@@ -119,7 +119,7 @@ class FolderWeights(WeightStream):
 
 
 def _laid_out(sizes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, bucket_bytes: int) -> tuple[BucketLayout, ...]:
-    """What each bucket holds: the tensors in the order of their names."""
+    """Packs the tensors into buckets of at most `bucket_bytes`, in order; a larger tensor has a bucket of its own."""
     parts: list[list[Slot]] = [[]]
     for name, size in sizes.items():
         start = parts[-1][-1].start + parts[-1][-1].numel if parts[-1] else 0

@@ -142,7 +142,7 @@ class InlineRunner:
 
 
 class InlineEngines:
-    """As InlineRunner, of the engines alone."""
+    """Engines in the driver's process, without a trainer; see InlineRunner."""
 
     def __init__(self, config: Config) -> None:
         os.environ.update(shared_environment(config))

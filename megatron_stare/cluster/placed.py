@@ -1,4 +1,4 @@
-"""Where the processes of a plan have come to be: numbered by it, held against it, and shown."""
+"""Actual places of a plan's processes: numbered by the plan, checked against it, and shown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_stare.planning.placement import Node, PlacementError, Plan
 
 @dataclass(frozen=True)
 class Spot:
-    """Where a process is, by its own word."""
+    """Place of a process, as the process itself reports it."""
 
     node: str  # id
     gpus: tuple[str, ...] | None = None  # that it was shown, as CUDA_VISIBLE_DEVICES has them; None: simulated ones
@@ -39,8 +39,12 @@ def check_ranks(plan: Plan, ranks: Sequence[Spot]) -> None:
 
 
 def check_replicas(plan: Plan, ranks: Sequence[Spot], replicas: Sequence[Spot]) -> None:
-    """As `check_ranks`, of the parts of replicas that take GPUs: their own, or, shared, those of the ranks they share
-    with."""
+    """Holds where the parts of replicas that take GPUs are, in order, against where they were to be.
+
+    Raises:
+        PlacementError: the first that is elsewhere, or does not see its GPUs: its own or, where replicas share the
+            trainer's, those of the ranks it shares with.
+    """
     held = {(spot.node, gpu): f"rank {rank}" for rank, spot in enumerate(ranks) for gpu in spot.gpus or ()}
     for part, (node, spot) in enumerate(zip(plan.parts, replicas, strict=True)):
         engine = f"engine {_named(plan, part)}"

@@ -154,7 +154,7 @@ class Actor:
         Path(file).unlink(missing_ok=True)
 
     def spot(self, on_gpus: bool) -> Spot:
-        """Where this process is, and which GPUs it was shown; simulated ones cannot be shown."""
+        """Node of this process, and the GPUs that it was shown; simulated ones cannot be shown."""
         seen = tuple(filter(None, os.environ.get(VISIBLE, "").split(","))) if on_gpus else None
         return Spot(ray.get_runtime_context().get_node_id(), seen)
 
@@ -475,7 +475,7 @@ class Reservation:
         }
 
     def spots(self, workers: RayWorkers, limit_s: float) -> list[Spot]:
-        """Where actors have come to be.
+        """Waits until the actors have started, and returns the place of each.
 
         Args:
             limit_s: of their start, seconds.

@@ -59,8 +59,7 @@ def hosted_part(config: Config, number: int, node: int) -> ReplicaPart:
 
 
 def planned(config: Config, wait_s: float, demand: Demand | None = None) -> Plan | None:
-    """Where a run's ranks and replicas go on the cluster that was joined. None: it has no GPUs, and everything goes
-    anywhere.
+    """Plans where ranks and replicas go on the joined cluster; None where it has no GPUs: everything goes anywhere.
 
     Args:
         demand: what is to be placed; None: all of a run.
@@ -117,7 +116,7 @@ def reserve(config: Config, awaited: Awaited | None = None, demand: Demand | Non
 
 
 def preview(config: Config) -> list[str]:
-    """Where a run would be placed on the cluster that it is to join, as that stands now; a line each.
+    """Placement that a run would get on the cluster that it is to join, as that stands now, in lines.
 
     Raises:
         UserError: the cluster cannot be joined, or the layout never be placed there.
@@ -169,7 +168,7 @@ class RayRunner:
         return find_lost(error, self._ranks, "trainer rank")
 
     def notes(self) -> list[str]:
-        """Where everything was placed; a line each."""
+        """Placement of ranks and engines, in lines."""
         return self._table
 
     def engines_beside(self, config: Config) -> EnginePool:
@@ -295,7 +294,7 @@ class RayRunner:
 
 
 class RayEngines:
-    """As RayRunner, of the engines alone: what a run's trainer would take is left free.
+    """Starts or joins Ray, then places engines alone; GPUs that a run's trainer would take stay free.
 
     Args:
         config: whose servers, if they take GPUs, have them to themselves.
@@ -327,7 +326,7 @@ class RayEngines:
             raise
 
     def notes(self) -> list[str]:
-        """Where everything was placed; a line each."""
+        """Placement of the engines, in lines."""
         return self._table
 
     def share(self, value: Any) -> Handle:

@@ -37,7 +37,7 @@ class Layer:
     tree: dict[str, Any]
 
     def sets(self, setting: Sequence[str]) -> bool:
-        """Whether this, what it is in, or something in it is set here."""
+        """Tells whether this layer sets the setting, a section around it, or something in it."""
         node: Any = self.tree
         for part in setting:
             if not isinstance(node, dict):
@@ -55,7 +55,7 @@ class Override:
     source: str
 
     def sets(self, setting: Sequence[str]) -> bool:
-        """As Layer.sets."""
+        """Tells whether the override sets the setting, a section around it, or something in it."""
         keys = self.source.partition("=")[0].split(".")
         return all(mine == asked for mine, asked in zip(keys, setting, strict=False))
 

@@ -239,7 +239,7 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def reads_files(source: str) -> bool:
-    """Whether data.path and its like are files to a source of prompts."""
+    """Tells whether a source of prompts reads data.path and its like as files."""
     return source in ("files", "jsonl")
 
 

@@ -1,4 +1,4 @@
-"""What makes training faster or smaller without changing what is computed: one row a setting of `performance`.
+"""Settings of `performance`, one row each: training gets faster or smaller, and what is computed stays the same.
 
 A row names Megatron's fields, what the setting needs, and the check of scripts/gpu_check.sh that proves it. A setting
 left at null is on once that check's result is committed (`proven`; tests/test_performance.py holds it against the
@@ -101,12 +101,12 @@ NOT_OFFERED = {
 
 
 def missing(feature: Feature) -> list[str]:
-    """What the device that this process sees lacks for it."""
+    """Names of what the feature needs and the device that this process sees does not have."""
     return [name for name, there in (NEEDS[need] for need in feature.needs) if not there()]
 
 
 def is_on(performance: PerformanceConfig, feature: Feature) -> bool:
-    """Whether a run has it; what was asked for is on, or was refused before."""
+    """Tells whether the feature is on in a run; one that was asked for is on, or was refused before."""
     asked: bool | None = getattr(performance, feature.name)
     return feature.proven and not missing(feature) if asked is None else asked
 
@@ -131,9 +131,15 @@ def environment(performance: PerformanceConfig) -> dict[str, str]:
 
 
 def keeps_graph(config: Config, micro_batches: int) -> bool:
-    """Whether training goes on from the log-prob pass of so many micro-batches a rank: on one, whose activations live
-    until its backward anyway, with the weights of the pass. Stages of a pipeline hand activations on, and replayed
-    routing is given to one pass at a time."""
+    """Tells whether the training pass goes on from the log-prob pass instead of making a forward of its own.
+
+    Takes one micro-batch a rank, whose activations live until its backward anyway, and one update, so that the weights
+    are those of the pass. Stages of a pipeline hand activations on, and replayed routing is given to one pass at a
+    time: with either each pass makes its own forward.
+
+    Args:
+        micro_batches: of a rank, in the log-prob pass.
+    """
     return (
         config.performance.keep_graph
         and micro_batches == 1
@@ -145,8 +151,11 @@ def keeps_graph(config: Config, micro_batches: int) -> bool:
 
 
 def shares_prompts(config: Config) -> bool:
-    """Whether a prompt is passed through the model once for all its responses of a micro-batch: where these stand end
-    to end, whole, and no pass needs all micro-batches of one shape or experts of each sample's own."""
+    """Tells whether a prompt goes through the model once for all its responses of a micro-batch.
+
+    The responses must lie end to end, whole, and no pass may need all micro-batches of one shape or experts of each
+    sample's own.
+    """
     parallel = config.parallel
     return (
         config.performance.share_prompts

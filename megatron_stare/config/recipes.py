@@ -39,7 +39,7 @@ class Recipe:
     over: str | None = None
 
     def all_layers(self) -> list[str]:
-        """Those of the recipe beneath, and then its own."""
+        """Layers of the recipe beneath, and then its own."""
         beneath = recipes()[self.over].all_layers() if self.over else []
         return [*beneath, *self.layers]
 
@@ -117,13 +117,15 @@ def refused() -> Mapping[str, str]:
 
 
 def sources() -> Mapping[str, str]:
-    """What the marks of sources stand for."""
+    """Sources of published values, by their marks."""
     return dict(_tables()["sources"])
 
 
 def published(recipe: Recipe) -> list[Published]:
-    """What was published of the settings of a recipe, by setting; of two layers the upper one counts, and with another
-    method none of a lower layer's settings of its method."""
+    """Published values of a recipe's settings, sorted by setting.
+
+    Of two layers the upper one counts. Where a layer names a method, lower layers' settings of `algorithm` go.
+    """
     found = {row.setting: row for row in published(recipes()[recipe.over])} if recipe.over else {}
     for layer in [*recipe.layers, recipe.name]:
         rows = [Published(**row) for row in _tables()["layers"].get(layer, [])]

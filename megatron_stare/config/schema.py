@@ -259,5 +259,5 @@ class Config(Section):
 
     @property
     def skips_log_prob_pass(self) -> bool:
-        """Whether the training pass does without a log-prob pass before it; preflight refuses where it cannot."""
+        """Tells whether the training pass does without a log-prob pass before it; preflight refuses where it cannot."""
         return self.statistics.gate == "lagged"

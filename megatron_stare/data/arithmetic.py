@@ -41,7 +41,7 @@ class Problem:
 
     @property
     def name(self) -> str:
-        """What it shares with its reorderings: '14+27+58'."""
+        """Name that all reorderings of the problem share: '14+27+58'."""
         return "+".join(map(str, sorted(self.operands)))
 
 
@@ -58,7 +58,7 @@ def draw_problem(seed: int, split: Split, index: int) -> Problem:
 
 
 def split_of(problem: Problem) -> Split:
-    """Where a problem belongs, whatever the seed. Reorderings of a problem belong together: they are the same sum."""
+    """Split of a problem, whatever the seed. Reorderings of a problem belong together: they are the same sum."""
     return "eval" if counter_hash(*sorted(problem.operands)) % _EVAL_ONE_IN == 0 else "train"
 
 

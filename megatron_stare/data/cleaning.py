@@ -1,4 +1,4 @@
-"""What is left out of training data: problems that come twice, and problems of the evaluation sets.
+"""Problems to leave out of training data: those that come twice, and those of the evaluation sets.
 
 Problems are compared as their words, numbers and operators in small letters, so that spacing, punctuation and dollars
 do not count, and 3+4 and 3-4 stay two problems. Imports nothing heavy.
@@ -90,7 +90,7 @@ class Contamination:
             self._grams.update(map(hash, _grams(pieces(problem), ngram)))
 
     def has(self, prompt: str) -> bool:
-        """Whether a training problem is one of the evaluation, or shares words in a row with one."""
+        """Tells whether a training problem is one of the evaluation, or shares `ngram` words in a row with one."""
         return words(prompt) in self._whole or any(
             hash(gram) in self._grams for gram in _grams(pieces(prompt), self._ngram)
         )

@@ -86,7 +86,7 @@ class FilePrompts:
         self.remarks = [] if split == "eval" else self._repeats()
 
     def _fits(self, record: Record, drop: bool) -> bool:
-        """Whether the prompt can be taken; one that is too long is dropped, or an error."""
+        """Tells whether the prompt can be taken. One that is too long raises PromptTooLongError unless `drop`."""
         try:
             self._encode(record.messages or record.prompt, record.where)
         except PromptTooLongError:
@@ -130,7 +130,7 @@ class FilePrompts:
                 )
 
     def _repeats(self) -> list[str]:
-        """What to know of prompts that stay and come more than once, letter for letter."""
+        """Remark on prompts that stay and come more than once, letter for letter; [] where none does."""
         answers: dict[str | Messages, list[str]] = {}
         for part in self._parts:
             for record in part.records:

@@ -28,12 +28,12 @@ class Problem(Protocol):
 
     @property
     def answer(self) -> str:
-        """What the verifier is given."""
+        """Answer that the verifier is given."""
         ...
 
     @property
     def name(self) -> str:
-        """What it shares with those that are the same problem put otherwise."""
+        """Name that all ways to put the same problem share."""
         ...
 
 
@@ -65,7 +65,7 @@ class GeneratedPrompts(ABC):
 
     @abstractmethod
     def problem(self, index: int) -> Problem:
-        """Of the stream of this seed and split."""
+        """Problem number `index` of the stream of this seed and split."""
 
     def take(self, n: int) -> list[Prompt]:
         """The next `n` prompts."""

@@ -84,7 +84,7 @@ def read_rows(path: str | Path) -> tuple[Iterator[Row], int]:
 
 
 def _nearby(path: Path) -> str:
-    """What may be meant by a file that is not there."""
+    """Hint for a file that is not there: a file of a similar name, or what the folder holds."""
     folder = path.parent
     if not folder.is_dir():
         return f"there is no folder {folder} either"
@@ -112,7 +112,7 @@ def _json_rows(content: bytes, name: str) -> Iterator[Row]:
 
 
 def _array_rows(content: bytes, name: str) -> Iterator[Row]:
-    """As `_json_rows`, of a file that is one JSON array."""
+    """Number, place and value of every element of a JSON array. Raises DataError where the file is not one."""
     try:
         found = json.loads(content.decode())
     except (ValueError, RecursionError) as error:

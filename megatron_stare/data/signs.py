@@ -61,7 +61,7 @@ class Problem:
 
     @property
     def name(self) -> str:
-        """What it shares with its reorderings: '33 2 5 8 = 38'."""
+        """Name that all reorderings of the problem share: '33 2 5 8 = 38'."""
         return Problem(self.start, tuple(sorted(self.operands)), self.total).answer  # type: ignore[arg-type]
 
     def totals(self, signs: tuple[int, int, int]) -> list[int]:
@@ -86,7 +86,7 @@ def draw_problem(seed: int, split: Split, index: int) -> Problem:
 
 
 def split_of(problem: Problem) -> Split:
-    """Where a problem belongs, whatever the seed. Reorderings of a problem belong together."""
+    """Split of a problem, whatever the seed. Reorderings of a problem belong together."""
     key = counter_hash(problem.start, *sorted(problem.operands), problem.total)
     return "eval" if key % _EVAL_ONE_IN == 0 else "train"
 

@@ -1,4 +1,4 @@
-"""What makes a stream of prompts reproducible: the two splits, their seeds, and a hash used in place of an RNG.
+"""Reproducible streams of prompts: the two splits, their seeds, and a hash used in place of an RNG.
 
 A hash of counters needs no state: problem 10^6 costs what problem 0 costs, and a resumed run has nothing to restore.
 Imports nothing, so that tools can use the tasks without torch.

@@ -34,7 +34,7 @@ _FIX = "nothing was trained; use an earlier checkpoint, or checkpoint.self_test=
 
 @dataclass(frozen=True)
 class SelfTest:
-    """What was saved.
+    """Self-test as a checkpoint holds it.
 
     layout: of the ranks that computed it, in words; equal words mean equal bits.
     sequences: token ids.
@@ -47,7 +47,7 @@ class SelfTest:
 
     @classmethod
     def make(cls, ranks: TrainerGroup, config: Config, batch: RolloutBatch) -> SelfTest:
-        """Of the weights that the ranks hold; `batch` is the last that they were trained on."""
+        """Makes the self-test of the weights that the ranks hold; `batch` is the last that they were trained on."""
         sequences = canary_of(batch)
         return cls(layout_of(ranks, config), sequences, ranks.prove(canary_batch(sequences)))
 
@@ -56,7 +56,7 @@ class SelfTest:
 
     @classmethod
     def read(cls, checkpoint: Path) -> SelfTest | None:
-        """What a checkpoint was saved with; None where that is nothing.
+        """Self-test that a checkpoint was saved with; None where it has none.
 
         Raises:
             DataError: it cannot be read.
@@ -98,13 +98,13 @@ def canary_of(batch: RolloutBatch) -> list[list[int]]:
 
 
 def layout_of(ranks: TrainerGroup, config: Config) -> str:
-    """What decides in which order sums are made."""
+    """Layout in words, with threads and devices: all that decides in which order sums are made."""
     sizes = ", ".join(f"{name} {value}" for name, value in config.parallel.model_dump().items())
     return f"{sizes}; {config.runtime.trainer_threads} threads; {ranks.place()}"
 
 
 def differences(saved: StateProof, now: StateProof, *, same_layout: bool, dtype: str) -> list[str]:
-    """What of `now` is not what was saved, in words; nothing where all is."""
+    """Differences of `now` from what was saved, in words; [] where there are none."""
     wrong = []
     for name in sorted({*saved.log_probs, *now.log_probs}):
         said = _log_probs(saved.log_probs.get(name), now.log_probs.get(name), None if same_layout else dtype)

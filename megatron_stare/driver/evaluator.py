@@ -125,7 +125,7 @@ class Evaluator:
         return [known[prompt.cursor, index] for prompt, index in wanted]
 
     def rollouts(self, verifier: Extension, environment: Environment, calls: CallJournal | None = None) -> Rollouts:
-        """What makes verified trajectories.
+        """Rollouts of an environment whose trajectories the verifier judges.
 
         Args:
             calls: the journal of the environment's; None: of this process alone.

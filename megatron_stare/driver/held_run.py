@@ -105,7 +105,7 @@ class HeldRun:
         return {"restarts/run": float(self.restarts)}
 
     def until_done(self, inputs: Inputs, session: Callable[[Inputs], T]) -> T:
-        """What a session comes to, of which another one is opened wherever one is lost.
+        """Runs sessions until one finishes, and returns its result; reopens the run after a recoverable loss.
 
         Raises:
             Exception: what ended the last of them.
@@ -141,8 +141,10 @@ class HeldRun:
         return read_inputs(self._asked)
 
     def _is_loss(self, error: Exception) -> bool:
-        """Whether the error is that of something which was there and may be again. What never came up is more likely to
-        be asked for wrongly, unless it is a process that died."""
+        """Tells whether the error is a loss of something that was there and may come back.
+
+        What never came up is more likely to be asked for wrongly, unless it is a process that died.
+        """
         if self._came_up:
             return isinstance(error, WorkerLostError | EngineLostError | NoEngineError)
         return isinstance(error, WorkerLostError) and not isinstance(error, WorkerSilentError)

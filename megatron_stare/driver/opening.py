@@ -1,4 +1,4 @@
-"""What a run is opened with, made and checked before anything is started; and the rehearsal of it, `--dry-run`."""
+"""Inputs of a run, made and checked before anything is started; and the rehearsal of a run, `--dry-run`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from megatron_stare.weights.files.hf_folder import exported_step
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads. `run` is checked."""
+    """Inputs of a run; `run` is checked."""
 
     run: ResolvedRun
     tokenizer: Any
@@ -51,7 +51,7 @@ class Inputs:
         return verifiers_of([self.task, *(evaluation.task for evaluation in self.evaluations)])
 
     def data_remarks(self) -> list[str]:
-        """What may be meant of the data, and often is not; a line each, of sources that can tell."""
+        """Remarks on data that may be meant as it is, and often is not; a line each, of sources that can tell."""
         batch = self.config.batch
         found = [f"data: {line}" for line in getattr(self.source, "remarks", ())]
         most: int | None = getattr(self.source, "problems", None)
@@ -174,8 +174,10 @@ def _try_verifiers(verifiers: dict[Extension, Task], config: Config) -> None:
 
 
 def remarks(config: Config) -> list[str]:
-    """What a dry run says beside the configuration: where a cluster that is to be joined would place everything, what
-    activations take, what would be faster, and what was not checked because it is not on this machine.
+    """Lines that a dry run shows beside the configuration.
+
+    They say where a cluster that is to be joined would place everything, what activations take, what would be faster,
+    and what was not checked because it is not on this machine.
 
     Raises:
         UserError: the cluster cannot be joined, or the layout never be placed there.

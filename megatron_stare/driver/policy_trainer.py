@@ -1,4 +1,4 @@
-"""What the trainer does with one rollout batch: passes, statistics, optimizer steps, a reference that moves."""
+"""Trains on one rollout batch: passes, statistics, optimizer steps, a reference that moves."""
 
 from __future__ import annotations
 

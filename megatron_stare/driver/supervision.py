@@ -159,7 +159,7 @@ class _Supervisor:
         return 0
 
     def _rule(self) -> RecoveryRule:
-        """As the run's configuration has it, once that is known."""
+        """Rule from the run's configuration; the default while that is not known."""
         if self._run_dir is not None:
             with contextlib.suppress(OSError, yaml.YAMLError, LookupError, TypeError):
                 config = with_new_names(yaml.safe_load((self._run_dir / CONFIG_FILE).read_text()))
@@ -193,8 +193,10 @@ class _Supervisor:
 
 
 def _is_lost(code: int) -> bool:
-    """Whether a driver that ended so is to be started again: killed by a signal that is not a request to end, aborted,
-    or ended by an error that is not the user's."""
+    """Tells whether a driver with this return code is to be started again.
+
+    It is after a signal that is not a request to end, an abort, or an error that is not the user's.
+    """
     return -code not in ENDING if code < 0 else code == 1
 
 
@@ -247,10 +249,10 @@ def _tell(line: str) -> None:
 
 
 def supervised() -> bool:
-    """Whether this driver has a supervisor."""
+    """Tells whether this driver has a supervisor."""
     return _pipe is not None
 
 
 def restarted() -> bool:
-    """Whether this driver was started in the place of one that was lost."""
+    """Tells whether this driver was started in the place of one that was lost."""
     return _restarts > 0

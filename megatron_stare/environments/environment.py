@@ -25,7 +25,7 @@ WHERE = "rollout.environment"
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy said at one go.
+    """Tokens that the policy sampled in one go, and their text.
 
     text: decoded without special tokens and without the stop token.
     experts: of the first m tokens of the context and this turn, where the run replays the engine's routing.
@@ -53,7 +53,7 @@ Tool = Callable[[Any, str], Awaitable[Any]]
 
 
 class Generate(Protocol):
-    """What an environment asks for one trajectory: tokens of the policy, and answers of its own tools."""
+    """Calls of an environment for one trajectory: for tokens of the policy, and for answers of its own tools."""
 
     async def __call__(
         self, context: Sequence[int], max_new_tokens: int | None = None, stop: str | Sequence[str] = ()

@@ -1,4 +1,4 @@
-"""What Linux says of a process in /proc (proc(5)), by files that a process cannot hold up, however it stands.
+"""Facts about a process from Linux's /proc (proc(5)), by files that no process can hold up, whatever its state.
 
 /proc/PID/cmdline, /proc/PID/mem and /proc/PID/smaps_rollup take the lock of its memory, which a page that a dead file
 system owes may hold: whoever calls `command`, `pss_bytes` or `stuck_at` must be able to leave the thread that waits.
@@ -152,7 +152,7 @@ def pss_bytes(pid: int) -> int | None:
 
 
 def runs_python(pid: int) -> bool:
-    """Whether it is an interpreter: only those have stacks that py-spy reads."""
+    """Tells whether a process is a Python interpreter: only those have stacks that py-spy reads."""
     with contextlib.suppress(OSError):
         return "python" in os.path.basename(os.readlink(PROC / str(pid) / "exe"))
     return False

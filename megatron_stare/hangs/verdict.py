@@ -1,4 +1,4 @@
-"""Who waits for whom, by rules over what was found. Pure: facts in, a sentence out.
+"""Verdict on who waits for whom, by rules over what was found. Pure: facts in, a sentence out.
 
 The rules go from what is certain to what is likely, and the first that holds decides: a process that is stopped, that
 has ended, or that waits for a file; a node or server that does not answer; a rank that others wait for in a
@@ -27,7 +27,7 @@ INNERMOST = 6  # frames in which a collective's own would be
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who holds the run up.
+    """Verdict on who holds the run up, and the rule that found it.
 
     Args:
         rule: that found it.
@@ -41,7 +41,7 @@ class Verdict:
 
 
 def verdict(facts: Facts) -> Verdict:
-    """What the facts come to."""
+    """Verdict of the first rule that holds for the facts."""
     rules: Sequence[Callable[[Facts], Verdict | None]] = (
         _stopped,
         _ended,
@@ -174,7 +174,7 @@ def collective(process: ProcessFacts) -> str | None:
 
 
 def main_frames(process: ProcessFacts) -> Sequence[Frame]:
-    """Of the thread that does what the process was asked for, the innermost first."""
+    """Frames of the thread that does what the process was asked for, the innermost first."""
     threads = [thread for thread in process.threads if thread.frames]
     if not threads:
         return ()
@@ -189,7 +189,7 @@ def _rank_of(thread: Thread) -> int:
 
 
 def _where(process: ProcessFacts) -> str:
-    """Where a process is, in a few words."""
+    """Place in the code, or state, of a process, in a few words."""
     if process.stopped:
         return "stopped (SIGSTOP)"
     frames = main_frames(process)

@@ -53,7 +53,7 @@ LET_GO_S = 30.0  # that the run is given to end or go on, once those who hold it
 
 @dataclass(frozen=True)
 class Settings:
-    """What the driver tells its watcher.
+    """Settings that the driver gives its watcher.
 
     Args:
         supervised: the driver has somebody who starts it again.
@@ -245,7 +245,7 @@ class _Copier:
 
 
 def asked(engine: int, url: str) -> ServerFacts:
-    """Whether a server says anything, be it that it wants a key, or another protocol."""
+    """Asks a server whether it answers at all; a demand for a key, or another protocol, is an answer too."""
     where, answer = urlsplit(url), "cannot be reached"
     try:
         port = where.port or (443 if where.scheme == "https" else 80)
@@ -261,7 +261,7 @@ def asked(engine: int, url: str) -> ServerFacts:
 
 
 def read_requests(file: Path) -> tuple[ReplicaFacts, ...]:
-    """What the driver last wrote of its engines; () where it has written nothing."""
+    """Replicas and their oldest requests, as the driver last wrote them; () where it has written nothing."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         told: dict[str, Any] = json.loads(file.read_text())
         now = time.monotonic()

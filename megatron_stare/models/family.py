@@ -22,7 +22,7 @@ from megatron_stare.models.shape import ModelShape
 
 @dataclass(frozen=True)
 class Served:
-    """Where an engine's server keeps a Hugging Face tensor: the `index`-th of those stacked into its parameter `name`.
+    """Place of a Hugging Face tensor in an engine's server: the `index`-th of those stacked into its parameter `name`.
 
     count: how many are stacked; None: as many as come, `an_expert` of every expert.
     dtype: of the parameter; None: the one that the server computes in.
@@ -132,7 +132,7 @@ class ModelFamily:
         )
 
     def has(self, name: str, shape: ModelShape) -> bool:
-        """Whether a model of this shape has a Hugging Face tensor that the rules name."""
+        """Tells whether a model of this shape has a Hugging Face tensor that the rules name."""
         if name == "lm_head.weight":
             return not shape.tied
         if name.endswith("_proj.bias"):
@@ -140,7 +140,7 @@ class ModelFamily:
         return shape.qk_norm or not re.search(r"\.[qk]_norm\.", name)
 
     def leaves_out(self, name: str, shape: ModelShape) -> bool:
-        """Whether a Hugging Face tensor is one that checkpoints of this family may hold and no model is given."""
+        """Tells whether a Hugging Face tensor is one that checkpoints of this family may hold and no model is given."""
         return False
 
     def size(self, name: str, shape: ModelShape) -> tuple[int, ...]:
@@ -198,7 +198,7 @@ class ModelFamily:
         return {name: parameter}
 
     def served(self, name: str, shape: ModelShape) -> Served:
-        """Where the servers of engines keep the Hugging Face tensor of this name."""
+        """Place of the Hugging Face tensor of this name in the engines' servers."""
         module, _, kind = name.rpartition(".")
         layer, _, projection = module.rpartition(".")
         if projection in self.stacked:
@@ -207,7 +207,7 @@ class ModelFamily:
         return Served(name)
 
     def float32(self, name: str) -> bool:
-        """Whether a Hugging Face tensor is float32 whatever the dtype of the model."""
+        """Tells whether a Hugging Face tensor is float32 whatever the dtype of the model."""
         pattern = numbered(name)[1]
         return any(pattern in rule.hf for rule in self.rules if rule.float32)
 

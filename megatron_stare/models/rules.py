@@ -137,7 +137,7 @@ def shard(rule: Rule, parts: Sequence[Tensor], shape: ModelShape, tp_rank: int, 
 
 
 def blocks(rule: Rule, shard: Tensor, shape: ModelShape, tp_rank: int, tp: int) -> list[Tensor]:
-    """What this rank's Megatron tensor holds of each of rule.sources; also maps gradients.
+    """Blocks that this rank's Megatron tensor holds, one of each of rule.sources; also maps gradients.
 
     Joined over the ranks in order along rule.cut they are the whole parts. Views of the shard, but where Megatron cut
     through a query group; rows may be spread over several dimensions (flattened they are in order).

@@ -34,7 +34,7 @@ _SAME = 1e-3
 
 @dataclass(frozen=True)
 class LinearHead:
-    """What is asked of the logits, and which way they are gone through.
+    """Output layer that gives log-probs and entropies; `mode` says how it goes through the logits.
 
     chunk: rows of logits held at a time, other than materialised. It decides the shapes of products, so that two passes
         give the same bits only with the same chunk.

@@ -14,7 +14,7 @@ from megatron_stare.records.batch import MicroBatchPlan
 
 @dataclass(frozen=True)
 class PlanRules:
-    """What a plan must respect.
+    """Rules that a plan must respect.
 
     data_parallel: ranks that take different samples.
     budget: tokens a micro-batch may hold, padding included.

@@ -170,7 +170,7 @@ def _select(
 
 
 def _place(request: Quantile, n: Tensor) -> Tensor:
-    """Where the quantile stands among the n sorted values, 0-dim float64; 0 if there are none."""
+    """Position of the quantile among the n sorted values, 0-dim float64; 0 if there are none."""
     return (n - 1).clamp_min(0).to(torch.float64) * request.q
 
 

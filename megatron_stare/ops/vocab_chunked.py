@@ -25,7 +25,7 @@ _LOWEST = -1000.0
 
 
 def sums(logits: Tensor, local: Tensor, real: int, temperature: float, second_moment: bool) -> Tensor:
-    """As in vocab_reference.py."""
+    """Computes the sums by blocks; see vocab_reference.py."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     out = torch.zeros(6 if second_moment else 4, logits.shape[0], dtype=dtype, device=logits.device)
     if real == 0:
@@ -58,7 +58,7 @@ def gradient(
     hit: Tensor,
     out: Tensor,
 ) -> None:
-    """As in vocab_reference.py."""
+    """Writes the gradient into `out` by blocks; see vocab_reference.py."""
     out[:, real:] = 0.0
     if real == 0:
         return

@@ -77,7 +77,7 @@ def log_prob_and_entropy(
 
 @dataclass(frozen=True)
 class Problem:
-    """What is asked of the logits; see log_prob_and_entropy."""
+    """Arguments of log_prob_and_entropy that say what to compute; see there."""
 
     vocab_size: int
     temperature: float = 1.0
@@ -94,7 +94,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Rows:
-    """What backward needs of every row beside its logits, [N] each.
+    """Numbers of every row that backward needs beside its logits, [N] each.
 
     local: int64, the target's column on this rank; -1: another rank holds it.
     m: as in the formulas, over all ranks; at the precision of the sums, which holds it exactly.
@@ -114,7 +114,7 @@ class Rows:
 
 
 def measure(logits: Tensor, targets: Tensor, problem: Problem) -> tuple[tuple[Tensor, ...], Rows]:
-    """What log_prob_and_entropy returns, outside autograd, and what `write_gradient` wants of every row.
+    """Computes what log_prob_and_entropy returns, outside autograd, and the rows that `write_gradient` needs.
 
     Every rank of the group must call it: it holds the one collective.
     """
@@ -192,7 +192,7 @@ def _body(name: Body, logits: Tensor) -> ModuleType:
 
 
 def _runs_triton(logits: Tensor) -> bool:
-    """Whether the kernels can take these logits: bfloat16, float16 or float32, on sm_80 or newer."""
+    """Tells whether the kernels can take these logits: bfloat16, float16 or float32, on sm_80 or newer."""
     if logits.device.type != "cuda" or logits.dtype == torch.float64 or importlib.util.find_spec("triton") is None:
         return False
     return torch.cuda.get_device_capability(logits.device) >= (8, 0)

@@ -96,7 +96,7 @@ def _gradient(
 
 
 def sums(logits: Tensor, local: Tensor, real: int, temperature: float, second_moment: bool) -> Tensor:
-    """As in vocab_reference.py.
+    """Computes the sums, reading every logit once; see vocab_reference.py.
 
     Raises:
         ValueError: float64 logits, which need another body.
@@ -129,7 +129,7 @@ def gradient(
     hit: Tensor,
     out: Tensor,
 ) -> None:
-    """As in vocab_reference.py."""
+    """Writes the gradient into `out`, reading every logit once; see vocab_reference.py."""
     logits = _rows_in_order(logits)
     rows, width = logits.shape
     if out.stride(1) != 1:

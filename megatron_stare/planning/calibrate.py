@@ -107,7 +107,7 @@ def calibrate(run_dirs: Sequence[Path], gpu: Gpu, start: Coefficients, prompt: f
 def _parts(
     run_dir: Path, metrics: dict[str, float], gpu: Gpu, start: Coefficients, prompt: float | None
 ) -> dict[str, Seen]:
-    """Of the phases that took time. Raises ConfigError where one took less than the links alone would."""
+    """Work and time of the phases that took any. Raises ConfigError where one took less than the links alone would."""
     config = load_recorded(run_dir / CONFIG)
     lengths = Lengths.of(config, prompt, metrics["response/length_mean"])
     run = resolve_run(config)

@@ -28,7 +28,7 @@ class Candidate:
     peak: int
 
     def settings(self, base: Config) -> dict[str, str | int | bool]:
-        """What has to be set, by full name, to turn the run into it."""
+        """Settings that turn the run into this candidate, by full name."""
         found: dict[str, str | int | bool] = {}
         for section in ("parallel", "model", "batch", "optimizer", "rollout"):
             before, after = getattr(base, section), getattr(self.run.config, section)

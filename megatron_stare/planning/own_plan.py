@@ -1,4 +1,4 @@
-"""What `megatron-stare plan` says of a run that starts, logged with every step beside what the step took.
+"""Prediction of `megatron-stare plan` for a run that starts, logged with every step beside what the step took.
 
 Comes from `driver/held_run.py`, once, before anything is started; goes to the metrics `plan/*`. Whatever keeps a run
 from being predicted is told, and ends nothing.
@@ -66,7 +66,7 @@ class OwnPlan:
 
 
 def own_plan(run: ResolvedRun) -> OwnPlan:
-    """Of a run that is checked. Builds a layer of the model on the meta device, so no process group may be there."""
+    """Predicts a checked run. Builds a layer of the model on the meta device, so no process group may be there."""
     if not run.config.plan.enabled:
         return OwnPlan()
     try:

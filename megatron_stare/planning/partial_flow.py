@@ -42,7 +42,7 @@ class _Cohort:
 
 @cache
 def partial_flow(groups: int, samples: int, under_way: int, tokens: int, mean: float, longest: int) -> PartialFlow:
-    """Of runs that take `groups` groups of `samples` responses a step, with `under_way` groups at a time.
+    """Flow of runs that take `groups` groups of `samples` responses a step, with `under_way` groups at a time.
 
     Args:
         tokens: that a response grows by in a round.

@@ -256,7 +256,7 @@ class RequestTime:
 def request_time(
     config: Config, shape: ModelShape, gpu: Gpu, of: Coefficients, lengths: Lengths, served: ServedMemory | None
 ) -> RequestTime:
-    """Of one request, by the rates of `rollout_seconds`: a token step takes as long whichever request asks for it."""
+    """Times of a request, by the rates of `rollout_seconds`: a token step takes as long for every request."""
     engines, gpus = replica_count(config), max(replica_gpus(config), 1)
     size = BYTES[config.sglang.dtype or config.model.dtype]
     flow, context = flow_of(config, lengths), lengths.prompt + lengths.response
@@ -335,7 +335,7 @@ def _moved(config: Config, shape: ModelShape, gpu: Gpu, sequences: float, length
 def _tensor_seconds(
     config: Config, shape: ModelShape, gpu: Gpu, of: Coefficients, sequences: float, lengths: Lengths, *, times: int
 ) -> float:
-    """Of collectives of hidden states, of `times` passes in the measure of a forward."""
+    """Seconds of collectives of hidden states; `times` is the number of passes, in forwards."""
     parallel = config.parallel
     tokens = sequences * (lengths.prompt + lengths.response) / parallel.replicas
     sent = 4 * tokens * shape.hidden * BYTES[config.model.dtype] * (1 - 1 / parallel.tensor)

@@ -54,7 +54,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Demand:
-    """What is to be placed.
+    """Ranks and replicas that are to be placed, and the GPUs that they take.
 
     replica_gpus: 0: replicas take none, and go anywhere.
     replica_nodes: that a replica is on, with a part of its GPUs on each.
@@ -72,7 +72,7 @@ class Demand:
 
     @classmethod
     def of(cls, config: Config) -> Demand:
-        """That of a run."""
+        """Demand of a run."""
         parallel = config.parallel
         return cls(
             parallel.world_size,
@@ -92,12 +92,12 @@ class Demand:
 
     @property
     def part_gpus(self) -> int:
-        """What a replica takes on each of its nodes."""
+        """GPUs that a replica takes on each of its nodes."""
         return self.replica_gpus // self.replica_nodes
 
     @property
     def parts(self) -> int:
-        """Of all replicas, those that are to be placed."""
+        """Number of parts of all replicas that are to be placed; 0 where replicas take no GPUs."""
         return self.replicas * self.replica_nodes if self.replica_gpus else 0
 
     def blocks(self) -> list[int]:
@@ -129,7 +129,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where everything goes: a node for every rank, in order, and for every part of a replica that takes GPUs.
+    """Placement of a run: a node for every rank, in order, and for every part of a replica that takes GPUs.
 
     parts: the nodes of the first replica, in order, then those of the next.
     block: ranks, from each multiple of which on as many are on one node.
@@ -142,11 +142,11 @@ class Plan:
 
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
-        """Those that are used, in order."""
+        """Nodes that are used, in order."""
         return tuple(dict.fromkeys((*self.ranks, *self.parts)))
 
     def ranks_on(self, node: Node) -> range:
-        """Of a node; consecutive."""
+        """Ranks on a node; consecutive."""
         first = self.ranks.index(node) if node in self.ranks else 0
         return range(first, first + self.ranks.count(node))
 

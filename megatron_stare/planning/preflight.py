@@ -296,7 +296,7 @@ def prompt_files(config: Config) -> list[str]:
 
 
 def not_checked(config: Config) -> list[str]:
-    """What a rehearsal without the model left out, a line each; nothing where the model is here.
+    """Checks that a rehearsal without the model left out, a line each; [] where the model is here.
 
     Args:
         config: that `check` took, with `published`.
@@ -321,7 +321,7 @@ def not_checked(config: Config) -> list[str]:
 
 
 def notices(config: Config) -> list[str]:
-    """What is allowed, but should be known when a run starts; a line each."""
+    """Warnings of what is allowed, but should be known when a run starts; a line each."""
     if config.statistics.scope == "micro_batch":
         return [
             "warning: statistics.scope=micro_batch selects tokens by micro-batch and rank, so a run depends on its "
@@ -409,7 +409,7 @@ def check_checkpoint_of(path: Path, config: Config) -> ModelShape:
 
 
 def _shape_beside(path: Path) -> ModelShape | None:
-    """Of the model that weights say they are of; None: they say nothing."""
+    """Shape of the model that weights belong to, by the files beside them; None: they do not tell."""
     try:
         return read_shape(companions_of(path) if is_checkpoint(path) else path)
     except ConfigError:  # of Megatron-LM, say, or of a run whose model is gone

@@ -495,7 +495,7 @@ def run_on(loop: asyncio.AbstractEventLoop, make: Callable[[], Coroutine[Any, An
 def what_now(
     interruption: Interruption, command: Sequence[str], options: Sequence[str], ended: str | None = None
 ) -> str:
-    """Where the run stopped, and how it goes on; two lines.
+    """Message on where the run stopped and how it goes on; two lines.
 
     Args:
         ended: how, in a word or two; None: by the signal, or by --stop-after.

@@ -1,4 +1,4 @@
-"""What a run needs to know of a machine's network: the address of an interface, and ports that are free."""
+"""Network of a machine, as a run needs it: the address of an interface, ports that are free, and what listens."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def free_port(host: str, ports: Sequence[int]) -> int:
 
 
 class Listener:
-    """What listens at a host:port, somewhere on the network.
+    """Listener at a host:port, somewhere on the network.
 
     Args:
         address: without a port, or with one that is no number, nothing is known of it, and it counts as there.
@@ -112,5 +112,5 @@ class Listener:
             raise ConfigError(f"{what} {self.address}: {why}", where=where, fix=fix)
 
     def gone(self, after_s: float, timeout_s: float) -> bool:
-        """Whether it is missing now, and has been for so long."""
+        """Tells whether nothing listens now, nor has for `after_s` seconds."""
         return self.missing(timeout_s) is not None and time.monotonic() - self._there > after_s

@@ -27,7 +27,7 @@ class RecoveryRule:
 
     @classmethod
     def of(cls, section: Any) -> RecoveryRule:
-        """As that section says it: its model, or what was read of a config.yaml; what it leaves out is the default."""
+        """Rule of a section: its model, or what was read of a config.yaml. Fields left out keep their defaults."""
         values = section if isinstance(section, dict) else vars(section)
         return cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})
 

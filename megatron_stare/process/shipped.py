@@ -1,4 +1,4 @@
-"""What comes with the project besides its code: `configs/`, `assets/` and `tools/`.
+"""Files that come with the project besides its code: `configs/`, `assets/` and `tools/`.
 
 In a checkout they lie beside the package; a wheel carries them inside it, in `share/` (setup.py copies them there). A
 config that ships names its files relative to where it ships, so that it works from any folder.

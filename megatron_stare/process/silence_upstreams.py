@@ -1,4 +1,4 @@
-"""What upstreams say at import and in normal use, and what is no news to a user: left unsaid, here and nowhere else."""
+"""Silences known harmless messages of upstreams, at import and in normal use; here and nowhere else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOGGED = {
 
 
 def quiet_upstreams() -> None:
-    """Silences them in this process, before it imports them; processes that are forked from it inherit that.
+    """Silences upstreams in this process, before it imports them; processes that are forked from it inherit that.
 
     megatron-core says at import what it does without CUDA libraries, and later what would be faster with them; README
     says it once. transformers draws bars over files that take a blink.

@@ -17,7 +17,7 @@ CLOSING_S = 10.0  # for workers, servers and files
 
 
 def seconds_of(text: str) -> float:
-    """Of 3h50m, 90m, 2h, 1d12h, 45s or 5400.
+    """Seconds of a duration such as 3h50m, 90m, 2h, 1d12h, 45s or 5400.
 
     Raises:
         ConfigError: it is none of these, or no time at all.
@@ -58,7 +58,7 @@ class TimeLimit:
         self._step_begun = now
 
     def passed_before_another(self, save_s: float) -> bool:
-        """Whether the limit would be passed if one more step were made; to be asked after `begin_step`.
+        """Tells whether one more step, and the save after it, would pass the limit; to be asked after `begin_step`.
 
         Args:
             save_s: the longest that a save took so far.

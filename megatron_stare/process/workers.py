@@ -20,7 +20,7 @@ class WorkerLostError(UserError):
 
 
 class WorkerSilentError(WorkerLostError):
-    """It did not answer in time."""
+    """A worker did not answer in time."""
 
 
 class Workers(ABC):
@@ -42,8 +42,10 @@ class Workers(ABC):
 
     @abstractmethod
     async def result(self, handle: Handle) -> Any:
-        """As `wait`, of one handle, for callers in an event loop, which goes on meanwhile where workers are processes.
-        Unblocked by the result, the worker's error or end, or the limit of one call."""
+        """Async `wait` for one handle; does not block the event loop where workers are processes.
+
+        Ends with the result, the worker's error or end, or the limit of one call.
+        """
 
     @abstractmethod
     def share(self, value: Any) -> Handle:

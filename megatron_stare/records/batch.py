@@ -57,7 +57,7 @@ _WHOLE_BATCH = frozenset(
 
 @dataclass
 class TokenBatch:
-    """What a method sees: response positions laid end to end ([N]), whatever part of the batch they are.
+    """Response positions that a method sees, laid end to end ([N]), whatever part of the batch they are.
 
     `log_prob` carries gradient in the training pass; everything else is detached. `index` numbers every response
     position of the whole batch in canonical order, so that ties are broken alike in every layout.

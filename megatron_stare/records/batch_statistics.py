@@ -1,4 +1,4 @@
-"""What a method may ask about the whole batch, and what it is answered. Imports torch only.
+"""Statistics that a method may ask of the whole batch, and their answers. Imports torch only.
 
 A method names its requests; `ops/statistics_executor.py` answers them over the right process groups, so every method is
 exact over the global batch in every layout. Shape legend: N response positions held by this rank.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the absolute differences of some tokens.
+    """Sizes of the absolute differences of some tokens.
 
     not_numbers: how many are NaN.
     largest_number, mean_number: of the others; 0 if there are none.

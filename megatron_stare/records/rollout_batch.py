@@ -21,7 +21,7 @@ from megatron_stare.records.trajectory import Trajectory, covering
 
 
 class _Columns:
-    """What a batch and a rank's share of it can be asked alike. In a share, n and r are those of its own samples."""
+    """Properties that a batch and a rank's share of it have alike. In a share, n and r are those of its own samples."""
 
     prompt_lengths: Tensor
     response_lengths: Tensor
@@ -80,7 +80,7 @@ class RolloutBatch(_Columns):
         return replace(self, trajectories=self.trajectories[:samples], **columns)
 
     def share(self, samples: Sequence[int]) -> RankShare:
-        """What a rank that takes these samples, in ascending order, is given.
+        """Share of a rank that takes these samples, in ascending order.
 
         Copies, because a view of a tensor travels with all of the tensor; of all samples the batch's own columns.
         """
@@ -88,7 +88,7 @@ class RolloutBatch(_Columns):
         return share
 
     def shares(self, ranks: Iterable[Sequence[int]]) -> Iterator[RankShare]:
-        """As `share`, of every rank; what is the same for all is counted once."""
+        """Shares of all ranks, in order; what is the same for all is counted once. See `share`."""
         loss_lengths = self.loss_lengths
         return (self._share(samples, loss_lengths) for samples in ranks)
 
@@ -169,8 +169,11 @@ class RolloutBatch(_Columns):
 
 @dataclass(frozen=True)
 class RankShare(_Columns):
-    """What one data-parallel rank is given of a rollout batch: the tokens of its own samples, and the columns with one
-    number a sample whole, because counts, groups and canonical numbers are those of the whole batch."""
+    """Share of a rollout batch that one data-parallel rank is given.
+
+    Tokens are those of its own samples. Columns with one number a sample are whole, because counts, groups and
+    canonical numbers are those of the whole batch.
+    """
 
     samples: Tensor  # [b] int64, ascending, which of the B its own are
     tokens: Tensor  # [t] int32

@@ -1,4 +1,4 @@
-"""What the trainer computed of the tokens of a few responses, for people who read them. Imports torch only.
+"""Numbers that the trainer computed of the tokens of a few responses, for people who read them. Imports torch only.
 
 Comes from `megatron/step/diagnostics.py`, a part from every rank that holds some of the tokens; the driver joins
 them and hangs what belongs to a response on its trajectory. Shape legend: n tokens of one response, m tokens of a part.

@@ -28,7 +28,7 @@ NOT_SAMPLED = -1  # the version of tokens that no weights sampled: an environmen
 
 @dataclass
 class Trajectory:
-    """What an environment made of a prompt, and what a verifier made of that.
+    """Response that an environment made of a prompt, and the verifier's reward for it.
 
     loss_mask is the environment's word on which tokens carry loss; everything after it obeys: loss, quantiles, gate,
     counts and forecast.
@@ -56,13 +56,15 @@ class Trajectory:
 
     @property
     def said(self) -> str:
-        """What the policy said, without the words of its environment: what verifiers read, and all that counts words
-        or answers."""
+        """Text of the policy alone, without the words of its environment.
+
+        Verifiers read it, and so does all that counts words or answers.
+        """
         return self.text if self.sampled_text is None else self.sampled_text
 
     @property
     def judged(self) -> bool:
-        """Whether it has a reward to be compared with others'. One whose verifier ran out of time has, and it is 0."""
+        """Tells whether there is a reward to compare with others'; a verifier that ran out of time gives one, 0."""
         return self.reward is not None and self.reward_status in ("ok", "timeout")
 
     @property

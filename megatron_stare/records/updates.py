@@ -1,4 +1,4 @@
-"""What the optimizer steps of one rollout batch give back, and how their metrics become those of the step."""
+"""Results of the optimizer steps of one rollout batch, and how their metrics become those of the step."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ class UpdateResult:
 
     @property
     def finite(self) -> bool:
-        """Whether the gradient was finite; if not, no step was taken."""
+        """Tells whether the gradient was finite; if not, no step was taken."""
         return bool(self.metrics["update/finite"])
 
     @property
     def empty(self) -> bool:
-        """Whether no token of the mini-batch had a loss, so that no step was taken."""
+        """Tells whether no token of the mini-batch had a loss, so that no step was taken."""
         return bool(self.metrics["update/empty"])
 
     @property
     def skipped(self) -> bool:
-        """Whether the loss scale was too large for the gradient, so that no step was taken; float16 alone."""
+        """Tells whether the loss scale was too large for the gradient, so that no step was taken; float16 alone."""
         return bool(self.metrics.get("update/skipped", 0.0))
 
     @property
@@ -81,7 +81,7 @@ class UpdateResult:
 
     @property
     def held(self) -> bool:
-        """Whether the gradient norm was above its limit, so that no step was taken."""
+        """Tells whether the gradient norm was above its limit, so that no step was taken."""
         return bool(self.metrics.get("update/held", 0.0))
 
 

@@ -1,4 +1,4 @@
-"""What a run is at, in small files that a stalled disk, a stopped process or a deadlocked thread cannot hold back.
+"""Progress of a run, in small files that a stalled disk, a stopped process or a deadlocked thread cannot hold back.
 
 Every process of a run - the driver, and with Ray each rank and engine - writes a Beat of its own into a folder in its
 node's memory, as each phase or call begins and ends. The watcher (hangs/watcher.py), a process of its own, reads
@@ -45,7 +45,7 @@ def tell_progress() -> None:
 
 @dataclass(frozen=True)
 class Beat:
-    """What a process of a run is at.
+    """Progress of one process of a run.
 
     Args:
         role: "driver", "trainer rank 3", "rollout engine 0".
@@ -119,7 +119,7 @@ def read_heartbeat(run_dir: Path) -> Beat | None:
 
 
 def beats_of(folder: Path) -> list[Beat]:
-    """Those of all processes of this node, by role."""
+    """Beats of all processes of this node, by role."""
     found = [read_beat(file) for file in folder.glob("beat_*.json")]
     return sorted((beat for beat in found if beat is not None), key=lambda beat: (len(beat.role), beat.role))
 
@@ -131,7 +131,7 @@ def newest_progress(folder: Path) -> float | None:
 
 
 def beat_file(folder: Path, role: str) -> Path:
-    """Where the process of a role writes its own."""
+    """File that the process of a role writes its beat into."""
     return folder / f"beat_{role.replace(' ', '_')}.json"
 
 

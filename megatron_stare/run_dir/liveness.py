@@ -1,4 +1,4 @@
-"""Whether a run goes on: asked of its lock, and of the heartbeat that it leaves for whoever looks from elsewhere.
+"""Liveness of a run, by its lock, and by the heartbeat that it leaves for whoever looks from elsewhere.
 
 Nothing here changes a run. The lock is held by the driver and freed by the kernel when it ends, however it ends; it is
 the truth on the driver's machine. On another one a lock that is held says the same where the file system passes locks
@@ -38,7 +38,7 @@ class Liveness:
 
 
 def liveness(run: RunRecord, now: float | None = None, here: str | None = None) -> Liveness:
-    """Of the run in a directory.
+    """Liveness of the run in a directory.
 
     Args:
         now: seconds since 1970; default: now.
@@ -62,8 +62,10 @@ def liveness(run: RunRecord, now: float | None = None, here: str | None = None) 
 
 
 def lock_held(run_dir: Path) -> bool:
-    """Whether a process holds the run. The lock is asked for, shared, for some microseconds, which whoever takes it
-    puts up with (run_state.py)."""
+    """Tells whether a process holds the run.
+
+    The lock is asked for, shared, for some microseconds; a driver that takes it meanwhile tries again (run_state.py).
+    """
     try:
         with (run_dir / LOCK_FILE).open("rb") as lock:
             try:

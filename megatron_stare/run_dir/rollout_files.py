@@ -69,7 +69,7 @@ def rollout_file(folder: Path, step: int) -> Path:
 
 
 def rollout_files(folder: Path) -> list[Path]:
-    """Those of a run's `rollouts`, oldest first; [] where there is none."""
+    """Rollout files in a run's `rollouts`, oldest first; [] where there is none."""
     return sorted(folder.glob("step_*.jsonl"), key=lambda path: int(path.stem.removeprefix("step_")))
 
 
@@ -170,7 +170,7 @@ def _rounded(value: float) -> float | None:
 
 
 def _runs(values: Iterable[float | None]) -> list[list[float | int | None]]:
-    """As [value, how often], for columns in which most are equal."""
+    """Run-length encoding, [value, how often], for columns in which most are equal."""
     return [[value, sum(1 for _ in same)] for value, same in groupby(values)]
 
 

@@ -32,7 +32,7 @@ STARTS_FILE = "starts.jsonl"  # when, where and from which commit the run was st
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What one run directory says."""
+    """Contents of one run directory."""
 
     name: str
     directory: Path
@@ -64,7 +64,7 @@ class RunRecord:
 
     @property
     def tasks(self) -> list[str | None]:
-        """What was evaluated, by name, as it came; None: the run's own task, which is there where nothing was."""
+        """Names of the evaluated tasks, as they came; None: the run's own task, which is there where nothing was."""
         return list(dict.fromkeys(record.get("task") for record in self.evals)) or [None]
 
     def on_task(self, task: str | None) -> RunRecord:
@@ -133,7 +133,7 @@ def _once(evals: Sequence[Record]) -> list[Record]:
 
 
 def result_name(record: Record) -> str:
-    """What the mean result of an evaluation is called: pass@1, or avg@k of k responses a problem."""
+    """Name of the mean result of an evaluation: pass@1, or avg@k of k responses a problem."""
     samples = record.get("decoding", {}).get("samples", 1)
     return "pass@1" if samples == 1 else f"avg@{samples}"
 

@@ -45,7 +45,7 @@ _NAME = re.compile(r"^step_(\d+)$")
 
 @dataclass
 class RunState:
-    """Where a run stands after `step` steps. The weight version is the step: each step makes one."""
+    """State of a run after `step` steps. The weight version is the step: each step makes one."""
 
     step: int = 0
     data: dict[str, int] = field(default_factory=dict)  # of the prompt source
@@ -188,7 +188,7 @@ class RunDir:
             ) from error
 
     def rollbacks(self) -> list[dict[str, Any]]:
-        """Those of the run, oldest first. Raises DataError where the file is damaged."""
+        """Rollbacks of the run, oldest first. Raises DataError where the file is damaged."""
         file = self.path / ROLLBACKS
         try:
             return json.loads(file.read_text()) if file.exists() else []
@@ -335,7 +335,10 @@ def check_whole(checkpoint: Path) -> None:
 
 
 def _refuse_without_sums(checkpoint: Path) -> None:
-    """Of earlier releases alone; what the state says is read elsewhere, and complained of there."""
+    """Raises DataError where a checkpoint has no checksums, unless an earlier release wrote it.
+
+    A run state that is damaged, or of a newer release, is complained of where it is read.
+    """
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         if FIRST_WITH_CHECKSUMS <= int(json.loads((checkpoint / RUN_STATE).read_text()).get(KEY, 1)) <= FORMAT:
             raise DataError(
@@ -344,7 +347,7 @@ def _refuse_without_sums(checkpoint: Path) -> None:
 
 
 def complete_checkpoints(path: Path) -> list[Path]:
-    """Those of a run directory, oldest first."""
+    """Complete checkpoints of a run directory, oldest first."""
     found = [p for p in (path / "checkpoints").glob("step_*") if _NAME.search(p.name)]
     return sorted(found, key=step_of)
 
@@ -370,7 +373,7 @@ def _lock(lock: IO[str], path: Path) -> None:
 
 
 def _holder(path: Path) -> str:
-    """Who holds a run's lock, in brackets: its pid, where it is on this machine."""
+    """Holder of a run's lock, in brackets: its pid, where it is on this machine; else ""."""
     try:
         inode = (path / LOCK_FILE).stat().st_ino
         lines = Path("/proc/locks").read_text().splitlines()

@@ -61,7 +61,7 @@ class Task:
 
     @property
     def ks(self) -> tuple[int, ...]:
-        """Of pass@k and maj@k, ascending."""
+        """Values of k for pass@k and maj@k, ascending."""
         return tuple(sorted(set(self.config.eval.k))) or default_ks(self.samples)
 
     def check_ks(self) -> None:
@@ -85,7 +85,7 @@ class Task:
             return make_environment(self.config.rollout.environment, self.config, tokenizer)
 
     def problems(self, tokenizer: Any) -> list[Prompt]:
-        """Those of every evaluation. Raises UserError where they are missing, malformed or fewer than asked for."""
+        """Problems of every evaluation. Raises UserError where they are missing, malformed or fewer than asked for."""
         wanted = self.config.eval.prompts or None  # no task of `eval.tasks` is asked for 0: it would be left out
         with self.blamed():
             return held_out(self.config, tokenizer, wanted)
@@ -103,8 +103,10 @@ class Task:
         )
 
     def about(self) -> dict[str, Any]:
-        """What the record of an evaluation says of the task; of the run's own, whose config.yaml has it, nothing where
-        each problem is answered once."""
+        """Entries on the task for the record of an evaluation.
+
+        Empty for the run's own task where each problem is answered once: config.yaml has that.
+        """
         if self.name is None and self.samples == 1:
             return {}
         return ({} if self.name is None else {"task": self.name}) | {"decoding": self.decoding()}
@@ -150,12 +152,12 @@ class Evaluation:
 
 
 def training_task(config: Config) -> Task:
-    """What the run trains on."""
+    """Task that the run trains on."""
     return Task(config)
 
 
 def evaluation_tasks(config: Config, offline: bool = False) -> list[Task]:
-    """Those of `eval.tasks`; where there are none and `eval.prompts` is above 0, the run's own task.
+    """Tasks of `eval.tasks`; where there are none and `eval.prompts` is above 0, the run's own task.
 
     Args:
         offline: those too that training leaves out.

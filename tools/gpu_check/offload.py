@@ -63,7 +63,7 @@ def _step(trainer: Trainer, size: Size) -> None:
 
 
 def _moved(trainer: Trainer) -> dict[str, float]:
-    """What one way out and back gave."""
+    """Moves the trainer's parts out and back once, and returns the figures."""
     storages = [one for part in trainer.memory.storages().values() for one in part]
     nbytes = sum(one.nbytes() for one in storages)
     tensors = [*_kept(trainer)]

@@ -71,7 +71,7 @@ def run(cpu: bool) -> dict[str, Any]:
 
 
 def compared(one: Updated, plain: Updated, *, timed: bool) -> dict[str, Any]:
-    """What is kept of a setting, with its verdict: right, the same when resumed, and where it is timed no slower."""
+    """Figures of a setting, with its verdict: right, the same when resumed, and where it is timed no slower."""
     moved = max(float((end - start).abs().max()) for end, start in zip(plain.end, plain.start, strict=True))
     apart = max(float((end - other).abs().max()) for end, other in zip(one.end, plain.end, strict=True)) / moved
     changed = sum(not torch.equal(end, other) for end, other in zip(one.end, one.resumed, strict=True))

@@ -36,7 +36,7 @@ from megatron_stare.weights.files.hf_folder import HfFolder
 
 @dataclass(frozen=True)
 class Size:
-    """Of a model and a batch."""
+    """Size of a model and a batch."""
 
     hidden: int
     layers: int
@@ -97,8 +97,11 @@ def random_batch(size: Size) -> RolloutBatch:
 
 @dataclass
 class Passed:
-    """What one forward and backward gave: [N] in canonical order, gradients by name (of the whole model on the first
-    rank), the seconds of a second backward pass, and bytes of device memory at most (0 on a CPU)."""
+    """Result of one forward and backward.
+
+    [N] in canonical order, gradients by name (of the whole model on the first rank), the seconds of a second backward
+    pass, and bytes of device memory at most (0 on a CPU).
+    """
 
     index: Tensor
     log_prob: Tensor

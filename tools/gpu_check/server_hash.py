@@ -52,7 +52,7 @@ def run(cpu: bool) -> dict[str, Any]:
 
 
 def hashed(tensor: Tensor) -> str:
-    """As a GPU server reports it."""
+    """Hash of a tensor, as a GPU server reports it."""
     digest = digest_on("cuda")
     digest.update(tensor)
     return digest.hexdigest()
@@ -63,7 +63,7 @@ def differing(wanted: list[str], found: list[str]) -> int:
 
 
 def kernel() -> bool:
-    """Whether SGLang's own can run here."""
+    """Tells whether SGLang's own kernel can run here."""
     return torch.cuda.is_available() and importlib.util.find_spec("sglang") is not None
 
 

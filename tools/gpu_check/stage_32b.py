@@ -86,8 +86,11 @@ def run(cpu: bool) -> dict[str, Any]:
 
 
 def operations(shape: ModelShape, lengths: list[int]) -> float:
-    """Of forward and backward: six a parameter of the layers and token; causal attention's two products of n^2 / 2
-    pairs, twice as many in backward (Korthikanti et al. 2022, appendix A, with the causal half)."""
+    """Floating-point operations of a forward and backward.
+
+    Six a parameter of the layers and token; causal attention's two products of n^2 / 2 pairs, twice as many in backward
+    (Korthikanti et al. 2022, appendix A, with the causal half).
+    """
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     parameters = shape.hidden * (2 * queries + 2 * keys) + 3 * shape.hidden * shape.ffn
     attention = sum(2 * 2 * queries * length**2 / 2 for length in lengths)

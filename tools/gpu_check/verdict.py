@@ -1,4 +1,4 @@
-"""What a check needs and what it must reach. Imports nothing that a bare machine lacks."""
+"""Needs of a check, and the bounds that its figures must keep. Imports nothing that a bare machine lacks."""
 
 from __future__ import annotations
 

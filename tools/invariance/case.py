@@ -1,4 +1,4 @@
-"""What is checked: a method, a layout and a cut into micro-batches, on a fixed model and a fixed batch."""
+"""Case of the check: a method, a layout and a cut into micro-batches, on a fixed model and a fixed batch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Case:
     stale: bool = False
 
     def batch(self) -> RolloutBatch:
-        """What the step trains on."""
+        """Batch that the step trains on."""
         return fixed_batch(self.seed, self.stale)
 
     def alone(self) -> Case:

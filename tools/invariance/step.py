@@ -32,7 +32,7 @@ Scores = tuple[Tensor, Tensor]  # log-probs and entropies [M] of the whole batch
 
 
 def take(pool: Pool, case: Case, folder: str, scores: Scores | None) -> dict[str, Any]:
-    """What all ranks found, as if one had.
+    """Takes the step on all ranks, and joins what they found as if one had found it.
 
     Args:
         pool: at least as many processes as ranks; every rank waits for the others, so each gets one of its own.

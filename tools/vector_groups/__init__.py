@@ -1,4 +1,4 @@
-"""What a file of worked numbers may hold: one function a group, which computes it with what training uses.
+"""Groups that a file of worked numbers may hold: one function each, which computes the group with what training uses.
 
 A function reads its inputs from `Fields` and expects its answers there; fields that it does not read count as failures.
 """

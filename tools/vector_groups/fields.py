@@ -21,7 +21,7 @@ class CannotEvaluateError(Exception):
 
 @dataclass
 class Found:
-    """What comparing a group gave."""
+    """Result of comparing a group."""
 
     numbers: int = 0
     largest: float = 0.0  # |got - want| / max(1, |want|)

@@ -104,7 +104,7 @@ def _of(block: Block, shape: ModelShape) -> ModelShape:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter lies in a checkpoint: a tensor, and the indices of its leading dimensions (layer, expert)."""
+    """Place of a parameter in a checkpoint: a tensor, and the indices of its leading dimensions (layer, expert)."""
 
     key: str
     lead: tuple[int, ...] = ()
@@ -148,7 +148,7 @@ def places(megatron: str) -> list[Place]:
 
 
 def written_places(megatron: str, shape: ModelShape) -> list[Place]:
-    """Where a converted checkpoint holds a parameter: named one by one where layers are not alike, as Megatron does.
+    """Places of a parameter in a converted checkpoint: named one by one where layers are not alike, as Megatron does.
 
     The norm before experts, and those of latent attention, have one name in local layers and another in Transformer
     Engine's: they are written under both, so that both load them.

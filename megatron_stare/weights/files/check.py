@@ -51,9 +51,10 @@ def left_out(names: Iterable[str], shape: ModelShape) -> set[str]:
 
 
 def check_folder(path: str | Path, shape: ModelShape) -> dict[str, Entry]:
-    """Where every tensor of the model lies. Names, shapes, dtypes and the files' lengths are those expected.
+    """Checks a folder, and returns the place of every tensor of the model.
 
-    A tied head that is stored beside the embedding is compared with it, byte by byte; nothing else is read.
+    Names, shapes, dtypes and the files' lengths must be those expected. A tied head that is stored beside the embedding
+    is compared with it, byte by byte; nothing else is read.
 
     Raises:
         DataError: the first thing that is not so.

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint must be: name, length and SHA-256 of each, in a file of its own beside them.
+"""Manifest of a checkpoint: name, length and SHA-256 of each of its files, in a file of its own beside them.
 
 A sum is made where the bytes are written, of what is handed to the system and not of what it gives back: by the writers
 of every rank, and by the driver for what it adds. It is looked at before anything is loaded.
@@ -83,7 +83,7 @@ class SummedFile(io.BufferedWriter):
         raise io.UnsupportedOperation("bytes that are written twice would be summed twice")
 
     def sum(self) -> Sum:
-        """Of everything written so far."""
+        """Sum of everything written so far."""
         return Sum(self._bytes, self._sha256.hexdigest())
 
 
@@ -161,7 +161,7 @@ def shares(sums: Sums, ranks: int) -> list[dict[str, Sum]]:
 
 
 def sums_of(folder: Path, names: Iterable[str]) -> dict[str, Sum]:
-    """Of small files that something else has written. Raises OSError where one cannot be read."""
+    """Sums of small files that something else has written. Raises OSError where one cannot be read."""
     return {name: Sum.of_file(folder / name) for name in names}
 
 

@@ -34,7 +34,7 @@ class OpenFiles:
         return self._descriptors[file]
 
     def sync(self) -> None:
-        """What was written is on disk when this returns."""
+        """Waits until everything that was written is on disk."""
         for descriptor in self._descriptors.values():
             os.fsync(descriptor)
 

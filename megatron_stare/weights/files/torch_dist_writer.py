@@ -29,7 +29,7 @@ from megatron_stare.weights.files.safetensors_file import Entry, read_rows
 
 @dataclass(frozen=True)
 class MegatronPart:
-    """What one process writes, and where from and to."""
+    """Part of a checkpoint that one process writes, and where from and to."""
 
     folder: Path
     plan: SavePlan
@@ -42,7 +42,7 @@ class MegatronPart:
 def plan_parts(
     folder: Path, blocks: Sequence[list[Block]], entries: dict[str, Entry], shape: ModelShape, dtype: torch.dtype
 ) -> tuple[list[MegatronPart], Metadata]:
-    """What each process writes of its blocks, and the metadata of the whole."""
+    """Plans the part that each process writes, of its own blocks, and the metadata of the whole."""
     items = [
         [
             (_item(block, place, shape, dtype), block)

@@ -176,7 +176,7 @@ def _give(plan: StreamPlan, mine: Mapping[str, Shard], group: ProcessGroup) -> I
 
 
 class _Parcels:
-    """What the other ranks send for a bucket, one message each; receiving starts at once."""
+    """Messages of the other ranks for a bucket, one each; receiving starts at once."""
 
     def __init__(self, bucket: PlannedBucket, group: ProcessGroup | None, device: torch.device) -> None:
         ranks = sorted({piece.rank for tensor in bucket.tensors for piece in tensor.pieces} - {SENDER})

@@ -48,7 +48,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """What a bucket holds: whole tensors of one dtype, end to end. All that a receiver needs besides the bytes."""
+    """Layout of a bucket: whole tensors of one dtype, end to end. All that a receiver needs besides the bytes."""
 
     dtype: torch.dtype
     slots: tuple[Slot, ...]
@@ -108,7 +108,7 @@ class PlannedBucket:
     tensors: tuple[PlannedTensor, ...]
 
     def pieces(self, rank: int) -> list[Piece]:
-        """What a rank gives to it, in order."""
+        """Pieces that a rank gives to the bucket, in order."""
         return [piece for tensor in self.tensors for piece in tensor.pieces if piece.rank == rank]
 
 
@@ -171,7 +171,7 @@ class Held:
 
 
 def held_pieces(shards: Sequence[Shard], shape: ModelShape, rank: int) -> list[Held]:
-    """What a rank holds of the Hugging Face tensors, replicas of other ranks' pieces included."""
+    """Pieces of Hugging Face tensors that a rank holds, replicas of other ranks' pieces included."""
     held = []
     for shard in shards:
         rule = rule_for(shard.name, shape)
