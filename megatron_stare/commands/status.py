@@ -91,7 +91,7 @@ class Status:
 
 
 def status_of(run_dir: Path, now: float | None = None, here: str | None = None) -> Status:
-    """That of a run.
+    """Reads the status of a run.
 
     Args:
         now: seconds since 1970; default: now.

@@ -25,7 +25,7 @@ _SAYS = {
 
 
 def add_status_arguments(status: argparse.ArgumentParser) -> None:
-    """Those of `status`."""
+    """Adds the arguments of `status`."""
     status.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     status.add_argument("--json", action="store_true", help="one line of JSON")
     status.add_argument(
@@ -137,7 +137,7 @@ def _plain(value: object) -> object:
 
 
 def add_report_arguments(report: argparse.ArgumentParser) -> None:
-    """Those of `report`."""
+    """Adds the arguments of `report`."""
     _add_runs(report, "one, or several to be compared", "report.html", "several runs, comparison.html")
 
 
@@ -152,7 +152,7 @@ def run_report(args: argparse.Namespace) -> None:
 
 
 def add_rollouts_arguments(rollouts: argparse.ArgumentParser) -> None:
-    """Those of `rollouts`."""
+    """Adds the arguments of `rollouts`."""
     _add_runs(rollouts, "one, or two to hold side by side", "rollouts.html", "two runs, rollouts.html")
 
 

@@ -118,15 +118,17 @@ class Trainer:
         self._export: HfExport | None = None
 
     def _choose_head(self, shape: ModelShape) -> HeadChoice:
-        """Where it is left open, by the memory that model and optimizer leave. All ranks make the same choice, and
-        once: both passes must take the same way."""
+        """Chooses the head by the memory that model and optimizer leave, unless `model.head` names one.
+
+        All ranks make the same choice, and once: both passes must use the same head.
+        """
         asked = self.config.model.head
         if asked != "auto":
             return HeadChoice(asked, "")
         return choose_head(self.method.coupling, largest_logits(self.config, shape), free_memory())
 
     def notes(self) -> list[str]:
-        """What was decided here, for the person who started the run; a line each."""
+        """Decisions made here, one line each, for the person who started the run."""
         choice = self._head_choice
         notes = [f"model.head: {choice.mode}, because {choice.reason}"] if choice.reason else []
         if self.policy.shape.experts and self.config.model.dtype != "float32" and not self.config.moe.routing_replay:
@@ -202,8 +204,10 @@ class Trainer:
     def compare_with(
         self, share: RankShare, plan: MicroBatchPlan, engines: Tensor, temperature: float
     ) -> list[LogProbDifference] | None:
-        """As `compare`, of any batch at any temperature with the log-probs [S, whole batch] of several engines in
-        canonical order, one an engine; leaves the last batch alone."""
+        """Compares any batch at any temperature with several engines' log-probs [engines, whole batch]; see `compare`.
+
+        The log-probs are in canonical order. The last batch stays as it is.
+        """
         batch = self._batch_of(share, plan)
         log_prob = self._log_probs(batch, temperature)
         return self._differences(batch, [engine[batch.index] for engine in engines], log_prob, ())
@@ -218,7 +222,7 @@ class Trainer:
     def _differences(
         self, batch: RankBatch, engines: Sequence[Tensor], trainer: Tensor | None, versions: Sequence[int]
     ) -> list[LogProbDifference] | None:
-        """Those of every engine's log-probs [N] from the trainer's, on the reporting rank; None elsewhere."""
+        """Differences of every engine's log-probs [N] from the trainer's, on the reporting rank; None elsewhere."""
         if trainer is None:
             return None
         parts = [Compared.of(batch, engine, trainer, versions) for engine in engines]
@@ -255,21 +259,23 @@ class Trainer:
             return self.step.update(number, dump_to, watched, norm_limit)
 
     def not_finite(self) -> NotFinite:
-        """What is not finite here, after an update that was not taken for it."""
+        """Finds the numbers on this rank that are not finite, after an update that was skipped because of them."""
         measured = self.step.measured
         tokens = measured.tokens if measured is not None else None
         return look(self.policy.model, self.policy.layout, self._own_gradients, tokens, self.step.lost)
 
     def log_probs(self) -> tuple[Tensor, Tensor] | None:
-        """Of the last batch's response tokens here: canonical numbers and log-probs [N]; on one rank of each
-        tensor-parallel group of the last stage, elsewhere None."""
+        """Canonical numbers and log-probs [N] of the last batch's response tokens here.
+
+        On one rank of each tensor-parallel group of the last stage; None elsewhere.
+        """
         measured = self.step.measured
         if measured is None or self.policy.layout.tp_rank != 0:
             return None
         return measured.tokens.index.cpu(), measured.tokens.old_log_prob.detach().cpu()
 
     def token_numbers(self) -> list[TokenNumbers]:
-        """What the updates of the last batch found of the tokens of watched samples, as far as this rank reports it."""
+        """Numbers of watched samples' tokens from the last batch's updates; none where this rank reports none."""
         return self.step.token_numbers()
 
     def refresh_reference(self) -> None:
@@ -287,7 +293,7 @@ class Trainer:
         return export_hf(self.policy.model, self.policy.shape, self.policy.layout)
 
     def bucket_layouts(self) -> tuple[BucketLayout, ...]:
-        """What the buckets of the weight stream hold."""
+        """Layouts of the weight stream's buckets: the tensors in each."""
         return self.stream.layouts
 
     def begin_weight_stream(self, checksums: bool = True) -> None:
@@ -386,11 +392,11 @@ class Trainer:
         return reference.model if reference is not None and moves else []
 
     def place(self) -> str:
-        """What this rank computes on, and with."""
+        """Device of this rank, releases of its libraries, and a digest of the code; see `computes_on`."""
         return self._computes_on
 
     def prove(self, share: RankShare, plan: MicroBatchPlan) -> RankProof:
-        """What this rank holds, in numbers: log-probs of a canary, and sums of tensors. All ranks must call it."""
+        """Log-probs of a canary and sums of tensors, which show what this rank holds. All ranks must call it."""
         self.onload(("parameters", "optimizer", "reference"))
         policy, moving = self.policy, self._moving_reference
         finish_gather(policy.model)
@@ -412,7 +418,7 @@ class Trainer:
         )
 
     def saved(self) -> bool:
-        """Whether this rank's part is written, or failed to be; then `finish_save` waits for other ranks alone."""
+        """Returns True once this rank's part is written or has failed; `finish_save` then waits for the others."""
         return self._saving is None or self._saving.written()
 
     def wait_saved(self) -> None:

@@ -1,6 +1,6 @@
-"""What a run reports, and the interface of whatever takes it down: files, terminals, services.
+"""Interface of the sinks, which take down what a run reports: files, terminals, services.
 
-Comes from `monitor.py`; ours are in `sinks/`, a user's own is named by its dotted path.
+`monitor.py` calls them; ours are in `sinks/`, a user's own is named by its dotted path.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ def sides(text: str) -> list[str]:
 
 
 def is_name(text: str) -> bool:
-    """Whether a side of an equation is what is asked for: a letter, f(x), an angle, V_1:V_2, a tuple of names."""
+    """Returns True if a side of an equation names a quantity: a letter, f(x), an angle, V_1:V_2, a tuple of names."""
     text = re.sub(r"\\(?:left|right)(?![A-Za-z])", "", text).strip()
     if text.startswith("(") and text.endswith(")"):
         return all(is_name(part) for part in split(text[1:-1], (",",)))
@@ -238,7 +238,7 @@ def items(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Bracketed:
-    """What stands in a bracket around the whole of an answer.
+    """Content of a bracket around the whole of an answer.
 
     opened, closed: '(' and ')' where the end is open or it is a tuple, '[' and ']' where it belongs to an interval,
         '{' and '}' of a set.

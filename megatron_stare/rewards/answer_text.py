@@ -77,7 +77,7 @@ def plain(text: str) -> str:
 
 
 def tidy(text: str) -> str:
-    """As `plain`, and still LaTeX: a space that ends a command's name stays."""
+    """Reduces an answer as `plain` does but keeps it LaTeX: a space that ends a command's name stays."""
     text = re.sub(r"(\\[A-Za-z]+)\s+(?=[A-Za-z])", "\\1\0", without_fonts(text))
     return plain(text).replace("\0", " ")
 
@@ -112,7 +112,7 @@ def exact_value(text: str) -> Fraction | None:
 
 
 def same_number(wanted: Decimal, given: Decimal) -> bool:
-    """Whether two numbers are equal: integers exactly, others within 1e-6, of the reference where that is below 1."""
+    """Compares two numbers: integers exactly, others within 1e-6, of the reference where that is below 1."""
     if wanted == wanted.to_integral_value() and given == given.to_integral_value():
         return wanted == given
     return abs(wanted - given) <= Decimal("1e-6") * min(Decimal(1), abs(wanted))
@@ -150,35 +150,37 @@ def word(text: str) -> str | None:
 
 
 def one_value(text: str) -> bool:
-    """Whether an answer is neither a list nor a union nor joined by words."""
+    r"""Returns True if an answer is one value: no list, no union, no \pm, and no words that qualify it."""
     return not (hedges(text) or re.search(r",(?!\d{3})|\\cup|\\pm", text))
 
 
 def hedges(text: str) -> bool:
-    r"""Whether an answer gives a choice or more in words, which math-verify may take for a unit: 3\text{ or 4}."""
+    r"""Returns True if words qualify an answer, as in 3\text{ or 4}; math-verify may take them for a unit."""
     return bool(_HEDGE.search(text))
 
 
 def must_be_written_alike(wanted: str, given: str) -> bool:
-    """Whether two answers are equal only if they are written alike, since math-verify would pass over what tells them
-    apart: a number's base, a time of day."""
+    """Returns True if two answers are equal only when written alike: numbers with a base, times of day.
+
+    math-verify would pass over what tells such answers apart.
+    """
     pair = (plain(wanted), plain(given))
     return any(_CLOCK.fullmatch(text) or _BASE.fullmatch(text) for text in pair)
 
 
 def alike(wanted: str, given: str) -> bool:
-    """Whether two answers are the same characters, braces around subscripts aside."""
+    """Returns True if two answers are the same characters once `plain`, braces around subscripts aside."""
     first, second = (re.sub(r"_\{(\w+)\}", r"_\1", plain(text)) for text in (wanted, given))
     return first == second
 
 
 def ends_in_a_name(text: str) -> bool:
-    """Whether the last thing in an answer is a letter that stands for a quantity: the t of 'cos 2t' is no tonne."""
+    """Returns True if an answer ends in a letter that stands for a quantity: the t of 'cos 2t' is no tonne."""
     return bool(re.search(r"(?<![A-Za-z\\])[A-Za-z]$", text))
 
 
 def of_another_kind(wanted: str, given: str) -> bool:
-    r"""Whether one is a set \{...\} and the other an interval or tuple, which math-verify takes for equal."""
+    r"""Returns True if one answer is a set \{...\} and the other an interval or tuple, equal to math-verify."""
     kinds = {_outer_bracket(plain(wanted)), _outer_bracket(plain(given))}
     return "{" in kinds and bool(kinds & {"(", "["})
 

@@ -307,7 +307,7 @@ def _countable(singular: tuple[str, ...]) -> bool:
 
 
 def agree(wanted: Quantity, given: Quantity) -> Fraction | None:
-    """What the given value is to be multiplied by to be compared with the one wanted; None: the units do not agree."""
+    """Factor to multiply the given value by before comparing it with the wanted one; None: the units do not agree."""
     if given.kind is None:
         return Fraction(1)
     several = (wanted.kind or "").endswith(" of several"), given.kind.endswith(" of several")

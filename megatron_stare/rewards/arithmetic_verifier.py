@@ -21,7 +21,7 @@ def verify(response: str, answer: str) -> float:
 
 
 def answer_start(response: str) -> int:
-    """Where the last '=' stands, characters from the start; -1 if no integer ends the response after it."""
+    """Position of the last '=', characters from the start; -1 if no integer ends the response after it."""
     return response.rfind("=") if _answer(response) else -1
 
 

@@ -21,7 +21,7 @@ def verify(response: str, answer: str) -> float:
 
 
 def answer_start(response: str) -> int:
-    """Where the last box begins, characters from the start; -1 if there is none that closes."""
+    """Position of the last box, characters from the start; -1 if there is none or it does not close."""
     box = last_box(response)
     return box.start if box and box.content is not None else -1
 

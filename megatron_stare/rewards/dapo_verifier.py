@@ -57,14 +57,14 @@ def verify(response: str, answer: str) -> float:
 
 
 def answer_start(response: str) -> int:
-    """Where the last 'Answer:' stands, characters from the start; -1 if none is among those looked at."""
+    """Position of the last 'Answer:', characters from the start; -1 if the last 300 characters have none."""
     before = max(0, len(response) - _SEEN)
     starts = [found.start() for found in _ANSWER.finditer(response, before)]
     return starts[-1] if starts else -1
 
 
 def normal_answer(response: str) -> str:
-    """What follows the last 'Answer:', normalised; "" if there is nothing."""
+    """Text after the last 'Answer:', normalised; "" if there is none."""
     found = _ANSWER.findall(response[-_SEEN:])
     return normalised(found[-1]) if found else ""
 

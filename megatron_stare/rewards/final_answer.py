@@ -45,7 +45,10 @@ def last_boxed(text: str) -> str | None:
 
 
 def _braced(text: str, start: int) -> str | None:
-    r"""What stands from `start` to the brace that closes the one before it. \{ and \} are printed, need no partner."""
+    r"""Text from `start` to the brace that closes the one before it; None: it does not close.
+
+    \{ and \} are printed, and need no partner.
+    """
     at, depth = start, 1
     while at < len(text):
         if text[at] == "\\":

@@ -1,4 +1,4 @@
-r"""Whether a response has the form that was asked for, right or wrong: thoughts closed before one final answer.
+r"""Grades the form of a response, right or wrong: thoughts must be closed before one final answer.
 
 For a sum of rewards, such as `math + 0.1 * format`. Runs in reward workers; imports nothing heavy.
 """

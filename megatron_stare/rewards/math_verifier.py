@@ -69,7 +69,7 @@ def verify(response: str, answer: str) -> float:
 
 
 def equal(wanted: str, given: str) -> bool:
-    """Whether two answers mean the same, `wanted` being the reference, which says how an answer may be written."""
+    """Compares two answers by their meaning; `wanted` is the reference, which says how an answer may be written."""
     if len(wanted) > _LONGEST or len(given) > _LONGEST:
         return wanted.strip() == given.strip()
     times = answer_parts.clock(wanted), answer_parts.clock(given)
@@ -79,7 +79,7 @@ def equal(wanted: str, given: str) -> bool:
 
 
 def _same(wanted: str, given: str, deeper: int) -> bool:
-    """As `equal`, of answers in LaTeX; `deeper` bounds how often they are taken apart."""
+    """Compares two answers in LaTeX as `equal` does; `deeper` bounds how often they are taken apart."""
     in_words = r"\text" in wanted
     written = wanted, given  # with what `bare` leaves out: the sign of a currency
     wanted, given = answer_text.bare(wanted), answer_text.bare(given)
@@ -157,7 +157,7 @@ def _same_tuples(
 
 
 def _matched(wanted: list[str], given: list[str], same: Callable[[str, str], bool]) -> bool:
-    """Whether two lists are the same but for their order; what stands twice in one does in the other."""
+    """Compares two lists regardless of order; an item that stands twice in one must stand twice in the other."""
     if len(wanted) != len(given) or len(wanted) > _LONGEST_LIST:
         return False
     left = list(given)
@@ -185,8 +185,10 @@ def _of_equations(wanted: str, given: str, same: Callable[[str, str], bool]) -> 
 
 
 def _named(sides: list[str], same: Callable[[str, str], bool]) -> tuple[str, str] | None:
-    """What an equation says of which name: x = 5 and 5 = x, and x = 2 + 3 = 5 where the values are equal; None: it is
-    another equation, or none."""
+    """Name and value that an equation gives: x = 5 and 5 = x, and x = 2 + 3 = 5 where the values are equal.
+
+    None: it is another kind of equation, or none.
+    """
     if len(sides) < 2 or not all(sides):
         return None
     if answer_parts.is_name(sides[0]):
@@ -241,13 +243,12 @@ def _sum(found: re.Match[str]) -> str:
 
 
 def _apart(text: str) -> bool:
-    """Whether digits stand beside digits with only a space between, as in 3 4, or words that are no unit: neither may
-    be read as a number."""
+    """Returns True if a text must not be read as a number: digits apart, as in 3 4, or words that are no unit."""
     return bool(_WORDS.search(text)) or _spaced(text)
 
 
 def _spaced(text: str) -> bool:
-    """Whether digits stand beside digits with only a space between, that set off no thousands and no fraction."""
+    """Returns True if a space parts digits from digits, as in 3 4, and sets off neither thousands nor a fraction."""
     spaced = _SPACED.search(_MIXED.sub(_sum, text))
     return spaced is not None and not re.fullmatch(r"[-+]?\d{1,3}(?:\s\d{3})+(?:\.\d+)?", text)
 
@@ -276,7 +277,7 @@ def normal_answer(response: str) -> str:
 
 
 def answer_start(response: str) -> int:
-    r"""Where the last box begins, characters from the start; -1 if there is none with something in it."""
+    r"""Position of the last box, characters from the start; -1 if there is none or nothing is in it."""
     box = last_box(response)
     if not box or not box.content:
         return -1

@@ -42,13 +42,16 @@ def verify(response: str, answer: str) -> float:
 
 
 def answer_start(response: str) -> int:
-    """Where the attempt after the last 'wait' begins, characters from the start; -1 if none stands there."""
+    """Start of the attempt after the last 'wait', characters from the start; -1 if it is not made of steps alone."""
     start, steps = _last_attempt(response)
     return start if steps else -1
 
 
 def _last_attempt(response: str) -> tuple[int, list[str]]:
-    """Where what stands after the last 'wait' begins, and its steps: none if it is not made of steps alone."""
+    """Start and steps of the text after the last 'wait'; no steps if it is not made of steps alone.
+
+    Without a 'wait' it is the whole response.
+    """
     start = response.rfind("wait") + len("wait") if "wait" in response else 0
     start += len(response[start:]) - len(response[start:].lstrip())
     at, steps = start, []

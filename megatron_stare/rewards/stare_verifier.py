@@ -67,12 +67,12 @@ def answer_region(response: str) -> str:
 
 
 def normal_answer(response: str) -> str:
-    """As math_verifier.normal_answer, of the region; "" where no box stands in it."""
+    """Normal form of the answer in the region, by math_verifier.normal_answer; "" where no box stands in it."""
     return math_verifier.normal_answer(answer_region(response))
 
 
 def _read(text: str, answer: str) -> bool:
-    """Whether math-verify finds the answer in a text."""
+    """Returns True if math-verify finds the answer in a text."""
     found = parse(text, parsing_timeout=None)
     if len(found) < 2:  # an expression and its text: less is a failure to read
         return False

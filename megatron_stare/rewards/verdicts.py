@@ -12,8 +12,10 @@ EARLY = 32  # answers that wait before their loop comes to hand them out: worker
 
 
 class _Desk:
-    """Where a pool's answers are handed out and its verdicts given back, in one event loop, for all rollouts that are
-    under way there. Keeps no answer that has its verdict."""
+    """Desk of a pool in one event loop: hands out answers and gives back verdicts, for all rollouts under way there.
+
+    Keeps no answer that has its verdict.
+    """
 
     def __init__(self, pool: VerifierPool) -> None:
         self._pool = pool

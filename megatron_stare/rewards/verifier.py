@@ -1,4 +1,4 @@
-"""What a verifier is, and the one that a configuration names. Runs in reward workers, so torch stays out.
+"""Definition and lookup of verifiers, which a configuration names. Runs in reward workers, so torch stays out.
 
 A verifier is any function `(response text, reference answer) -> reward`. It may be slow, hang or raise:
 `rewards/verifier_pool.py` runs it in a process of its own and bounds it.
@@ -94,12 +94,12 @@ def make_verifier(verifier: Extension | str) -> Verifier:
 
 
 def answer_start_of(verify: Verifier) -> AnswerStart | None:
-    """What says where an answer begins, where the verifier or its module has it."""
+    """Function of the verifier or its module that gives the position where an answer begins; None if neither has it."""
     return getattr(verify, "answer_start", None) or getattr(_module(verify), "answer_start", None)
 
 
 def normal_answer_of(verify: Verifier) -> NormalAnswer | None:
-    """What gives an answer's normal form, where the verifier or its module has it."""
+    """Function of the verifier or its module that gives an answer's normal form; None if neither has it."""
     return getattr(verify, "normal_answer", None) or getattr(_module(verify), "normal_answer", None)
 
 
@@ -139,7 +139,7 @@ def _check_signature(verify: Verifier, name: str) -> None:
 
 
 def _callable_with_two(verify: Verifier) -> bool:
-    """Whether a response and an answer are all that it has to be given."""
+    """Returns True if a function can be called with a response and an answer alone, and takes no `completions`."""
     try:
         signature = inspect.signature(verify)
     except (TypeError, ValueError):  # of a function that is not Python's

@@ -30,9 +30,10 @@ _KILLED = f"was killed by {signal.SIGKILL.name}"  # see WorkerProcess.kill
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one answer. `reward` is None where there is none, and `detail` says why. An answer that its
-    verifier does not get done with in time is wrong, 0: a policy is not to gain by answers that hang. Where the
-    verifier is a server it may be the server that hangs, and there is no reward.
+    """Outcome for one answer. `reward` is None where there is none, and `detail` says why.
+
+    An answer whose verifier runs out of time is wrong, 0, so that a policy gains nothing by answers that hang. Where
+    the verifier is a server, the server may be what hangs, and there is no reward.
 
     `answer_at` is the character where the answer begins, -1 where none stands in the right format, and None where the
     verifier does not say. `answer` is its normal form (rewards/verifier.py), "" where there is none, None as above.

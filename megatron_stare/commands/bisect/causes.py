@@ -60,7 +60,7 @@ class LeftOut:
 
 
 def changes(config: Config, method: Method) -> tuple[list[Change], list[LeftOut]]:
-    """Those that a run of this configuration and method allows, and the causes of which there is none."""
+    """Lists the changes that fit a run of this configuration and method, and the causes that have none."""
     kind = resolve_engine(config.rollout.engine)
     found = [*_gate(method), *_correction(method), *_staleness(config, kind), *_layout(config, method)]
     found += _engine(config, kind)
@@ -76,8 +76,9 @@ def changes(config: Config, method: Method) -> tuple[list[Change], list[LeftOut]
 
 
 def contradictions(config: Config, method: Method, record: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """What the record itself says against the configuration, by cause: a fault that is still there when the steps are
-    made again is not seen by comparing them.
+    """Finds where the record itself contradicts the configuration, by cause.
+
+    Comparing re-made steps does not show such a fault: it is still there when the steps are made again.
 
     Args:
         record: metrics by step.

@@ -56,7 +56,7 @@ class Remade:
 
 @dataclass(frozen=True)
 class Line:
-    """What one re-run says.
+    """Result of one re-run.
 
     equal: steps from the first on whose metrics are the record's, bit for bit.
     medians: of each figure over the steps; NaN where it has none.
@@ -78,7 +78,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a bisection comes to.
+    """Result of a bisection.
 
     reproduced: the unchanged steps are the record: bit for bit, or, of a run that is not exact, within its noise.
     cause, change: what is named; "" where nothing is.
@@ -168,7 +168,7 @@ def explain(
 
 
 def _explains(line: Line, base: Line, departs: Sequence[str]) -> bool:
-    """Whether a change brings back what the unchanged steps miss, and loses nothing that they have."""
+    """Returns True if a change brings the figures in `departs` back to the record and loses none of the others."""
     for figure, far in line.missed.items():
         allowed = max(FAR, NEAR_SHARE * abs(base.missed[figure])) if figure in departs else FAR
         if not abs(far) <= allowed:

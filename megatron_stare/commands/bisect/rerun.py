@@ -119,7 +119,7 @@ def make_again(folder: Path, change: str, last: int) -> list[dict[str, Any]]:
 
 
 def main(folder: Path, change: str, last: int) -> int:
-    """What that process does. Returns the exit code."""
+    """Makes the steps up to `last` in this process. Returns its exit code: 0, or 2 after an error that is printed."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:

@@ -18,7 +18,9 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def check_environment(facts: Facts, config: Config, addresses: Sequence[str] = ()) -> list[Finding]:
-    """What a rank or server started on this machine would find, the run's own variables over the machine's.
+    """Checks the environment variables that a rank or server started on this machine would find.
+
+    The run's own variables override the machine's.
 
     Args:
         addresses: of all nodes, where there are several.
@@ -56,7 +58,10 @@ def _connections(shell: Mapping[str, str], config: Config, gpus: bool) -> Findin
 
 
 def _cumem(shell: Mapping[str, str], config: Config) -> Finding:
-    """What a run starts gets the run's value whatever the shell has; servers that it only joins were started so."""
+    """Compares the run's NCCL_CUMEM_ENABLE with the shell's, for servers that the run only joins.
+
+    Processes that the run starts get the run's value whatever the shell has; joined servers have the shell's.
+    """
     own, value = shared_environment(config).get(CUMEM), shell.get(CUMEM)
     if own is not None and config.sglang.urls and value is not None and value != own:
         mend = f"start the servers of sglang.urls with {CUMEM}={own}, or set it alike in runtime.env"
@@ -128,7 +133,7 @@ def _covers(word: str, address: str) -> bool:
 
 
 def _cache(shell: Mapping[str, str]) -> Finding:
-    """Where transformers and datasets keep what they fetched."""
+    """Checks that the folder where transformers and datasets cache downloads can be written."""
     home = shell.get("HF_HUB_CACHE") or shell.get("HF_HOME") or "~/.cache/huggingface"
     folder = Path(home).expanduser()
     there = next(each for each in (folder, *folder.absolute().parents) if each.exists())

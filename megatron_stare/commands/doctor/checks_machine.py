@@ -60,7 +60,7 @@ def check_clock(asked: float, told: float, answered: float) -> Finding:
 
 
 def check_topology(facts: Facts, tensor: int) -> Finding:
-    """Whether groups of `tensor` neighbouring GPUs are linked without leaving a bridge, by `nvidia-smi topo -m`."""
+    """Checks by `nvidia-smi topo -m` that links within groups of `tensor` neighbouring GPUs leave no PCIe bridge."""
     links = parse_topology(facts.topology)
     count = len(links)
     far = [
@@ -85,7 +85,7 @@ def parse_topology(table: str) -> list[list[str]]:
 
 
 def check_ports(ports: Sequence[int], host: str = "") -> Finding:
-    """Whether the first and last port of a range, and all between, can be listened on here."""
+    """Checks that every port from the first to the last of a range can be listened on here."""
     if not ports:
         return ok("ports", "runtime.ports is not set: the kernel's choice")
     taken = [port for port in range(ports[0], ports[-1] + 1) if not _free(host, port)]

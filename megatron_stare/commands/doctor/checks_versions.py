@@ -20,7 +20,7 @@ ALIKE = ("python", "torch", "cuda", "nccl", "megatron-core", "transformer-engine
 
 
 def check_versions(facts: Facts, config: Config | None) -> list[Finding]:
-    """Of one machine; `config` is the run that is meant, where one is given."""
+    """Checks the versions of packages on one machine; `config` is the planned run, if one is given."""
     versions = facts.versions
     found = [_python(versions), _megatron(versions)]
     found += [_pinned(name, versions, wanted) for name, wanted in PINNED.items()]
@@ -98,7 +98,7 @@ def _apex(facts: Facts) -> list[Finding]:
 
 
 def check_server_version(version: str | None, supported: Sequence[str]) -> Finding:
-    """Of the environment that servers of rollouts are started in."""
+    """Checks the server's release in the environment that rollout servers start in; None: it has no server."""
     if version is None:
         return fault(
             "server environment", "it has no server", "set it up, or name the Python of another: docs/doctor.md"

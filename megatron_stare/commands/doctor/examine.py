@@ -33,7 +33,7 @@ SLOW_GB_S = 0.5  # between nodes: ten-gigabit Ethernet has 1.25, InfiniBand 25 a
 
 
 def examine(config: Config | None, *, bandwidth: bool) -> list[Finding]:
-    """Of this machine, and where `config` names a Ray cluster, of every node of it.
+    """Examines this machine and, where `config` names a Ray cluster, every node of the cluster.
 
     Raises:
         UserError: the cluster cannot be joined.
@@ -53,7 +53,7 @@ def examine(config: Config | None, *, bandwidth: bool) -> list[Finding]:
 
 
 def of_machine(facts: Facts, config: Config | None, addresses: Sequence[str] = ()) -> list[Finding]:
-    """What is judged of one machine's facts alone."""
+    """Checks that need one machine's facts alone."""
     tensor = config.parallel.tensor if config else 1
     found = [*check_versions(facts, config), *check_limits(facts), check_shared_memory(facts)]
     if facts.gpus:

@@ -1,4 +1,4 @@
-"""What runs on each node of a cluster for the doctor: looks at the node, and is one end of a bandwidth measurement."""
+"""Worker of the doctor on each node of a cluster: looks at the node, and is one end of a bandwidth measurement."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NodeProbe:
         return local_facts()
 
     def sees(self, path: str) -> bool:
-        """Whether a file that another node wrote is there."""
+        """Returns True if a path that another node wrote exists on this node."""
         return Path(path).exists()
 
     def ports(self, ports: list[int]) -> Finding:

@@ -75,7 +75,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _shown(task: str) -> Callable[[int, int], None]:
-    """What shows how far a task is: one line that moves on a terminal, elsewhere a line every twentieth."""
+    """Returns a callback that prints a task's progress: one line that moves on a terminal, else 20 lines a task."""
     last = -1
 
     def told(done: int, wanted: int) -> None:

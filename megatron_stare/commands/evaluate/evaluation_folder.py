@@ -73,7 +73,10 @@ class EvaluationFolder:
             raise UserError("another process is evaluating into this folder", where=str(self.path)) from error
 
     def _written(self, what: Mapping[str, Any]) -> dict[str, Any]:
-        """What the folder is of from here on: what is in it, and the tasks that are new."""
+        """Returns the folder's record from here on: what the folder holds, and the tasks that are new.
+
+        Raises UserError where the folder holds something else, or responses made in another way.
+        """
         now = {"format": FORMAT, **json.loads(json.dumps(what))}
         if not (self.path / EVALUATION).exists():
             if any(entry.name != ".lock" for entry in self.path.iterdir()):
@@ -114,7 +117,7 @@ class EvaluationFolder:
         return KeptResponses(self, name)
 
     def known(self, task: str, greedy: bool) -> dict[Key, Response]:
-        """Those that are there already."""
+        """Responses to a task that the folder holds already, by prompt and sample."""
         return self._responses.setdefault((task, greedy), {})
 
     def add(self, task: str, greedy: bool, response: Response) -> None:

@@ -69,7 +69,7 @@ class Checkpoint:
         return cls(path, True, RunState.read(path).step if (path / RUN_STATE).exists() else 0)
 
     def identity(self) -> dict[str, Any]:
-        """What tells it from other weights at the same place: its files, their sizes and when they were written."""
+        """Identity of the weights at a path: the path, the step, and a digest of file names, sizes and write times."""
         files = sorted(file for file in self.path.iterdir() if file.suffix in (".safetensors", ".distcp"))
         held = [(file.name, (found := file.stat()).st_size, found.st_mtime_ns) for file in files]
         return {"path": str(self.path), "step": self.step, "files": _digest(held)}
@@ -77,7 +77,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Opened:
-    """What an evaluation reads, checked."""
+    """Checked inputs of an evaluation."""
 
     config: Config
     shape: ModelShape
@@ -234,7 +234,7 @@ def _chosen(config: Config, names: Sequence[str]) -> dict[str, Task]:
 
 
 def _what(evaluation: Evaluation) -> dict[str, Any]:
-    """What a task's responses depend on. More samples of the same kind may join them."""
+    """Everything that a task's responses depend on. More samples of the same kind may join them."""
     task, prompts = evaluation.task, evaluation.prompts
     decoding = {name: value for name, value in task.decoding().items() if name != "samples"}
     asked = [(prompt.cursor, prompt.token_ids, prompt.answer) for prompt in prompts]

@@ -88,7 +88,7 @@ class _InertStream:
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """What Megatron's copy to the host gives, for tensors that are there already."""
+    """Stands in for Megatron's copy to the host; tensors are on the host already."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
@@ -129,17 +129,17 @@ def cpu_backend() -> Iterator[None]:
 
 
 def backend() -> contextlib.AbstractContextManager[None]:
-    """What every call into Megatron runs inside: nothing where there is CUDA, else the CPU substitutions."""
+    """Context for every call into Megatron: nothing where this rank uses CUDA, else the CPU substitutions."""
     return contextlib.nullcontext() if uses_cuda() else cpu_backend()
 
 
 def uses_cuda() -> bool:
-    """Whether the device of this rank is a CUDA one; asking does not initialise CUDA."""
+    """Returns True if the device of this rank is a CUDA device; does not initialise CUDA."""
     return torch.cuda.is_available() and not _on_meta
 
 
 def has_transformer_engine() -> bool:
-    """Whether the model's layers, its attention among them, are Transformer Engine's and not Megatron's local ones."""
+    """Returns True if layers, attention included, are Transformer Engine's; False: they are Megatron's local ones."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 

@@ -45,8 +45,7 @@ class Layout:
 
     @property
     def is_reporting_rank(self) -> bool:
-        """Whether this is the one rank that reports results: last stage, first of its tensor, data and
-        context groups."""
+        """Marks the one rank that reports results: last stage, first of its tensor, data and context groups."""
         return self.last_stage and self.tp_rank == self.dp_rank == self.cp_rank == 0
 
 

@@ -48,7 +48,7 @@ class Grid:
 
 
 class SequenceLayout(ABC):
-    """What micro-batches, the head and a step's sums must know of it.
+    """Layout of sequences over positions and ranks, as micro-batches, the head and a step's sums need it.
 
     A position brings its sample and token along, so that targets, canonical numbers and masks follow a split by
     themselves. Ranks among which a sequence is split are given the same share of the batch.
@@ -56,7 +56,7 @@ class SequenceLayout(ABC):
 
     @abstractmethod
     def lay_out(self, lengths: Sequence[Tensor]) -> list[Grid]:
-        """Where the tokens of every micro-batch of a rank stand, from the lengths of its samples ([.] each)."""
+        """Places the tokens of every micro-batch of a rank, given the lengths of its samples ([.] each)."""
 
     @abstractmethod
     def split(self, grid: Grid) -> Grid:
@@ -73,7 +73,7 @@ class SequenceLayout(ABC):
 
     @abstractmethod
     def describe(self, grid: Grid, device: torch.device) -> PackedSequences | None:
-        """Where sequences begin and end in a whole grid, for the attention; None: every row is one."""
+        """Boundaries of the sequences in a whole grid, for the attention; None: each row is one sequence."""
 
     @abstractmethod
     def rows(self, hidden: Tensor, rows: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ class SplitSequences(WholeSequences):
 
 
 def sequence_layout(config: Config, layout: Layout) -> SequenceLayout:
-    """That of a run, on this rank."""
+    """Builds a run's sequence layout for this rank."""
     parallel = config.parallel
     place = Zigzag(layout.cp_rank, layout.cp)
     whole = WholeSequences(

@@ -15,8 +15,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Zigzag:
-    """Of 2 C equal chunks of every sequence, rank r holds those numbered r and 2 C - 1 - r, so that causal attention is
-    the same work on every rank.
+    """Split of sequences over C ranks that makes causal attention the same work on every rank.
+
+    Each sequence is cut into 2 C equal chunks; rank r holds those numbered r and 2 C - 1 - r.
 
     Raises:
         ValueError: from every method, a length that is not a multiple of 2 C (of 1 where C is 1).
@@ -27,7 +28,7 @@ class Zigzag:
 
     @property
     def multiple(self) -> int:
-        """What lengths must be multiples of."""
+        """Number that lengths must be multiples of: 2 C, or 1 where C is 1."""
         return 2 * self.ranks if self.ranks > 1 else 1
 
     def positions(self, length: int) -> Tensor:

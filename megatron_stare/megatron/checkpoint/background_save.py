@@ -78,7 +78,7 @@ class BackgroundSave:
         raise UserError("the checkpoint could not be written (its writers do not begin)", where=self._folder)
 
     def written(self) -> bool:
-        """Whether this rank's part is on disk, or failed to get there."""
+        """Returns True once this rank's part is on disk or could not be written; does not wait."""
         return all(pipe.poll() for _, pipe in self._writers)
 
     def wait(self) -> None:

@@ -184,7 +184,10 @@ _NORMS = (
 
 
 def _ask_for_saved_names(wanted: dict[str, Any], folder: str | Path) -> None:
-    """Where layers of the other kind saved the checkpoint, asks for norms as they named them."""
+    """Renames norms in `wanted` to the checkpoint's names if layers of the other kind saved it.
+
+    The two kinds are Transformer Engine's layers and Megatron's local ones.
+    """
     saved = TorchDist(folder).sizes
     for part in nested_values(wanted):
         for mine, others in (*_NORMS, *(names[::-1] for names in _NORMS)):

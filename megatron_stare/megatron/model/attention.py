@@ -92,8 +92,10 @@ class SdpaCoreAttention(nn.Module):
         return queries.collect(torch.cat(parts)).flatten(1)
 
     def _gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Of all context-parallel ranks, laid end to end in order of rank; backward brings every rank the sum of what
-        all ranks' queries push on its own."""
+        """Gathers keys and values of all context-parallel ranks, laid end to end in order of rank.
+
+        Backward gives every rank the gradient of its own part, summed over all ranks' queries.
+        """
         both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self.context_group)
         return tuple(both.split([key.shape[-1], value.shape[-1]], dim=-1))
 

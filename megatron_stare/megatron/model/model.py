@@ -147,7 +147,7 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBl
 
 
 def _has_experts(config: TransformerConfig, layer: int) -> bool:
-    """Whether a layer of the whole model, from 0, has experts."""
+    """Returns True if a layer has experts; layers of the whole model are counted from 0."""
     every = config.moe_layer_freq
     return config.num_moe_experts is not None and (isinstance(every, int) or every[layer] == 1)
 
@@ -299,7 +299,7 @@ _EXPERT = re.compile(r"(?<=\.experts\.)(?:local_experts\.|linear_fc[12]\.weight)
 
 
 def is_expert(name: str) -> bool:
-    """Whether a parameter belongs to one expert; experts are never cut over tensor-parallel ranks."""
+    """Returns True if a parameter belongs to one expert; experts are never cut over tensor-parallel ranks."""
     return _EXPERT.search(name) is not None
 
 

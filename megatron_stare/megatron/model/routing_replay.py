@@ -37,7 +37,7 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 class GivenExperts(RouterReplay):
-    """Of one router: takes the experts of a micro-batch as it enters the layer.
+    """Replay for one router: takes the experts of a micro-batch as it enters the layer.
 
     Megatron's own is told from outside whether a forward is backward's, made again for recomputed activations. In a
     pipeline forwards and backwards take turns, so here a router tells by itself: a forward that will be made again

@@ -1,4 +1,4 @@
-"""What of a rank's policy lies on its device, and what has left it for host memory meanwhile.
+"""Moves parts of a rank's policy between its device and host memory.
 
 Memory is moved beneath the tensors: the storage of each is shrunk to nothing and grown again, so that everything that
 looks into it - parameters, their shards in the optimizer, the buckets of Megatron's buffers - goes on doing so. On a
@@ -51,7 +51,7 @@ class DeviceState:
         self._kept: dict[int, list[Tensor]] = {}  # pinned memory to copy to again, by size
 
     def storages(self) -> dict[str, list[UntypedStorage]]:
-        """What lies behind each part on this device, each storage once; those that are away too."""
+        """Storages behind each part on this device, each storage once; includes parts that are away."""
         found: dict[str, list[UntypedStorage]] = {}
         seen: set[StorageWeakRef] = set()
         for part in PARTS:

@@ -1,4 +1,4 @@
-"""What the last pipeline stage knows of a rollout batch after its log-prob pass."""
+"""Tokens and statistics of a rollout batch on the last pipeline stage, after its log-prob pass."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Measured:
     forecast: dict[str, Tensor] = field(default_factory=dict)
 
     def requests(self) -> dict[str, Request]:
-        """What is logged of the rollout batch."""
+        """Requests for the metrics of the rollout batch, by name."""
         tokens = self.tokens
         drift = (tokens.old_log_prob - tokens.rollout_log_prob).abs()
         return {

@@ -1,4 +1,4 @@
-"""Where on this rank a number that is not finite came from: found after an update that was not taken because of one.
+"""Finds where on this rank a number that is not finite came from, after an update that was skipped because of it.
 
 Reducing gradients over data ranks spreads what is not finite to all of them, so whether a rank's own gradient was
 finite is kept from before; all else is looked up when it is asked for.
@@ -22,12 +22,13 @@ from megatron_stare.records.batch import TokenBatch
 
 @dataclass(frozen=True)
 class NotFinite:
-    """What is not finite on one rank.
+    """Numbers on one rank that are not finite.
 
-    own_gradient: whether the rank's own gradient was not, before it was reduced over data ranks.
-    weights: the first parameter whose values are not, in the order of the forward pass.
-    gradient: the parameter whose gradient was the first not to be, in the order of the backward pass.
-    samples: of the whole batch, in ascending order, those with a log-prob, advantage or loss of this rank that is not.
+    own_gradient: whether the rank's own gradient, before it was reduced over data ranks, was not finite.
+    weights: the first parameter with values that are not finite, in the order of the forward pass.
+    gradient: the first parameter whose gradient was not finite, in the order of the backward pass.
+    samples: of the whole batch, in ascending order, those with a log-prob, advantage or loss of this rank that is not
+        finite.
     """
 
     rank: int
@@ -64,14 +65,14 @@ class OwnGradients:
         return reduce_after_a_look
 
     def not_finite(self) -> bool:
-        """Whether any of the last update's was not. Waits for the device."""
+        """Returns True if this rank's own gradient was not finite in the last update. Waits for the device."""
         return any(not bool(largest.isfinite()) for largest in self._largest.values())
 
 
 def look(
     model: list[nn.Module], layout: Layout, own: OwnGradients, tokens: TokenBatch | None, lost: Tensor | None
 ) -> NotFinite:
-    """What is not finite on this rank, after an update that was not taken.
+    """Finds the numbers on this rank that are not finite, after an update that was skipped.
 
     Args:
         tokens: this rank's, on the last stage.

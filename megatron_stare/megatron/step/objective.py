@@ -1,4 +1,4 @@
-"""What one optimizer step minimises and reports: the method's loss over its micro-batches, on the last pipeline stage.
+"""Objective of one optimizer step: the method's loss over its micro-batches, and metrics; on the last pipeline stage.
 
 Shape legend: N response positions of this rank, n those of a micro-batch, as in microbatch.py.
 """
@@ -69,7 +69,7 @@ class Objective:
         return each.sum(), {"loss/policy": each.detach(), "ratio/max_abs_log": log_ratio, **terms.shares, **passed}
 
     def tokens_of(self, log_prob: Tensor, entropy: Tensor, micro: MicroBatch) -> TokenBatch:
-        """What the method sees of a micro-batch, with its log-probs [n] and entropies [n] under the policy of now."""
+        """Tokens of a micro-batch as the method sees them, with the current log-probs [n] and entropies [n]."""
         rows = torch.arange(micro.span.start, micro.span.stop, device=log_prob.device)
         tokens = replace(
             self.tokens.select(rows),
@@ -90,11 +90,11 @@ class Objective:
         return found
 
     def statistics_of(self, micro: MicroBatch) -> Statistics:
-        """What the method reads for a micro-batch."""
+        """Statistics that the method reads for a micro-batch."""
         return self.own.get((micro.span.start, micro.span.stop), self.statistics)
 
     def requests(self, logged: Mapping[str, Tensor]) -> dict[str, Request]:
-        """What is logged of the update, over all ranks, from the tensors that `loss` gave to log."""
+        """Requests for the metrics of the update, over all ranks, from the tensors that `loss` gave to log."""
         mask = self.tokens.loss_mask[self.rows]
         asked: dict[str, Request] = {
             "loss/policy": Sum(logged["loss/policy"], mask),

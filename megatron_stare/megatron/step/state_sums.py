@@ -1,4 +1,4 @@
-"""What a rank holds of a run's state, in two numbers a tensor: to tell whether a checkpoint brought all of it back.
+"""Sums over a rank's part of a run's state, two numbers a tensor, which show whether a checkpoint restored all of it.
 
 The log-probs of a canary show that the weights are right, and nothing of the optimizer, whose loss shows only later,
 and not as an error. A norm is the same in any layout but for rounding in float64.
@@ -26,7 +26,7 @@ Sums = dict[str, tuple[float, float]]  # by tensor: sum of absolute values, and 
 
 @dataclass(frozen=True)
 class RankProof:
-    """What one rank gives to a proof of what is loaded.
+    """Numbers that one rank contributes to a proof of the loaded state.
 
     log_probs: by policy, canonical numbers [n] of the positions here and their log-probs [n] float32; of the last
         stage alone.

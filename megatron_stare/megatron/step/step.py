@@ -73,7 +73,7 @@ class Policy:
 
 
 class Step:
-    """What a rank knows of a rollout batch.
+    """Training step on one rollout batch, as this rank sees it.
 
     measured: the batch's tokens here and what was asked of all ranks' tokens; None but on the last pipeline stage.
     group: ranks that hold other tokens of the batch; None: this rank holds all.
@@ -197,8 +197,10 @@ class Step:
         return {**{name: float(x) for name, x in metrics.items()}, **rates}, state
 
     def token_numbers(self) -> list[TokenNumbers]:
-        """Those of the tokens here that updates were asked for; on one rank of each tensor-parallel group of the last
-        stage, none elsewhere. Waits for the device."""
+        """Numbers of the tokens here that updates were asked for, an entry an update. Waits for the device.
+
+        On one rank of each tensor-parallel group of the last stage; none elsewhere.
+        """
         mine = self._numbers if self._policy.layout.tp_rank == 0 else []
         return [part.to_host() for part in mine]
 
@@ -208,8 +210,11 @@ class Step:
 
     @torch.no_grad()
     def _make_objective(self, number: int) -> Objective | None:
-        """What an update minimises; None but on the last pipeline stage. All ranks must call it for updates after the
-        first, before which `statistics.surprisal: current` passes the mini-batch through the model again."""
+        """Makes the objective of an update; None but on the last pipeline stage.
+
+        All ranks must call it for updates after the first, whose mini-batches `statistics.surprisal: current` passes
+        through the model again.
+        """
         mini_batch = self._mini_batch(number)
         part, renewed = self.batch.mini_batch(mini_batch), None
         if self._config.statistics.surprisal == "current" and number > 0:
@@ -250,7 +255,7 @@ class Step:
         return {**asked, **forecast, **self._method.metrics(objective.statistics, objective.state)}
 
     def _measures_forecast(self) -> bool:
-        """Whether this step is one of `observability.measured_every`: only where there is a forecast."""
+        """Returns True if this step is one of `observability.measured_every`; always False without a forecast."""
         watched = self._config.observability
         if not watched.entropy_forecast or self._config.skips_log_prob_pass or watched.measured_every == 0:
             return False

@@ -133,7 +133,7 @@ def _pass_at_1_of(run: RunRecord, task: str | None) -> list[Figure]:
 
 
 def labels_of(run: RunRecord, task: str | None) -> tuple[str, str]:
-    """What the results on a task are called, sampled and greedy.
+    """Labels of the results on a task: sampled, then greedy.
 
     Args:
         run: with the evaluations on this task alone.

@@ -1,4 +1,4 @@
-"""What a metric's name means, from what is declared beside the code that logs it.
+"""Meanings of metrics by name, as declared beside the code that logs them.
 
 `glossary.json` is made with docs/metrics.md by tools/make_metric_docs.py, since whoever shows a metric must not import
 all that logs some.

@@ -1,4 +1,4 @@
-"""What a run reports, told to every sink of it: steps, evaluations, alerts, phases and notes.
+"""Reports of a run to all its sinks: steps, evaluations, alerts, phases and notes.
 
 Comes from the driver loop; goes to the sinks that the configuration names. One that fails neither ends the run nor
 keeps anything from the others, unless it is the record of the run.
@@ -165,7 +165,7 @@ class Monitor:
                 ) from error
 
     def _warn_once(self, name: str, text: str) -> None:
-        """Of a sink or metric that fails."""
+        """Prints a warning about a sink or metric that fails, once for each name."""
         if name in self._failed:
             return
         self._failed.add(name)

@@ -28,7 +28,7 @@ def load_metrics(names: Sequence[str]) -> dict[str, OwnMetric]:
 
 
 def measure(function: OwnMetric, batch: RolloutBatch, taken: Mapping[str, float]) -> dict[str, float]:
-    """What one of them says of a batch.
+    """Computes the metrics that a user's function gives for a batch, and checks their names.
 
     Args:
         taken: the step's other metrics.

@@ -1,4 +1,4 @@
-"""What a run predicted of itself beside what it measured, from its metrics; for `status` and the report. No torch."""
+"""Predictions of a run beside its measurements, from its metrics; for `status` and the report. No torch."""
 
 from __future__ import annotations
 

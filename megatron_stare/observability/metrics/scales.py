@@ -84,7 +84,7 @@ def thin(points: Points, limit: int = 700) -> Points:
 
 
 def intervals_on(steps: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:
-    """Where a 0/1 series is on, as [from, to] in steps; every step covers half a step to either side."""
+    """Intervals in which a 0/1 series is on, as (from, to) in steps; each step covers half a step to either side."""
     found: list[tuple[float, float]] = []
     for step, value in zip(steps, values, strict=True):
         if not value >= 0.5:

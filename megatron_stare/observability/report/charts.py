@@ -44,7 +44,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """What to draw. `targets` are drawn dashed, with a band of `band` times the target to either side if not 0."""
+    """Chart to be drawn. `targets` are drawn dashed, with a band of `band` times the target to either side if not 0."""
 
     title: str
     unit: str

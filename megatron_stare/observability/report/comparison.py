@@ -103,8 +103,10 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def _defaults(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Of the same method; None where there are none, as for a method in a file that is not here. Imports the method,
-    and with it torch, which the rest of the report does without."""
+    """Default settings of the same method; None where there are none, as for a method in a file that is not here.
+
+    Imports the method, and with it torch, which the rest of the report does without.
+    """
     algorithm = config.get("algorithm")
     name = algorithm.get("name") if isinstance(algorithm, Mapping) else algorithm
     try:

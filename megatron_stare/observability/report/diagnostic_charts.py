@@ -60,7 +60,7 @@ class Part:
 
 
 def parts(runs: Sequence[RunRecord]) -> list[Part]:
-    """Those that have something to show."""
+    """Parts of the page that have something to show."""
     found = [
         Part(
             "Entropy forecast",
@@ -243,7 +243,7 @@ class TokenNorms:
 
 
 def token_norms(run: RunRecord) -> TokenNorms | None:
-    """Of the newest step that measured it; None where none did."""
+    """Token norms of the newest step that measured them; None where none did."""
     row = next((row for row in reversed(run.metrics) if "gradient/token_share_0" in row), None)
     if row is None:
         return None

@@ -1,4 +1,4 @@
-"""What happened in a run, in a sentence, and what a reader may trip over.
+"""Summary of a run in one sentence, and remarks on what a reader may trip over.
 
 Comes from a `RunRecord`; goes to the top of the report. Every number in it is one of the figures below it.
 """
@@ -30,7 +30,7 @@ class Headline:
 
 
 def headline(run: RunRecord) -> Headline:
-    """Of one run."""
+    """Sums up one run."""
     figures = summary(run.metrics)
     parts, remarks = [_entropy(figures)], []
     on = run.on_task(run.tasks[0])

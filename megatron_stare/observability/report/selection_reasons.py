@@ -32,7 +32,7 @@ class Reasons:
 
 
 def selection_reasons(algorithm: Any, row: Mapping[str, float] | None) -> Reasons:
-    """Of one step.
+    """Explains which tokens one step selected, and why.
 
     Args:
         algorithm: the section of config.yaml, or a method's name alone.

@@ -25,7 +25,7 @@ class TokenView:
 
     @property
     def data(self) -> dict[str, Any]:
-        """What the script reads."""
+        """Data that the script reads."""
         return {"responses": self.responses}
 
 
@@ -45,8 +45,10 @@ def token_view(responses: Sequence[SampledResponse], about: str = "") -> TokenVi
 
 
 def view_of_run(directory: Path) -> TokenView | None:
-    """That of a run's rollouts: those of its first file with numbers of tokens, one in the middle and the last. None
-    where there are none."""
+    """View of a run's rollouts whose tokens have numbers, from its first, middle and last rollout file.
+
+    None where no such rollout is found.
+    """
     files = rollout_files(directory / "rollouts")
     read = [found for file in _some(files) if (found := [r for r in read_rollouts(file) if r.tokens])]
     if not read:

@@ -75,11 +75,11 @@ class PrometheusEndpoint(Sink):
 
     @property
     def port(self) -> int:
-        """That it is served at."""
+        """Port that the metrics are served at."""
         return int(self._server.server_port)
 
     def collect(self) -> Iterator[Any]:
-        """What a scrape gets; called on the server's threads."""
+        """Yields the metric families of one scrape; called on the server's threads."""
         from prometheus_client.core import GaugeMetricFamily
 
         given = {"run": self._name}

@@ -130,7 +130,7 @@ class Service(Sink):
 
 
 def under(task: str) -> str:
-    """What stands before the names of an evaluation's figures; "" is the run's own task."""
+    """Prefix of the names of an evaluation's figures; task "" is the run's own."""
     return f"eval/{task}/" if task else "eval/"
 
 

@@ -56,7 +56,7 @@ class RemainingTime:
 
 
 class RunDisplay(ABC):
-    """What a person is shown of a run. A context manager; `close` leaves the terminal as it was found."""
+    """Display of a run for a person. A context manager; `close` leaves the terminal as it was found."""
 
     def start(self, run_dir: str, algorithm: str) -> None:
         """Says which run this is."""

@@ -1,4 +1,4 @@
-"""Whether rollout engine and trainer compute the same log-probs of the same tokens, and what is to blame if not. Pure.
+"""Judges how far the log-probs of rollout engine and trainer differ, and names what is to blame if they do. Pure.
 
 Two comparisons: the tokens of every rollout, at the run's temperature, as they were sampled; and after every weight
 sync a canary, sequences that never change, at temperature 1. Blame rests on what one of them shows and the other does
@@ -120,7 +120,7 @@ def _nan_first(value: float) -> tuple[bool, float]:
 
 
 def canary_batch(sequences: Sequence[Sequence[int]]) -> RolloutBatch:
-    """Of token ids; see canary.py. All but a sequence's first token count as its response."""
+    """Makes a batch of token ids; see canary.py. All but a sequence's first token count as its response."""
     lengths = torch.tensor([len(tokens) for tokens in sequences], dtype=torch.int64)
     responses, count = lengths - 1, len(sequences)
     total = int(responses.sum())
@@ -143,7 +143,7 @@ def canary_batch(sequences: Sequence[Sequence[int]]) -> RolloutBatch:
 def canary_verdict(
     differences: Sequence[LogProbDifference], limits: Limits, engines: Sequence[int] | None = None
 ) -> str | None:
-    """What the canary shows, by engine; None: engines and trainer agree.
+    """Names what is to blame for the canary's differences, by engine; None: engines and trainer agree.
 
     Args:
         engines: the number of each; None: from 0 on.
@@ -166,7 +166,7 @@ def canary_verdict(
 
 
 def rollout_verdict(sampled: LogProbDifference, unscaled: LogProbDifference, temperature: float, limits: Limits) -> str:
-    """What is to blame for sampled log-probs that differ although the canary agrees.
+    """Names what is to blame for sampled log-probs that differ although the canary agrees.
 
     Args:
         sampled: against the trainer at the run's temperature.

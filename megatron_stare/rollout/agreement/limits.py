@@ -26,7 +26,7 @@ _AGREES = 0.1  # share of the limit under which two log-probs count as the same,
 
 @dataclass(frozen=True)
 class Limits:
-    """What differences a run goes on with, nats; None: whatever they are.
+    """Largest differences that a run goes on with, nats; None: any.
 
     largest: of a single token; judged in float32, where rounding alone is three orders of magnitude smaller than any
         fault. In 16 bits single tokens differ by tenths of a nat to several with nothing wrong.
@@ -40,7 +40,7 @@ class Limits:
 
     @classmethod
     def of(cls, config: Config) -> Limits:
-        """As configured, or those of the coarser dtype of trainer and engines."""
+        """Limits as configured, else those of the coarser dtype of trainer and engines."""
         asked, own = config.agreement, config.sglang.agreement_limit
         dtypes = {config.model.dtype, config.sglang.dtype or config.model.dtype}
         coarsest = next((dtype for dtype in BOUNDS if dtype in dtypes), None)
@@ -81,7 +81,7 @@ class Limits:
         return " and ".join(over)
 
     def size(self, part: Sizes) -> float:
-        """What tells whether a part of the tokens agrees, of those that are numbers."""
+        """Difference in nats that part of the tokens is judged by: the mean in 16 bits, else the largest; no NaN."""
         return part.mean_number if self.in_16_bits else part.largest_number
 
     @property
@@ -92,7 +92,7 @@ class Limits:
 
     @property
     def rounding(self) -> float:
-        """What rounding alone may take off a single token's log-prob, but for one in a hundred."""
+        """Difference that rounding alone stays within on a single token, but for one in a hundred; nats."""
         return self.bounds["p99"] if self.in_16_bits else self.same
 
     @property

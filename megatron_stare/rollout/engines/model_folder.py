@@ -1,5 +1,6 @@
-"""What rollouts read of a model's folder: its transformers config, which tokens end a response, and the tokenizer, with
-the text it makes of what was sampled. Nothing is looked up on the network.
+"""Reads a model's folder for rollouts: transformers config, tokens that end a response, and tokenizer.
+
+Also turns sampled tokens into text. Nothing is looked up on the network.
 """
 
 from __future__ import annotations

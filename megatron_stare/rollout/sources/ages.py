@@ -27,10 +27,10 @@ METRICS = (
 
 @dataclass(frozen=True)
 class Ages:
-    """What is asked of the tokens of older weights.
+    """Limits for tokens that older weights sampled.
 
     Attributes:
-        oldest: that a token may be; None: as old as its response took.
+        oldest: age that a token may have; None: as old as its response took.
         masked_from: age from which a token carries no loss; None: every token does.
     """
 

@@ -1,4 +1,4 @@
-"""What environments asked of the world outside, journalled: the intent before a call, the answer after it.
+"""Journal of the calls that environments make to the world outside: the intent before a call, its answer after it.
 
 A response that is cut, or made again by a run that is resumed, has its environment run again. What its tools answered
 before is read here, so that no call acts twice and no tool can answer otherwise. Calls of a response lie in the file of

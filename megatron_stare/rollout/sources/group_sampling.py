@@ -64,8 +64,10 @@ class Groups(ABC):
         """
 
     def kept(self) -> Callable[[], bytes]:
-        """What a checkpoint must hold of prompts that were taken and not trained on, as it is now, between two steps;
-        most keep none. It is made into bytes when it is asked for, which may be in the middle of the next step."""
+        """Snapshot, between two steps, of the prompts taken and not trained on, for a checkpoint; most keep none.
+
+        The bytes are made when the result is called, which may be in the middle of the next step.
+        """
         return lambda: b""
 
     def restore(self, kept: bytes) -> None:
@@ -158,7 +160,7 @@ class InformativeGroups(Groups):
 
 
 class _Settled:
-    """Whether the groups that are whole settle which of a round are used.
+    """Decides when the whole groups of a round settle which of its groups are used.
 
     Args:
         prompts: of the round, in canonical order.
@@ -185,7 +187,7 @@ class _Settled:
 
 
 def informative(group: Sequence[Trajectory]) -> bool:
-    """Whether the verified rewards of a prompt differ, so that it has advantages."""
+    """Returns True if the verified rewards of a prompt differ, so that it has advantages."""
     return len({trajectory.reward for trajectory in group if trajectory.judged}) > 1
 
 

@@ -107,7 +107,7 @@ def from_bytes(data: bytes) -> list[list[UnderWay]]:
 
 
 def without(data: bytes, cursors: Collection[int]) -> bytes:
-    """What `to_bytes` gave, without the groups of prompts of these cursors. Raises DataError as `from_bytes` does."""
+    """Removes the groups of these cursors' prompts from what `to_bytes` gave. Raises DataError as `from_bytes` does."""
     if not data or not cursors:
         return data
     return to_bytes([group for group in from_bytes(data) if group[0].prompt.cursor not in cursors])

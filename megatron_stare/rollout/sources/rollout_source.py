@@ -79,8 +79,10 @@ class RolloutSource(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, int]:
-        """Of the stream of prompts, before the first one that no batch was made of yet: a source that begins from it
-        uses each prompt once."""
+        """State of the stream of prompts before the first prompt that is in no batch yet.
+
+        A source that begins from this state uses each prompt once.
+        """
 
     def quiet(self) -> contextlib.AbstractContextManager[None]:
         """While open, the engines are the caller's. Waits until they have nothing of this source to do."""

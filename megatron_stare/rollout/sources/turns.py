@@ -1,4 +1,4 @@
-"""What the environment of one response is given: tokens of the policy turn by turn, and answers of its tools.
+"""Serves one response's environment: the policy's tokens turn by turn, and the answers of its tools.
 
 Requests go to the engines through Serving; what comes back is kept in UnderWay, and what tools answer in the journal of
 calls, so that an environment that is run again is answered as before.

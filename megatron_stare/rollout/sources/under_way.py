@@ -39,7 +39,7 @@ _NO_TOKENS, _NO_LOG_PROBS = torch.zeros(0, dtype=torch.int32), torch.zeros(0)
 
 @dataclass
 class Answer:
-    """What the policy says to one call of an environment's `generate`, as it grows."""
+    """Answer of the policy to one call of an environment's `generate`, as it grows."""
 
     tokens: Tensor = _NO_TOKENS  # [n] int32
     log_probs: Tensor = _NO_LOG_PROBS  # [n] float32, nats
@@ -158,7 +158,7 @@ class UnderWay:
         return nothing
 
     def not_repeated(self) -> DataError:
-        """Of an environment that does otherwise when it is given the same answers again."""
+        """Error for an environment that does otherwise when it is given the same answers again."""
         return DataError(
             "the environment did not say again what it had said before its response was cut",
             where=f"{WHERE}, prompt {self.prompt.id}",
@@ -175,10 +175,10 @@ def joined(first: VersionRuns, then: VersionRuns) -> VersionRuns:
 
 
 def checksum(tokens: Sequence[int]) -> str:
-    """Of token ids: the same wherever it is computed."""
+    """SHA-256 of token ids, hexadecimal; the same on every machine."""
     return hashlib.sha256(np.asarray(tokens, dtype="<i4").tobytes()).hexdigest()
 
 
 def text_checksum(text: str) -> str:
-    """Of a text: the same wherever it is computed."""
+    """SHA-256 of a text, hexadecimal; the same on every machine."""
     return hashlib.sha256(text.encode()).hexdigest()

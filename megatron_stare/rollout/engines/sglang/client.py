@@ -152,8 +152,9 @@ class SGLangClient:
         return await self.post("/generate", body)
 
     async def generate_as(self, body: Mapping[str, Any], read: Callable[[dict[str, Any]], T]) -> T:
-        """As `generate`, of a long response: what `read` makes of it, which must keep nothing of it. Asks the router
-        where there is one.
+        """Generates a long response and returns what `read` makes of it; `read` must keep nothing of the response.
+
+        Asks the router where there is one.
 
         Raises:
             UnansweredError: the response is lost; asking again, here or elsewhere, may bring it.
@@ -173,7 +174,10 @@ class SGLangClient:
         return await self.get("/model_info")
 
     async def asks_for_key(self) -> bool:
-        """Whether who has no key is sent away. SGLang guards all of a server's endpoints alike, but for its health."""
+        """Returns True if a request without the key is refused.
+
+        SGLang guards all endpoints of a server alike, except its health.
+        """
         headers = {name: value for name, value in self._headers.items() if name != "Authorization"}
         status, _ = await self._request("GET", "/model_info", headers, None)
         return status == 401

@@ -82,7 +82,7 @@ def _not_pinned(buffer: object, granularity: object = None) -> None:
 
 
 def _gathered(ranks: Any, output: Tensor, of: Tensor) -> None:
-    """As SGLang gathers where its CPU engine is; elsewhere it asks for an operator that is CUDA's."""
+    """Gathers as SGLang does where its CPU engine is; elsewhere SGLang asks for a CUDA operator."""
     ranks._all_gather_into_tensor(output, of)
 
 

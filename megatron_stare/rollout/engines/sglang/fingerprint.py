@@ -57,7 +57,7 @@ class Stack:
         return not self.early and self.count in (None, self.hashed)
 
     def joined(self, other: Stack) -> Stack:
-        """Of what either took of experts' matrices on a GPU."""
+        """Joins the parts of experts' matrices that either stack took on a GPU."""
         assert isinstance(self.digest, TiledDigest) and isinstance(other.digest, TiledDigest)
         return Stack(self.count, self.digest.joined(other.digest), placed=self.placed | other.placed)
 
@@ -87,11 +87,11 @@ class Fingerprint:
             stacks.setdefault(place.name, Stack(place.count, digest_on(self._layout.device))).take(index, parts)
 
     def checksums(self) -> list[dict[str, str]]:
-        """What each rank must report, by SGLang's names; incomplete stacks are left out. Asked once, at the end."""
+        """Checksums that each rank must report, by SGLang's names, of complete stacks alone. Asked once, at the end."""
         return checksums_of(self._ranks)
 
     def hashes(self) -> list[dict[str, str | Stack]]:
-        """As `checksums`, of a sender among several: of experts' matrices on GPUs what is to be joined."""
+        """Gives `checksums` of one sender among several; experts' matrices on GPUs stay stacks, to be joined."""
         return [
             {n: s if s.placed else s.digest.hexdigest() for n, s in stacks.items() if s.placed or s.complete}
             for stacks in self._ranks
@@ -111,7 +111,7 @@ def _lacks(stack: str | Stack) -> bool:
 
 
 def differences(sent: Sequence[Checksums], held: Sequence[Checksums]) -> Sequence[str]:
-    """What is wrong with the weights a server's ranks hold, a line each; none: they are those that were sent."""
+    """Lists what is wrong with the weights that a server's ranks hold, a line each; empty: they hold the ones sent."""
     if len(sent) != len(held):
         return [f"{len(held)} ranks report what they hold, of {len(sent)}"]
     return [

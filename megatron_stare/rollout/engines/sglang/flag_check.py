@@ -1,4 +1,4 @@
-"""Whether SGLang's own parser takes a run's further arguments, and whether they leave alone what the run sets itself.
+"""Checks that SGLang's own parser takes a run's further arguments, and that these leave alone what the run sets.
 
 `refused_flag` asks a process of SGLang's environment, which runs this module:
 
@@ -30,7 +30,7 @@ _NOT_TO_BE_SET = {
 
 @lru_cache(8)
 def refused_flag(python: str, own: Sequence[str], flags: Sequence[str]) -> str | None:
-    """What is wrong with the flags; None: nothing. Waits for a Python process that imports SGLang, some ten seconds.
+    """Says what is wrong with the flags; None: nothing. Takes some ten seconds: a Python process imports SGLang.
 
     Args:
         python: of SGLang's environment.

@@ -1,4 +1,4 @@
-"""Where a process runs, as far as it decides what may be handed to it: its machine, and the GPUs it sees."""
+"""Place of a process, as far as it decides what may be handed to it: its machine, and the GPUs it sees."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def this_host() -> str:
 
 
 def uuid_of(device: int) -> str:
-    """As SGLang reads it, which looks for the GPU of a handle by it."""
+    """UUID of a GPU as SGLang reads it, to find the GPU of a handle."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 

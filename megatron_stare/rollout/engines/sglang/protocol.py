@@ -1,4 +1,4 @@
-"""What goes to an SGLang server and what comes back, as observed of the supported versions. Pure: no I/O.
+"""Requests to SGLang servers and the reading of their answers, as observed of supported versions. Pure: no I/O.
 
 Requests come from the engine, bodies go to the client; the server's answers come back through `result_of`.
 """

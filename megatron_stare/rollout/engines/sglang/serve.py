@@ -1,5 +1,6 @@
-"""What a launched server's process runs, in the environment SGLang is installed in: SGLang's own launcher, ended with
-the process that started it.
+"""Runs SGLang's launcher in a server's process, and ends it with the process that started it.
+
+Called in the environment SGLang is installed in:
 
     python -m megatron_stare.rollout.engines.sglang.serve <arguments of sglang.launch_server>
 

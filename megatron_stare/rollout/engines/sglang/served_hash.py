@@ -51,8 +51,9 @@ class Sha256Digest:
 
 
 class TiledDigest:
-    """What SGLang's kernel computes on a GPU, computed where the parts lie; nothing waits for the device before
-    `hexdigest`.
+    """Hash that SGLang's kernel computes on a GPU, computed where the parts lie.
+
+    Nothing waits for the device before `hexdigest`.
 
     The bytes, padded with zeros, are n words of 32 bits. Word w at position i becomes fmix(w ^ (i A + s) ^ rotl(i, r))
     with fmix the last step of MurmurHash3 (Appleby, 2011), for two sets of constants (A, s, r). Each is summed over a
@@ -87,7 +88,7 @@ class TiledDigest:
         self._add(held.view(torch.int32), start // 4)
 
     def joined(self, other: TiledDigest) -> TiledDigest:
-        """Of the parts that either was given by `update_at`."""
+        """Digest of all parts that either was given by `update_at`."""
         both = TiledDigest()
         both._words = max(self._words, other._words)
         both._sums = self._sums + other._sums

@@ -127,7 +127,7 @@ class ServerProcess:
         return f"ended with {code}{why}; its last words:\n{self.last_words()}"
 
     def lost_rank(self) -> str | None:
-        """As `ended`, of a rank that was killed and whose end SGLang's launcher has not taken notice of."""
+        """Tells of a killed rank whose end SGLang's launcher has not noticed, with the server's last words, or None."""
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self._process.pid).children():
                 if child.status() == psutil.STATUS_ZOMBIE and child.name().startswith(RANKS):

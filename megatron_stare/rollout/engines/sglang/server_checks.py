@@ -1,4 +1,4 @@
-"""What can be known to be wrong with a run's servers before one is started."""
+"""Checks of a run's servers that can be made before one is started."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAUNCH_SETTINGS = (
 
 
 def server_device(config: Config) -> str:
-    """Where servers that are started here compute: cpu or cuda."""
+    """Type of device that servers started here compute on: cpu or cuda."""
     if config.sglang.device != "auto":
         return config.sglang.device
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -26,7 +26,7 @@ CPU_WIDTHS = 32  # columns of a rank's feed-forward layers, on CPUs: SGLang pads
 
 @dataclass(frozen=True)
 class ServerLayout:
-    """Of one server: the device it computes on, and its tensor-parallel ranks, which it also cuts experts over.
+    """Layout of one server: the device it computes on, and its tensor-parallel ranks, over which it also cuts experts.
 
     Groups of ranks may attend to requests of their own (SGLang's attention DP): attention and the embedding are then
     cut over the ranks of a group, alike in each.
@@ -40,7 +40,7 @@ class ServerLayout:
 
     @classmethod
     def of(cls, info: Mapping[str, Any], where: str) -> ServerLayout:
-        """Of a server's /server_info. Raises SGLangError for ways of cutting a model that are not known here."""
+        """Reads a layout from a server's /server_info. Raises SGLangError for ways of cutting that are unknown here."""
         data, copies = int(info.get("attn_dp_size") or 1), int(info.get("dp_size") or 1)
         if data == 1 and info.get("enable_dp_attention"):
             data, copies = copies, 1  # 0.5.21 has one number for both
@@ -75,8 +75,9 @@ class ServerLayout:
         return self.tensor // self.data
 
     def parts(self, name: str, tensor: Tensor, shape: ModelShape, rank: int) -> Sequence[Tensor]:
-        """What a rank holds of a Hugging Face tensor, to be laid end to end; views where it can be. Nothing of an
-        expert that another rank owns.
+        """Parts of a Hugging Face tensor that a rank holds, to be laid end to end; views where possible.
+
+        Empty for an expert that another rank owns.
 
         Args:
             name: of the tensor; one that the family does not know counts as replicated.
@@ -116,7 +117,7 @@ class ServerLayout:
         return self.tensor // self.expert
 
     def _by_group(self, rule: Rule) -> bool:
-        """Whether a tensor is cut over the ranks of a group, not over all."""
+        """Returns True if a tensor is cut over the ranks of a group, not over all."""
         if rule.megatron == _HEAD:
             return self.head_by_group
         return rule.layout == "vocab" or "self_attention" in rule.megatron

@@ -53,11 +53,11 @@ class ServerOptions:
 
     @property
     def node_ranks(self) -> int:
-        """Of the server's ranks, those of one node."""
+        """Number of the server's ranks on one node."""
         return self.tensor // self.nodes
 
     def arguments(self, port: int, ranks_port: int | None = None, meeting: str | None = None) -> list[str]:
-        """Of sglang.launch_server.
+        """Arguments for sglang.launch_server.
 
         Args:
             ranks_port: where the server's ranks meet on its one node; None: SGLang's choice.
@@ -69,7 +69,7 @@ class ServerOptions:
         return [*self.own_arguments(port), *meet, *self.flags]
 
     def own_arguments(self, port: int) -> tuple[str, ...]:
-        """Those that are made here, without the user's."""
+        """Arguments that are set here, without the user's flags."""
         on_cpu = self.device == "cpu"
         given: dict[str, object] = {
             "model-path": str(Path(self.model_path).resolve()),

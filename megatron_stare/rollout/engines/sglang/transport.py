@@ -17,7 +17,7 @@ LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 
 
 def on_loopback(url: str) -> bool:
-    """Whether only this machine's programs can reach what listens there."""
+    """Returns True if only this machine's programs can reach a URL."""
     return urlsplit(url).hostname in LOOPBACK_NAMES
 
 
@@ -37,7 +37,9 @@ class Transport(Protocol):
 
 
 class HttpTransport:
-    """As many connections as requests are under way, kept for the next ones. Belongs to the loop that first uses it.
+    """HTTP client with as many connections as requests are under way, kept for the next ones.
+
+    Belongs to the event loop that first uses it.
 
     Args:
         url: http or https, without a path.

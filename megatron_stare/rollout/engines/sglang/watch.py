@@ -1,5 +1,7 @@
-"""Whether a server is still there, with the weights that it was given: asked where a call of it failed, and again and
-again while one is waited for."""
+"""Watches a server: tells whether it is still there, with the weights that it was given.
+
+Asks where a call to the server failed, and again and again while a call is waited for.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ class ServerGoneError(EngineLostError, SGLangError):
 
 
 class Watch:
-    """Of one server; lives in its client's loop.
+    """Watch over one server; lives in its client's event loop.
 
     Args:
         process: of a server that was started here; None: it is someone else's.
@@ -50,8 +52,10 @@ class Watch:
         await asyncio.shield(self._looking)
 
     async def first_of(self, tasks: Collection[asyncio.Task[Any]], limit_s: float | None = None) -> set[Any]:
-        """Those that are done, once one is or the limit has passed. Raises ServerGoneError where the server is lost
-        before; it is asked every `limit_s` of the watch."""
+        """Waits until one of the tasks is done or the limit has passed, and returns those that are done.
+
+        Raises ServerGoneError where the server is lost before; the server is asked every `limit_s` of the watch.
+        """
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
         done, _ = await asyncio.wait({*tasks, self._watching}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
