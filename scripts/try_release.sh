@@ -10,7 +10,7 @@ Makes an environment as scripts/setup_env.sh does, in build/try/, puts these rel
 three steps and runs the tests that know of them; the last line says how many passed, above it stand those that failed.
 Exits with 0 where all of it passes, 1 where something fails. What is pinned, and .venv, stay as they are.
 
-  bash scripts/try_release.sh megatron-core==0.18.2
+  bash scripts/try_release.sh megatron-core==0.19.0
   bash scripts/try_release.sh torch==2.14.1 transformers==5.24.0 -- -m "not slow"   # all that CI runs
   bash scripts/try_release.sh sglang==0.5.24            # the servers' environment; with another package: both
 
@@ -29,11 +29,11 @@ while [ $# -gt 0 ]; do
     --) shift; break ;;
     sglang==?*) servers+=("$1") ;;
     [a-z]*==?*) trainer+=("$1") ;;
-    *) usage >&2; fail "$1 is no PACKAGE==VERSION" "such as megatron-core==0.18.2" ;;
+    *) usage >&2; fail "$1 is no PACKAGE==VERSION" "such as megatron-core==0.19.0" ;;
     esac
     shift
 done
-[ ${#trainer[@]} -gt 0 ] || [ ${#servers[@]} -gt 0 ] || { usage >&2; fail "no release is named" "such as megatron-core==0.18.2"; }
+[ ${#trainer[@]} -gt 0 ] || [ ${#servers[@]} -gt 0 ] || { usage >&2; fail "no release is named" "such as megatron-core==0.19.0"; }
 
 found="$(find_python PYTHON)"
 interpreter="${found%%$'\n'*}"

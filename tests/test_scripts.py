@@ -300,28 +300,28 @@ def trying(project: Path) -> Callable[..., tuple[int, list[str], str]]:
 def test_a_release_is_tried_beside_what_is_pinned(
     project: Path, trying: Callable[..., tuple[int, list[str], str]]
 ) -> None:
-    code, asked, said = trying("megatron-core==0.18.2", "torch==2.14.1")
-    folder = project / "build/try/3.12+megatron-core==0.18.2+torch==2.14.1"
+    code, asked, said = trying("megatron-core==0.19.0", "torch==2.14.1")
+    folder = project / "build/try/3.12+megatron-core==0.19.0+torch==2.14.1"
     assert code == 0 and said.splitlines()[-1] == (
-        "3.12, megatron-core==0.18.2, torch==2.14.1: quickstart passed;  9 passed "
+        "3.12, megatron-core==0.19.0, torch==2.14.1: quickstart passed;  9 passed "
     )
     pip = [line for line in asked if line.startswith("-m pip install")]
     assert pip[-1].endswith(
-        f"-c {folder}/constraints.txt megatron-core==0.18.2 torch==2.14.1"
+        f"-c {folder}/constraints.txt megatron-core==0.19.0 torch==2.14.1"
     )  # after the project's pins
     pins, held = ((file / "constraints.txt").read_text().splitlines() for file in (project, folder))
     left = [line for line in pins if line not in held]
     assert sorted({line.partition("==")[0] for line in left}) == ["megatron-core", "torch"]
     assert not (project / ".venv").exists()
     assert "tests/megatron tests/ops" in asked[-1]
-    code, asked, said = trying("megatron-core==0.18.2", "torch==2.14.1", "--", "tests/ops", "-x", FAILS="-m pytest")
+    code, asked, said = trying("megatron-core==0.19.0", "torch==2.14.1", "--", "tests/ops", "-x", FAILS="-m pytest")
     assert code == 1 and "quickstart passed; 1 failed" in said.splitlines()[-1]
     assert not any("pip" in line for line in asked) and asked[-1].endswith("tests/ops -x")  # made once
-    code, _, said = trying("megatron-core==0.18.2", "torch==2.14.1", FAILS="megatron_stare.cli")
+    code, _, said = trying("megatron-core==0.19.0", "torch==2.14.1", FAILS="megatron_stare.cli")
     assert code == 1 and "quickstart failed;  9 passed" in said.splitlines()[-1]
 
 
 @pytest.mark.parametrize("words", [[], ["megatron-core"], ["megatron-core=="], ["--frobnicate"]])
 def test_what_is_no_release_is_not_tried(trying: Callable[..., tuple[int, list[str], str]], words: list[str]) -> None:
     code, asked, said = trying(*words)
-    assert code == 2 and asked == [] and "fix: such as megatron-core==0.18.2" in said
+    assert code == 2 and asked == [] and "fix: such as megatron-core==0.19.0" in said
