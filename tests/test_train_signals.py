@@ -68,7 +68,7 @@ class Run:
     def child(self, name: str) -> None:
         """Waits until the run has started a process of this name."""
         driver = psutil.Process(self.process.pid)
-        while not any(name in child.name() for child in alive(driver)):
+        while not any(name in child for child in names_below(driver)):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(0.02)
                 raise AssertionError(self.process.stderr.read())
@@ -84,13 +84,11 @@ class Run:
         return said
 
 
-def alive(process: psutil.Process) -> Iterator[psutil.Process]:
+def names_below(process: psutil.Process) -> Iterator[str]:
+    """Names of its descendants, but for those that end meanwhile."""
     for child in process.children(recursive=True):
-        try:
-            child.name()
-        except psutil.Error:
-            continue
-        yield child
+        with contextlib.suppress(psutil.Error):
+            yield child.name()
 
 
 @pytest.fixture
