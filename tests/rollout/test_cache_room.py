@@ -145,6 +145,44 @@ def test_those_that_wait_enter_though_others_give_up() -> None:
     assert asyncio.run(given_up())[-2:] == [2, 3]
 
 
+def test_a_place_that_was_given_to_one_that_gives_up_is_the_next_one_s() -> None:
+    """It is cancelled between the turn in which it is given its place and the one in which it would take it."""
+
+    async def given_up() -> list[int]:
+        room, entered, leave = CacheRoom(10, 1, 10.0), [], asyncio.Event()
+
+        async def one(number: int) -> None:
+            async with room:
+                entered.append(number)
+                await leave.wait()
+
+        tasks = [asyncio.create_task(one(number)) for number in range(4)]
+        await asyncio.sleep(0)
+        leave.set()
+        await asyncio.sleep(0)  # the first leaves
+        tasks[1].cancel()
+        await asyncio.wait(tasks, timeout=10)
+        assert all(task.done() for task in tasks)
+        return entered
+
+    assert asyncio.run(given_up()) == [0, 2, 3]
+
+
+def test_first_come_first_served() -> None:
+    async def crowd() -> list[int]:
+        room, entered = CacheRoom(30, 256, 10.0), []
+
+        async def one(number: int) -> None:
+            async with room:
+                entered.append(number)
+                await asyncio.sleep(0)
+
+        await asyncio.gather(*(one(number) for number in range(20)))
+        return entered
+
+    assert asyncio.run(crowd()) == list(range(20))
+
+
 def test_an_answer_that_comes_teaches_the_room_its_length() -> None:
     fake = FakeServer("one")
     with engine(fake, request_tokens=1000.0) as made:

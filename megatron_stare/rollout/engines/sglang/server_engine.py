@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import secrets
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
@@ -89,27 +88,47 @@ class CacheRoom:
 
     def __init__(self, cache_tokens: int, most: int, expected: float) -> None:
         self._cache_tokens, self._most = cache_tokens, most
-        self._lengths = deque([expected] * EXPECTED, maxlen=REMEMBERED)
-        self._inside, self._changed = 0, asyncio.Condition()
+        self._lengths, self._sum = deque([expected] * EXPECTED), EXPECTED * expected
+        self._inside, self._waiting = 0, deque[asyncio.Future[None]]()
 
     @property
     def size(self) -> int:
         """Requests that may be at the server, at least one."""
-        return max(min(self._most, int(self._cache_tokens * len(self._lengths) / math.fsum(self._lengths))), 1)
+        return max(min(self._most, int(self._cache_tokens * len(self._lengths) / self._sum)), 1)
 
     def came(self, tokens: int) -> None:
         """Takes down the length of a request that was answered."""
+        if len(self._lengths) == REMEMBERED:
+            self._sum -= self._lengths.popleft()
         self._lengths.append(tokens)
+        self._sum += tokens
 
     async def __aenter__(self) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._inside < self.size)
-            self._inside += 1
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        self._let_in()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._let_in()
+            else:  # it had its place already
+                self._leave()
+            raise
 
     async def __aexit__(self, *_: object) -> None:
-        async with self._changed:
-            self._inside -= 1
-            self._changed.notify_all()  # lengths that came may have made room for several
+        self._leave()
+
+    def _leave(self) -> None:
+        self._inside -= 1
+        self._let_in()
+
+    def _let_in(self) -> None:
+        """Gives those that wait their places, first come, first served; lengths that came may have made several."""
+        while self._waiting and (self._waiting[0].done() or self._inside < self.size):
+            if not (turn := self._waiting.popleft()).done():  # else it gave up
+                turn.set_result(None)
+                self._inside += 1
 
 
 class SGLangEngine(ServedEngine):
