@@ -81,6 +81,27 @@ pip_install() {
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
 }
 
+# The project with its pins, editable.
+install_project() {
+    local venv="$1"
+    pip_install "$venv" -c "$ROOT/constraints.txt" setuptools wheel
+    # torch first and alone: where a CPU build of this version is at hand, pip takes it
+    pip_install "$venv" -c "$ROOT/constraints.txt" torch==2.13.0
+    pip_install "$venv" -c "$ROOT/constraints.txt" --no-build-isolation -e "${ROOT}[dev]"
+}
+
+# SGLang as its lock has it, then the packages named here without what they ask for, and this project, through which the
+# entry point of the platform plug-in is found.
+install_sglang() {
+    local venv="$1"
+    shift
+    # with what its build asks for: one with CUDA does not load without CUDA's libraries
+    pip_install "$venv" torch==2.13.0
+    pip_install "$venv" --no-deps -r "$ROOT/scripts/sglang-cpu.lock"
+    [ $# -eq 0 ] || pip_install "$venv" --no-deps "$@"
+    pip_install "$venv" --no-deps --no-build-isolation -e "$ROOT"
+}
+
 # Where the environment of a Python belongs: in the folder given, or, beside one there of another version, in a folder
 # of its own, such as .venv-3.11. Without a Python of the user's own it is the folder given.
 env_folder() {

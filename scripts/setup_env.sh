@@ -9,10 +9,7 @@ build_env() {
     local venv="$1" found
     found="$(find_python PYTHON)"
     new_env "$venv" "${found%%$'\n'*}" "${found##*$'\n'}" 7000
-    pip_install "$venv" -c "$ROOT/constraints.txt" setuptools wheel
-    # torch first and alone: where a CPU build of this version is at hand, pip takes it
-    pip_install "$venv" -c "$ROOT/constraints.txt" torch==2.13.0
-    pip_install "$venv" -c "$ROOT/constraints.txt" --no-build-isolation -e "$ROOT[dev]"
+    install_project "$venv"
 }
 
 VENV="$(env_folder "$ROOT/.venv" PYTHON)"

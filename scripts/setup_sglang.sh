@@ -9,11 +9,7 @@ build_sglang_env() {
     local venv="$1" found
     found="$(find_python SGLANG_PYTHON)"
     new_env "$venv" "${found%%$'\n'*}" "${found##*$'\n'}" 7000
-    # with what its build asks for: one with CUDA does not load without CUDA's libraries
-    pip_install "$venv" torch==2.13.0
-    pip_install "$venv" --no-deps -r "$ROOT/scripts/sglang-cpu.lock"
-    # the entry point of the platform plug-in is found through the installed project
-    pip_install "$venv" --no-deps --no-build-isolation -e "$ROOT"
+    install_sglang "$venv"
 }
 
 build_if_changed "$ROOT/.venv-sglang" SGLANG_PYTHON build_sglang_env \

@@ -53,9 +53,7 @@ others() {
 build_trainer() {
     local venv="$1"
     new_env "$venv" "$interpreter" "${found##*$'\n'}" 7000
-    pip_install "$venv" -c "$ROOT/constraints.txt" setuptools wheel
-    [[ " ${trainer[*]:-}" == *" torch=="* ]] || pip_install "$venv" -c "$ROOT/constraints.txt" torch==2.13.0
-    pip_install "$venv" -c "$ROOT/constraints.txt" --no-build-isolation -e "$ROOT[dev]"
+    install_project "$venv"
     if [ ${#trainer[@]} -gt 0 ]; then
         others >"$folder/constraints.txt"
         # pip says that this project pins others, and installs them
@@ -66,10 +64,7 @@ build_trainer() {
 build_servers() {
     local venv="$1"
     new_env "$venv" "$interpreter" "${found##*$'\n'}" 7000
-    pip_install "$venv" torch==2.13.0
-    pip_install "$venv" --no-deps -r "$ROOT/scripts/sglang-cpu.lock"
-    pip_install "$venv" --no-deps "${servers[@]}"
-    pip_install "$venv" --no-deps --no-build-isolation -e "$ROOT"
+    install_sglang "$venv" "${servers[@]}"
 }
 
 build_if_changed "$folder/venv" NOTHING build_trainer "$ROOT/constraints.txt" "$ROOT/scripts/try_release.sh"
