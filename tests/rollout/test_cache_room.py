@@ -146,7 +146,7 @@ def test_those_that_wait_enter_though_others_give_up() -> None:
 
 
 def test_a_place_that_was_given_to_one_that_gives_up_is_the_next_one_s() -> None:
-    """It is cancelled between the turn in which it is given its place and the one in which it would take it."""
+    """A request is cancelled between the turn in which it is given its place and the one in which it would take it."""
 
     async def given_up() -> list[int]:
         room, entered, leave = CacheRoom(10, 1, 10.0), [], asyncio.Event()
