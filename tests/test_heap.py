@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-# as a step does: pieces all held at once, then all freed, the last first; pages that the fourth has to be given
+# as a step does: pieces all held at once, then all freed, the last first; pages that 20 have to be given, when the heap
+# has settled: what else is allocated between the pieces decides where they fit, in the first steps and seldom later
 STEPS = """
 import resource, torch
 from megatron_stare.process import memory
@@ -20,9 +21,11 @@ def step():
     while held:
         held.pop()
     return faults
-for _ in range(3):
+for _ in range(5):
     before = step()
-print(step() - before)
+for _ in range(20):
+    after = step()
+print(after - before)
 """
 
 
@@ -31,4 +34,5 @@ print(step() - before)
 def test_what_is_freed_is_used_again(pieces: list[int]) -> None:
     """Large pieces are the ones that glibc gives pages of their own, many the ones whose end it gives back."""
     pages = sum(pieces) * 2**20 // 4096
-    assert int(subprocess.check_output([sys.executable, "-c", STEPS % pieces], text=True)) < pages // 100
+    given = int(subprocess.check_output([sys.executable, "-c", STEPS % pieces], text=True))
+    assert given < 20 * pages // 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -183,6 +183,23 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+class Stopped(asyncio.SelectorEventLoop):
+    """A loop whose clock stands: how fast the machine is decides nothing."""
+
+    now = 1e3
+
+    def time(self) -> float:
+        return self.now
+
+
+def played(scene: Coroutine[Any, Any, Any]) -> Any:
+    loop = Stopped()
+    try:
+        return loop.run_until_complete(scene)
+    finally:
+        loop.close()
+
+
 @asynccontextmanager
 async def scene(capacity: int = 1, back_off_s: float = 0.0) -> AsyncIterator[Scene]:
     found = Scene(capacity, back_off_s)
@@ -209,7 +226,7 @@ def test_one_whose_replica_is_full_lets_others_have_the_rest() -> None:
             await it.answer(0, "a")
             assert it.where == {"continues": 0, "begins": 1}  # in front of what is begun
 
-    asyncio.run(play())
+    played(play())
 
 
 def test_no_replica_is_idle_for_the_sake_of_one_that_is_full() -> None:
@@ -221,7 +238,7 @@ def test_no_replica_is_idle_for_the_sake_of_one_that_is_full() -> None:
             await it.answer(1, "continues")
             assert it.tasks[1].result().replica == 1  # from now on it is at home there
 
-    asyncio.run(play())
+    played(play())
 
 
 def test_a_replica_that_lost_a_request_is_not_waited_for() -> None:
@@ -238,8 +255,8 @@ def test_a_replica_that_lost_a_request_is_not_waited_for() -> None:
             await it.answer(1, "c")
             return it.where
 
-    assert asyncio.run(play(False)) == {"continues": 0, "more": 0, "begins": 1}
-    assert asyncio.run(play(True)) == {"continues": 0, "a": 1, "more": 1}
+    assert played(play(False)) == {"continues": 0, "more": 0, "begins": 1}
+    assert played(play(True)) == {"continues": 0, "a": 1, "more": 1}
 
 
 def test_a_replica_that_lost_a_request_is_tried_with_one_and_not_preferred_else() -> None:
@@ -253,7 +270,23 @@ def test_a_replica_that_lost_a_request_is_tried_with_one_and_not_preferred_else(
             await it.ask("continues", replica=0)
             return [it.where[rid] for rid in ("a", "tries", "continues")]
 
-    assert asyncio.run(play()) == [1, 0, 1]
+    assert played(play()) == [1, 0, 1]
+
+
+def test_a_replica_is_left_alone_for_as_long_as_it_took_to_lose_a_request() -> None:
+    async def play(later_s: float) -> int:
+        async with scene(capacity=4) as it:
+            loop = asyncio.get_running_loop()
+            assert isinstance(loop, Stopped)
+            await it.ask("a", replica=0)
+            loop.now += 5.0
+            await it.answer(0, "a", lost=True)
+            loop.now += later_s
+            await it.ask("next")
+            return it.where["next"]
+
+    assert played(play(4.0)) == 1
+    assert played(play(6.0)) == 0
 
 
 def test_a_request_that_is_given_up_leaves_its_line() -> None:
@@ -266,7 +299,7 @@ def test_a_request_that_is_given_up_leaves_its_line() -> None:
             await it.answer(0, "a")
             return [*it.where]
 
-    assert asyncio.run(play()) == ["b"]
+    assert played(play()) == ["b"]
 
 
 def test_a_replica_that_lost_requests_is_given_one_at_a_time_in_the_next_rollout_too() -> None:
@@ -289,4 +322,4 @@ def test_a_replica_that_lost_requests_is_given_one_at_a_time_in_the_next_rollout
             await it.ask("i")
             assert it.where == {"f": 1, "g": 1, "h": 0, "i": 0}
 
-    asyncio.run(play())
+    played(play())
